@@ -175,6 +175,10 @@ def _reading(function: str, config: Any, decoder: bool | None = None) -> Generat
         raise ValueError(f"{function}: {error}") from error
 
 
+# Names in released configs, which transformers replaces.
+_RENAMED = {"exaone4_5_text": "exaone4", "kimi_k2": "deepseek_v3"}
+
+
 def _tracked(config: Mapping[str, Any], decoder: bool | None) -> TrackedConfig:
     """Returns the config of the text model, under a supported model type."""
     kind, inner = config.get("model_type"), config.get("text_config")
@@ -182,6 +186,7 @@ def _tracked(config: Mapping[str, Any], decoder: bool | None) -> TrackedConfig:
         kind is None or isinstance(kind, str),
         f"the config must have a string as model_type, got {kind!r:.80}.",
     )
+    kind = _RENAMED.get(kind, kind)
     if kind in NOT_READ:
         raise ValueError(f"unknown model_type {kind!r}; {NOT_READ[kind]}.")
     if kind not in MODEL_TYPES and inner is not None:

@@ -82,8 +82,11 @@ def _logit_scale(config: TrackedConfig, model_type: ModelType, layer: int) -> fl
     """Returns the factor on q . k in a layer, counted from 0; None: the scheme's own."""
     for key, power in SCALE_POWERS.items():
         value = config.get(key)
-        config.check_ignored(value is None or key == model_type.scale_key, f"{key}={value}")
-        if value is not None:
+        used = key == model_type.scale_key
+        config.check_ignored(
+            value is None or used or key == model_type.unused_scale_key, f"{key}={value}"
+        )
+        if value is not None and used:
             return float(value) ** power
     return None if model_type.scale is None else model_type.scale(config, layer)
 

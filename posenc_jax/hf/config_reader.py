@@ -13,7 +13,7 @@ from posenc_jax.checks import require
 # Keys that change the position encoding, or the tokens that a layer attends to.
 _POSITION = re.compile(
     "rope|rotary|alibi|relative|position|nope|pos_att|clamp_len|temperature|window|layer_types|"
-    "attention_chunk|per_layer_config|pos_embds"
+    "attention_chunk|dual_chunk|per_layer_config|pos_embds"
 )
 _HARMLESS = {
     "max_position_embeddings",  # Of rotary models: the longest text.
@@ -28,7 +28,7 @@ _HARMLESS = {
 }
 # Values without effect, or that the model type implies.
 _HARMLESS_VALUES = {
-    "position_embedding_type": ("absolute", "rope_gptj"),  # ModernBERT's and Cohere 2's.
+    "position_embedding_type": ("absolute", "rope_gptj", "sans_pos"),  # ModernBERT's, Cohere 2's.
     "rotary": (True,),  # GPT-J's.
     "rotary_pct": (1.0,),  # Cohere 2's.
     "use_mrope": (False,),  # Qwen 2.5's.
@@ -115,7 +115,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         share_att_key bi_data use_absolute_embeddings sinusoidal_pos_embds is_decoder
         is_encoder_decoder is_causal scale_attn_weights scale_attn_by_inverse_layer_idx use_qk_norm
         qk_layernorm multi_query new_decoder_architecture attention_bias attention_out_bias
-        use_qkv_bias qkv_bias use_bias bias enable_bias mla_use_nope
+        use_qkv_bias qkv_bias use_bias bias enable_bias mla_use_nope finetuned
         """,
     ),
     "true, false or an integer from 0": (  # Llama 4's releases have 4.
@@ -184,6 +184,13 @@ class TrackedConfig:
         self.values, self.label, self.decoder = values, label, decoder
         self.defaults = defaults or {}
         self.read: set[str] = set()
+
+    def without(self, *names: str) -> "TrackedConfig":
+        """Returns the config without some keys, tracking the others together with this one."""
+        values = {key: value for key, value in self.values.items() if key not in names}
+        out = TrackedConfig(values, self.label, self.defaults, self.decoder)
+        out.read = self.read
+        return out
 
     @property
     def model_type(self) -> str:

@@ -38,11 +38,14 @@ def _deepseek_v4(config: TrackedConfig) -> Layers:
     else:
         theta, compress_theta = rope.get("rope_theta"), config.get("compress_rope_theta")
         config.check(
-            theta in (None, compress_theta),
+            theta in (None, compress_theta, config.explicit("rope_theta")),
             f"rope_theta={theta} in its rope parameters, for which transformers takes "
             f"compress_rope_theta={compress_theta}; give rope parameters for each of {_LABELS}",
         )
         kind = rope.get("rope_type", rope.get("type"))
+        rope = rope | {"rope_theta": compress_theta}
+        other = config.explicit("compress_rope_parameters")
+        config.check_ignored(other in (None, rope), f"compress_rope_parameters={other}")
         compress = {"attention_factor": 1.0} | rope if kind == "yarn" else rope
         parts = {"main": {}, "compress": compress}
     config.check_ignored(
@@ -72,6 +75,9 @@ def _scheme(config: TrackedConfig, part: dict[str, Any], base: str) -> Scheme:
     if fraction is None:
         fraction = config.defaults["partial_rotary_factor"]
     dim = int(head_dim * fraction) if dim is None else dim
+    rest = config.explicit("qk_nope_head_dim")
+    config.check(rest in (None, head_dim - dim), f"qk_nope_head_dim={rest} beside {dim} dimensions")
+    config.only("rope_interleave", True)
     return VORoPE(
         head_dim=head_dim,
         theta=settings.theta,

@@ -32,6 +32,7 @@ class ModelType:
       sinks: as in `LayerSpec`.
       sinks_windowed_only: whether only layers with a window have them.
       scale_key: the key for the factor on q . k, see `SCALE_POWERS`.
+      unused_scale_key: a key of `SCALE_POWERS` that releases have without effect.
       scale: reads the factor of a layer in another way; None: the scheme's own.
       causality: "causal"; "bidirectional"; "is_decoder", causal with this key; or "decoder", causal
         in the decoder of an encoder and a decoder.
@@ -50,6 +51,7 @@ class ModelType:
     sinks: Sinks = False
     sinks_windowed_only: bool = False
     scale_key: str | None = None
+    unused_scale_key: str | None = None
     scale: ScaleReader | None = None
     causality: str = "causal"
     key_heads: Callable[[TrackedConfig, int], int] = key_heads

@@ -55,7 +55,7 @@ class Table:
         """Returns the table for every layer, though it is added at the input."""
         kind = config.get("position_embedding_type", "absolute")
         length, dim = config.need("max_position_embeddings"), config.need(self.width)
-        config.only("sinusoidal_pos_embds", False)  # DistilBERT: a fixed table.
+        config.ignore("sinusoidal_pos_embds")  # DistilBERT: how the table starts.
         config.check(
             kind == "absolute",
             f"position_embedding_type={kind!r}, which transformers 5 does not read any more",
@@ -143,6 +143,7 @@ def _half(config: TrackedConfig, scheme: Scheme) -> Layers:
 
 def _bart(config: TrackedConfig, offset: int = 2) -> Layers:
     """Reads a learned table of positions in the encoder and in the decoder."""
+    config.only("static_position_embeddings", False)  # mBART's and KoBART's.
     length, dim = config.need("max_position_embeddings"), config.need("hidden_size")
     return _half(config, LearnedAbsolute(max_length=length, model_dim=dim, offset=offset))
 

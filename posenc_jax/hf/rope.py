@@ -158,6 +158,7 @@ def _yarn(part, config):
     if not (mscale and mscale_all_dim):  # transformers reads both or none.
         mscale, mscale_all_dim = 1.0, 0.0
     attention_factor = part.get("attention_factor")
+    part.ignore("finetuned")  # Of the code of the YaRN paper's models.
     yarn = YaRN(
         factor=factor,
         original_max_position=length,
@@ -184,7 +185,7 @@ def _longrope(part, config):
         long_factor=tuple(map(float, part.need("long_factor"))),
         factor=_factor(part, config, length),
         original_max_position=length,
-        long=None,
+        long=False if part.get("short_factor") == part.get("long_factor") else None,  # MiniCPM 3.
         attention_factor=None if short is None else float(short),
     )
 
@@ -271,7 +272,7 @@ def _write_yarn(m, *others):
 
 
 def _write_longrope(m, *others):
-    if m.long is not None:
+    if m.long is not None and m.short_factor != m.long_factor:
         return None
     if m.magnitude == "yarn":
         m = dataclasses.replace(m, magnitude="su", attention_factor=0.1 * math.log(m.factor) + 1.0)

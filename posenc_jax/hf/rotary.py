@@ -36,6 +36,8 @@ from posenc_jax.schemes.rotary.rope import RoPE
 from posenc_jax.schemes.rotary.scaling.yarn import yarn_logit_scale
 from posenc_jax.schemes.scheme import Scheme
 
+_FLAT = "rope_theta", "partial_rotary_factor"
+
 
 def rotation(
     config: TrackedConfig,
@@ -101,13 +103,17 @@ class Rotating:
         """Returns the rotary dict of each kind; None for layers that do not rotate."""
         rope = rope_dict(config)
         known = {FULL, LOCAL} | kinds
-        flat = [n for n in ("rope_theta", "partial_rotary_factor") if config.explicit(n)]
+        full = (rope or {}).get(FULL)
+        same = full if isinstance(full, dict) else {}
+        flat = [n for n in _FLAT if config.explicit(n) not in (None, same.get(n))]
         config.check_ignored(
             not self.by_kind_only or (not flat and not known.isdisjoint(rope or {})),
             f"{flat or rope}, not rope parameters for kinds of layers",
         )
         if rope is not None and known & rope.keys():
-            other = sorted(rope.keys() - known, key=str)
+            length = "original_max_position_embeddings"  # Laguna's, beside the same inside.
+            extra = {length} if rope.get(length) == same.get(length) else set()
+            other = sorted(rope.keys() - known - extra, key=str)
             config.check(not other, f"rope parameters for {other} beside those for kinds of layers")
             missing = sorted(kinds - rope.keys() - {*self.unrotated})
             config.check(not missing, f"layers {missing} without rope parameters")
@@ -147,6 +153,7 @@ class Rotating:
     def _scheme(self, config, kind, rope, head_dim):
         if rope is None:
             return self.instead
+        config = config.without(*_FLAT) if self.by_kind_only else config
         settings = read_rope(config, rope, base=dict(self.bases).get(kind, "rope_theta"))
         return rotation(config, settings, head_dim, self.layout, self.partial)
 

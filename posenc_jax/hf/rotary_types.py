@@ -417,6 +417,15 @@ def _mimo_v2(config: TrackedConfig) -> Layers:
             f"no partial_rotary_factor in its {kind!r} rope parameters",
         )
     kinds = declared(config) or [FULL, *every(6)(config)[1:]]
+    pattern, base = config.explicit("hybrid_layer_pattern"), config.explicit("swa_rope_theta")
+    config.check_ignored(
+        pattern is None or [LOCAL if x else FULL for x in pattern] == kinds,
+        f"hybrid_layer_pattern={pattern}",
+    )
+    local = ((rope_dict(config) or {}).get(LOCAL) or {}).get("rope_theta")
+    config.check_ignored(base in (None, local), f"swa_rope_theta={base}")
+    if config.values.get("attention_chunk_size") == config.values.get("sliding_window"):
+        config.ignore("attention_chunk_size")  # Releases repeat the window.
     return Rotating(partial=True, kinds=lambda _: kinds, window=_mimo_v2_window, by_kind_only=True)(
         config
     )
@@ -477,6 +486,7 @@ TYPES["gemma3n_text"] = ModelType(
     windowed(every(5), bases=_BASES, scaled=(FULL,), null_rotates=True),
     unsupported="a norm of values, and keys that layers share",
     qk_norm=RMS,
+    unused_scale_key="query_pre_attn_scalar",
     scale=unscaled,
 )
 
@@ -587,6 +597,7 @@ def _llama4(config: TrackedConfig) -> Layers:
         bare = QueryTemperature(form="llama4", length=int(floor), strength=float(strength))
     rotating = rotation(config, settings, head_size(config), "interleaved")
     config.ignore("attention_chunk_size")
+    config.only("nope_layer_interval", 4)  # Beside the default of no_rope_layers.
     kinds = declared(config) or [CHUNKED if x else FULL for x in rotating_flags(config)]
     return by_flags(config, kinds, rotating, bare)
 
@@ -687,6 +698,8 @@ TYPES["minimax"] = ModelType(windowed(_minimax), NONE)
 
 def _bamba(config: TrackedConfig) -> list[str]:
     """Returns full attention for layers in `attn_layer_indices`, Mamba for the others."""
+    dim, half = config.explicit("attn_rotary_emb"), head_size(config) // 2
+    config.check_ignored(dim in (None, half), f"attn_rotary_emb={dim}")
     count, indices = layer_count(config), config.explicit("attn_layer_indices") or ()
     kinds = [FULL if i in indices else STATE_SPACE for i in range(count)]
     written = [STATE_SPACE if kind == LINEAR else kind for kind in declared(config) or kinds]

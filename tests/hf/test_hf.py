@@ -103,6 +103,74 @@ def test_released_configs_with_keys_that_transformers_does_not_read():
             pe.from_hf(config)
 
 
+def test_releases_under_other_names_and_with_other_forms():
+    """Position keys of config.json of releases, beside the configs that mean the same."""
+    yarn = {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "type": "yarn"}
+    yarn |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
+    kimi_k2 = {"model_type": "kimi_k2", "rope_scaling": yarn, "rope_theta": 50000.0}
+    kimi_k2 |= {"num_hidden_layers": 61, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    layers = pe.from_hf(kimi_k2)
+    assert layers == pe.from_hf(kimi_k2 | {"model_type": "deepseek_v3"})
+    assert layers[0].scheme.scaling.beta_fast == 1.0 and layers[0].scheme.head_dim == 192
+    layered = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "head_dim": 128}
+    exaone_4_5 = {"model_type": "exaone4_5_text", "sliding_window": 4096} | layered
+    assert pe.from_hf(exaone_4_5) == pe.from_hf(exaone_4_5 | {"model_type": "exaone4"})
+
+    mimo = {"model_type": "mimo_v2_flash", "num_hidden_layers": 48, "head_dim": 192}
+    mimo |= {"sliding_window": 128, "sliding_window_size": 128}
+    pattern = [0, *[1, 1, 1, 1, 0], *[1, 1, 1, 1, 1, 0] * 7]
+    flat = {"rope_theta": 5000000, "swa_rope_theta": 10000, "partial_rotary_factor": 0.334}
+    released = mimo | flat | {"attention_chunk_size": 128, "hybrid_layer_pattern": pattern}
+    assert pe.from_hf(released) == pe.from_hf(mimo)
+
+    full = {"rope_theta": 500000.0, "rope_type": "yarn", "factor": 64.0, "beta_fast": 64.0}
+    full |= {"original_max_position_embeddings": 4096, "partial_rotary_factor": 0.5}
+    local = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    rope = {"full_attention": full, "sliding_attention": local}
+    laguna = {"model_type": "laguna", "head_dim": 128, "sliding_window": 512} | layered
+    twice = rope | {"original_max_position_embeddings": 4096}
+    released = laguna | {"partial_rotary_factor": 0.5, "rope_parameters": twice}
+    assert pe.from_hf(released) == pe.from_hf(laguna | {"rope_parameters": rope})
+
+    yarn = {"beta_fast": 32, "beta_slow": 1, "factor": 16, "type": "yarn"}
+    yarn |= {"original_max_position_embeddings": 65536}
+    flash = {"model_type": "deepseek_v4", "head_dim": 512, "num_hidden_layers": 4}
+    flash |= {"compress_ratios": [0, 0, 4, 128], "qk_rope_head_dim": 64, "sliding_window": 128}
+    flash |= {"rope_theta": 10000, "compress_rope_theta": 160000}
+    long = yarn | {"partial_rotary_factor": 0.125, "rope_type": "yarn"}
+    written = {"rope_parameters": long | {"rope_theta": 10000}, "qk_nope_head_dim": 448}
+    written |= {"compress_rope_parameters": long | {"rope_theta": 160000}}
+    written |= {"partial_rotary_factor": 0.125, "rope_interleave": True}
+    assert pe.from_hf(flash | written) == pe.from_hf(flash | {"rope_scaling": yarn})
+
+    factors = [1.0 + i / 8 for i in range(16)]
+    minicpm = {"type": "longrope", "long_factor": factors, "short_factor": factors}
+    minicpm = {"rope_scaling": minicpm | {"original_max_position_embeddings": 32768}}
+    minicpm |= {"model_type": "minicpm3", "qk_nope_head_dim": 64, "qk_rope_head_dim": 32}
+    minicpm |= {"max_position_embeddings": 32768, "num_hidden_layers": 2}
+    assert pe.from_hf(minicpm)[0].scheme.scaling.long is False
+
+    blenderbot = {"model_type": "blenderbot", "static_position_embeddings": False, "d_model": 64}
+    assert isinstance(pe.from_hf(blenderbot, decoder=True)[0].scheme, pe.LearnedAbsolute)
+    same = [
+        ("llama4_text", {"nope_layer_interval": 4}, {"nope_layer_interval": 3}),
+        ("modernbert", {"position_embedding_type": "sans_pos"}, {"position_embedding_type": "a"}),
+        ("bamba", {"attn_rotary_emb": 64}, {"attn_rotary_emb": 32}),
+        ("gemma3n_text", {"query_pre_attn_scalar": 256}, {}),
+        ("mimo_v2_flash", {}, {"hybrid_layer_pattern": [1] * 48}),
+        ("mimo_v2_flash", {}, {"swa_rope_theta": 5000}),
+        ("bart", {}, {"static_position_embeddings": True}),
+        ("qwen2", {}, {"dual_chunk_attention_config": {"chunk_size": 262144}}),
+    ]
+    for kind, ignored, refused in same:
+        config = {"model_type": kind}
+        decoder = True if kind == "bart" else None
+        assert pe.from_hf(config | ignored, decoder=decoder) == pe.from_hf(config, decoder=decoder)
+        if refused:
+            with pytest.raises(ValueError, match=next(iter(refused))):
+                pe.from_hf(config | refused, decoder=decoder)
+
+
 def test_released_configs_with_keys_left_out():
     """Parts of config.json of four releases, and the layers that transformers runs."""
     command_r7b = {"model_type": "cohere2", "head_dim": 128, "rope_theta": 50000}
@@ -359,8 +427,9 @@ def test_widths_of_learned_tables():
         assert pe.scheme_from_hf({"model_type": kind} | config) == expected
     expected = pe.LearnedAbsolute(max_length=512, model_dim=64)
     assert pe.scheme_from_hf({"model_type": "distilbert", "dim": 64}) == expected
-    with pytest.raises(ValueError, match="sinusoidal_pos_embds=True; supported"):
-        pe.from_hf({"model_type": "distilbert", "sinusoidal_pos_embds": True})
+    # transformers reads this key where it fills the table of a new model.
+    filled = {"model_type": "distilbert", "dim": 64, "sinusoidal_pos_embds": True}
+    assert pe.scheme_from_hf(filled) == expected
     for kind in ("roberta", "camembert", "xlm-roberta"):
         expected = pe.LearnedAbsolute(max_length=512, model_dim=64, offset=2)
         config = {"model_type": kind, "hidden_size": 64, "max_position_embeddings": 514}

@@ -70,10 +70,12 @@ def index_ramp(
     return 1 - np.clip((np.arange(head_dim // 2) - low) / width, 0.0, 1.0)
 
 
-def check_rotations(caller: str, name: str, fast: float, slow: float) -> None:
-    """Raises `ValueError` unless 0 < slow < fast."""
+def check_rotations(
+    caller: str, name: str, fast: float, slow: float, *, equal: bool = False
+) -> None:
+    """Raises `ValueError` unless 0 < slow < fast; with `equal`, slow may be fast."""
     require(
-        0 < slow < fast < math.inf,
+        0 < slow < fast < math.inf or (equal and 0 < slow == fast < math.inf),
         f"{caller}: {name} must be rotations (fast, slow), 0 < slow < fast, got ({fast}, {slow}).",
     )
 

@@ -96,8 +96,14 @@ class YaRN(FrequencyMap):
 
     def __post_init__(self):
         check_stretch("YaRN", self.factor, self.original_max_position)
-        check_rotations("YaRN", "beta_fast and beta_slow", self.beta_fast, self.beta_slow)
         one_of("YaRN", ("index", "rotations"), ramp=self.ramp)
+        check_rotations(  # Kimi K2 has 1 for both.
+            "YaRN",
+            "beta_fast and beta_slow",
+            self.beta_fast,
+            self.beta_slow,
+            equal=self.ramp == "index",
+        )
         require(
             self.truncate or self.ramp == "index",
             'YaRN: truncate=False is about the index ramp, but ramp is "rotations".',

@@ -98,6 +98,18 @@ def test_mscale_as_deepseek_has_it():
     assert mapped(attention_factor=1.25)[1] == 1.25
 
 
+def test_the_ramp_of_kimi_k2():
+    """Both ends at one rotation: a step of one pair, by the formula of transformers 5.23."""
+    dim, theta, factor, length = 64, 50000.0, 32.0, 4096
+    end = dim * math.log(length / (2 * math.pi)) / (2 * math.log(theta))
+    ramp = np.clip((np.arange(dim // 2) - math.floor(end)) / 1, 0, 1)
+    plain = theta ** -(np.arange(0, dim, 2) / dim)
+    expected = plain / factor * ramp + plain * (1 - ramp)
+    yarn = pe.YaRN(factor, length, beta_fast=1.0, beta_slow=1.0)
+    got, _ = pe.rope_frequencies(dim, theta, yarn)
+    np.testing.assert_allclose(got, expected, rtol=1e-12)
+
+
 def test_the_logit_scale_of_deepseek_v3():
     """Its 192 dimensions, factor 40 and mscale_all_dim 1: softmax_scale * mscale * mscale."""
     np.testing.assert_allclose(pe.yarn_logit_scale(192, 40.0), 0.1352337788608801, rtol=1e-12)
@@ -153,7 +165,8 @@ def test_does_nothing_at_factor_one():
         ({"factor": float("nan")}, "factor must be at least 1 and finite, got nan"),
         ({"factor": float("inf")}, "factor must be at least 1 and finite, got inf"),
         ({"original_max_position": 0}, "original_max_position must be the trained length"),
-        ({"beta_fast": 1.0}, r"0 < slow < fast, got \(1.0, 1.0\)"),
+        ({"beta_fast": 0.5}, r"0 < slow < fast, got \(0.5, 1.0\)"),
+        ({"beta_fast": 1.0, "ramp": "rotations"}, r"0 < slow < fast, got \(1.0, 1.0\)"),
         ({"beta_slow": 0.0}, r"0 < slow < fast, got \(32.0, 0.0\)"),
         ({"ramp": "linear"}, "ramp must be .* got 'linear'"),
         ({"ramp": "rotations", "truncate": False}, "truncate=False is about the index ramp"),
