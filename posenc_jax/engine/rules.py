@@ -155,7 +155,7 @@ class Rule(abc.ABC):
 
     @property
     def has_tiles(self) -> bool:
-        """Whether tiles can evaluate the rule: a subclass may define `added_logits` alone."""
+        """Whether tiles can evaluate the rule; a subclass may define `added_logits` alone."""
         return self.whole_rows or type(self).lower is not Rule.lower
 
     def expanded(self) -> Self:
