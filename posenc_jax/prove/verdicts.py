@@ -93,7 +93,7 @@ def run(
         except TimeoutError:
             fault, lost = f"no result in {seconds:g} s", True
         except Exception as error:
-            fault, lost = f"{type(error).__name__}: {_words(error)}", not answers()
+            fault, lost = f"{type(error).__name__}: {_words(error)}", not _answers()
         yield Outcome(step, fault, refused, lost, time.monotonic() - began)
         if lost:
             return
@@ -163,7 +163,7 @@ def _in_thread(run: Callable[[], Any], seconds: float) -> Any:
     return result
 
 
-def answers() -> bool:
+def _answers() -> bool:
     """Returns whether the chip still computes; after an illegal access, a GPU does not."""
     try:
         return bool(_in_thread(lambda: jax.device_get(jnp.ones(8) + 1).sum() == 16, 20.0))

@@ -321,27 +321,7 @@ class Scheme:
                 f"{type(self).__name__}.rules must return a rule or a tuple of rules, got None (is "
                 "`return` missing?)."
             )
-        self.check_declared(rules)
         return attention(q, k, v, rules)
-
-    def check_declared(self, rules: Any) -> None:
-        """Raises `TypeError` for a kind of rule of which `acts` or `traits` do not tell.
-
-        Chains and caches rely on them.
-        """
-        name = type(self).__name__
-        for rule in rules if isinstance(rules, tuple | list) else (rules,):
-            kind = type(rule).__name__
-            if getattr(rule, "adds_values", False) and Acts.VALUES not in self.acts:
-                raise TypeError(
-                    f"{name}.rules returned a {kind}, which adds to the values: set "
-                    "acts = pe.Acts.LOGITS | pe.Acts.VALUES."
-                )
-            if getattr(rule, "whole_rows", False) and not self.traits.transforms_rows:
-                raise TypeError(
-                    f"{name}.rules returned a {kind}, which transforms rows of logits: set "
-                    "traits = pe.Traits(transforms_rows=True)."
-                )
 
     def logit_scale(self, head_dim: int) -> float | None:
         """Returns the factor on q . k that the scheme was published with.

@@ -502,7 +502,7 @@ def test_a_chip_that_no_longer_answers(chip, capsys):
     assert status == 1 and lines[-2].startswith("The chip no longer answers")
     assert _faults() == {"distance": None, "product": "forward: Shaw: no result in 1 s"}
 
-    chip.monkeypatch.setattr(prove, "answers", lambda: False)
+    chip.monkeypatch.setattr(prove, "_answers", lambda: False)
     _use(chip.monkeypatch, _step("forward: T5", lambda: _raise(RuntimeError("illegal address"))))
     with pytest.raises(prove.ChipLostError, match=r"forward: T5: RuntimeError: illegal address"):
         prove.make(T5)

@@ -248,7 +248,7 @@ def test_rates_are_those_of_a_scheme_for_a_task(file):
 def test_rates_of_compare_are_those_that_the_study_chose(request):
     root = request.config.rootpath
     small = (root / "docs" / "study.md").read_text().partition("## Small")[2]
-    row = r"(?m)^\| (\w+) \| [\d.]+ \[[^|]*\|[^|]*\| ([\d.]+)(?: \((\d+) x\))? \|"
+    row = r"(?m)^\| (\w+) \| [\d.]+ \[[^|]*\|[^|]*\|[^|]*\| ([\d.]+)(?: \((\d+) x\))? \|"
     chosen = re.findall(row, small)
     text = load(root / "configs" / "compare.toml").tasks["text"]
     expected = {name: (float(rate), float(relative or 1)) for name, rate, relative in chosen}

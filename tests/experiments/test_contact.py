@@ -132,14 +132,14 @@ def test_a_device_that_does_not_start_is_an_error(fake, tmp_path):
 
 
 def test_a_process_ends_when_its_chip_no_longer_answers(tmp_path, monkeypatch):
-    from posenc_jax.prove import steps, verdicts
+    from posenc_jax.prove import steps
 
     def illegal():
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
 
     chosen = [steps.Step(x, "forward", "none", "bfloat16", 64, illegal) for x in ("first", "next")]
     monkeypatch.setattr(steps, "steps", lambda *_, **__: chosen)
-    monkeypatch.setattr(verdicts, "answers", lambda: False)
+    monkeypatch.setattr(contact, "_answers", lambda: False)
     monkeypatch.setattr(contact.os, "_exit", sys.exit)
     log = tmp_path / "log"
     with pytest.raises(SystemExit) as ended:

@@ -118,9 +118,13 @@ class _Chain(Scheme):
     def rules(self, params, q_features=None, k_features=None) -> tuple[Rule, ...]:
         rules: list[Rule] = []
         for s, p, q, k in self._each(params, q_features, k_features):
-            of_scheme = s.rules(p, q, k)
-            s.check_declared(of_scheme)
-            rules += as_tuple(of_scheme)
+            of_scheme = as_tuple(s.rules(p, q, k))
+            if any(rule.adds_values for rule in of_scheme) and Acts.VALUES not in s.acts:
+                raise TypeError(
+                    f"chain: {type(s).__name__} has a rule that adds to the values, and must say "
+                    "so: acts = pe.Acts.LOGITS | pe.Acts.VALUES."
+                )
+            rules += of_scheme
         return tuple(rules)
 
     def attend(
