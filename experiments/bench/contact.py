@@ -336,7 +336,7 @@ def child(options: argparse.Namespace) -> None:
             seconds = {"seconds": time.monotonic() - began}
             write(options.log, {"step": step.name} | outcome | seconds)
             if outcome["outcome"] == "error" and not _answers():
-                os._exit(LOST)  # What follows would be blamed for it.
+                os._exit(LOST)  # Later steps would fail too.
 
 
 def _answers() -> bool:

@@ -481,7 +481,7 @@ def _check_mask(mask, shape: tuple[int, int, int, int]) -> None:
 
 
 def mask_hint(ndim: int) -> str:
-    """Returns what to do with a mask of another number of axes than 4, in words."""
+    """Returns advice on a mask with another number of axes than 4."""
     padding = "padding goes into segment_ids, see posenc_jax.positions.from_padding_mask"
     return {
         2: f"; if it is [T, S], give mask[None, None]; {padding}",

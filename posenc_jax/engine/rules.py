@@ -835,7 +835,7 @@ class LogitsTransform(_FeatureRule):
 
 @dataclasses.dataclass(frozen=True)
 class _InTable:
-    """A bucket function whose buckets are those of a table."""
+    """A bucket function, clipped to the rows of a table."""
 
     bucket: Callable
     size: int

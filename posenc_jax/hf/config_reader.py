@@ -28,16 +28,10 @@ _HARMLESS = {
 }
 # Values without effect, or that the model type implies.
 _HARMLESS_VALUES = {
-    "position_embedding_type": ("absolute", "rope_gptj", "sans_pos"),  # ModernBERT's, Cohere 2's.
+    "position_embedding_type": ("absolute", "rope_gptj"),  # ModernBERT's and Cohere 2's.
     "rotary": (True,),  # GPT-J's.
     "rotary_pct": (1.0,),  # Cohere 2's.
     "use_mrope": (False,),  # Qwen 2.5's.
-    "use_rotary_pos_emb": (True,),  # Hunyuan's.
-    "rope_interleaved": (False,),  # SmolLM 2's.
-    "offset_alibi": (100,),  # BLOOM's.
-    "static_position_embeddings": (True,),  # Marian's and Pegasus'.
-    "rotary_emb_fraction": (1.0,),  # Nomic's.
-    "rotary_emb_interleaved": (False,),
 }
 _WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
 _OTHER_NAMES = {
@@ -75,7 +69,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         num_hidden_layers num_decoder_layers head_dim global_head_dim qk_rope_head_dim
         max_position_embeddings original_max_position_embeddings max_target_positions
         attention_chunk_size local_attention sliding_window_size window_size floor_scale
-        no_rope_layer_interval rotary_dim rel_extent d_rel relative_attention_num_buckets
+        no_rope_layer_interval nope_layer_interval attn_rotary_emb rotary_dim
+        rel_extent d_rel relative_attention_num_buckets
         relative_attention_max_distance num_key_value_heads
         num_kv_heads decoder_attention_heads attn_layer_period
         """,
@@ -93,7 +88,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "a positive number": (
         lambda x: _number(x) and x > 0,
         """
-        rope_theta rotary_emb_base global_rope_theta local_rope_theta rope_local_base_freq
+        rope_theta swa_rope_theta rotary_emb_base
+        global_rope_theta local_rope_theta rope_local_base_freq
         compress_rope_theta partial_rotary_factor rotary_pct factor query_pre_attn_scalar
         rotary_embedding_base attn_logit_softcapping rms_norm_eps layer_norm_eps
         qk_l2_clip_threshold rel_l2_clip_threshold
@@ -128,7 +124,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "a dict": (
         lambda x: isinstance(x, Mapping),
-        "rope_parameters rope_scaling attn_config per_layer_config linear_attn_config",
+        "rope_parameters compress_rope_parameters rope_scaling attn_config per_layer_config "
+        "linear_attn_config",
     ),
     "a list of strings": (
         lambda x: x and _list_of(lambda y: isinstance(y, str))(x),
@@ -141,7 +138,10 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "depths num_heads mrope_section local_layer_ids pretrained_window_sizes compress_ratios "
         "full_attn_idxs full_attn_layers kda_layers attn_layer_indices",
     ),
-    "a list of 0 and 1": (_list_of(lambda x: x in (0, 1)), "no_rope_layers"),
+    "a list of 0 and 1": (
+        _list_of(lambda x: x in (0, 1)),
+        "no_rope_layers hybrid_layer_pattern",
+    ),
 }
 _KIND_OF = {name: kind for kind, (_, names) in _KINDS.items() for name in names.split()}
 

@@ -155,6 +155,7 @@ def _blenderbot(config: TrackedConfig) -> Layers:
 
 def _marian(config: TrackedConfig) -> Layers:
     """Reads sines and cosines in the encoder and in the decoder."""
+    config.only("static_position_embeddings", True)
     return _half(config, Sinusoidal(model_dim=config.need("hidden_size"), layout="concat"))
 
 
@@ -196,6 +197,7 @@ TYPES |= alike(
 
 def _bloom(config: TrackedConfig) -> Layers:
     """Reads ALiBi."""
+    config.only("offset_alibi", 100)  # Never read by transformers.
     return uniform(config, ALiBi(num_heads=config.need("num_attention_heads")))
 
 

@@ -89,6 +89,8 @@ class Rotating:
     def __call__(self, config: TrackedConfig) -> tuple[LayerSpec, ...]:
         """Returns the layers."""
         kinds = self.kinds(config)
+        if self.layout == "half":
+            config.only("rope_interleaved", False)  # SmolLM 2's.
         window = None if self.window is None else self.window(config)
         ropes = self._by_kind(config, set(kinds))
         # If no layer rotates.
@@ -111,7 +113,7 @@ class Rotating:
             f"{flat or rope}, not rope parameters for kinds of layers",
         )
         if rope is not None and known & rope.keys():
-            length = "original_max_position_embeddings"  # Laguna's, beside the same inside.
+            length = "original_max_position_embeddings"  # Laguna's repeat it here.
             extra = {length} if rope.get(length) == same.get(length) else set()
             other = sorted(rope.keys() - known - extra, key=str)
             config.check(not other, f"rope parameters for {other} beside those for kinds of layers")

@@ -208,6 +208,7 @@ TYPES["internlm3"] = ModelType(_internlm3, BY_KEY)
 
 def _hunyuan(config: TrackedConfig) -> Layers:
     """Reads RoPE, whose dynamic scaling is NTK of any length if the config has `alpha`."""
+    config.only("use_rotary_pos_emb", True)
     rope, (alpha,) = pop_keys(config, "alpha")
     if not (alpha and rope.get("rope_type", rope.get("type")) == "dynamic"):
         config.check_ignored(not alpha, f"alpha={alpha}")
@@ -254,7 +255,11 @@ TYPES["gemma2"] = ModelType(
 def _nomic_bert(config: TrackedConfig) -> Layers:
     """Reads RoPE, whose base releases name `rotary_emb_base`."""
     base, theta = config.explicit("rotary_emb_base"), config.explicit("rope_theta")
-    config.check(None in (base, theta) or base == theta, f"{theta=} and rotary_emb_base={base}")
+    config.check(
+        None in (base, theta) or base == theta, f"rope_theta={theta} and rotary_emb_base={base}"
+    )
+    config.only("rotary_emb_fraction", 1.0)
+    config.only("rotary_emb_interleaved", False)
     return (_ROPE if base is None else Rotating(bases=((FULL, "rotary_emb_base"),)))(config)
 
 
@@ -422,8 +427,9 @@ def _mimo_v2(config: TrackedConfig) -> Layers:
         pattern is None or [LOCAL if x else FULL for x in pattern] == kinds,
         f"hybrid_layer_pattern={pattern}",
     )
-    local = ((rope_dict(config) or {}).get(LOCAL) or {}).get("rope_theta")
-    config.check_ignored(base in (None, local), f"swa_rope_theta={base}")
+    local = (rope_dict(config) or {}).get(LOCAL)
+    theta = local.get("rope_theta") if isinstance(local, dict) else None
+    config.check_ignored(base in (None, theta), f"swa_rope_theta={base}")
     if config.values.get("attention_chunk_size") == config.values.get("sliding_window"):
         config.ignore("attention_chunk_size")  # Releases repeat the window.
     return Rotating(partial=True, kinds=lambda _: kinds, window=_mimo_v2_window, by_kind_only=True)(
@@ -525,9 +531,15 @@ _MODERNBERT = Rotating(
     scaled=(FULL, LOCAL),
     null_rotates=True,
 )
-TYPES["modernbert"] = multi_head(
-    dataclasses.replace(_MODERNBERT, window=_modernbert_window), BY_KEY, causality="bidirectional"
-)
+
+
+def _modernbert(config: TrackedConfig) -> Layers:
+    """Reads RoPE with a window in two of three layers."""
+    config.only("position_embedding_type", "absolute", "sans_pos")  # mmBERT's; never used.
+    return dataclasses.replace(_MODERNBERT, window=_modernbert_window)(config)
+
+
+TYPES["modernbert"] = multi_head(_modernbert, BY_KEY, causality="bidirectional")
 TYPES["modernbert-decoder"] = multi_head(
     dataclasses.replace(_MODERNBERT, window=_modernbert_decoder_window), BY_KEY
 )

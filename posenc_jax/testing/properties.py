@@ -461,8 +461,7 @@ def _tiles(case: Case, segment_ids: np.ndarray | None = None) -> float:
 
 
 _TILES = """`relative=True` on a rule that depends on more than q - k, `bounds` beyond which the
-    rule still varies, a rule that sees other numbers than one query's and one key's, or buckets of
-    a table outside of it."""
+    rule still varies, or a rule that sees other numbers than one query's and one key's."""
 
 
 @_holds(_TILES, tolerance=1e-4, presumes=("parameters_are_deterministic_and_float32",))

@@ -152,7 +152,7 @@ def test_releases_under_other_names_and_with_other_forms():
 
     blenderbot = {"model_type": "blenderbot", "static_position_embeddings": False, "d_model": 64}
     assert isinstance(pe.from_hf(blenderbot, decoder=True)[0].scheme, pe.LearnedAbsolute)
-    same = [
+    same = [  # Type, keys without effect, keys that are refused.
         ("llama4_text", {"nope_layer_interval": 4}, {"nope_layer_interval": 3}),
         ("modernbert", {"position_embedding_type": "sans_pos"}, {"position_embedding_type": "a"}),
         ("bamba", {"attn_rotary_emb": 64}, {"attn_rotary_emb": 32}),
@@ -160,6 +160,13 @@ def test_releases_under_other_names_and_with_other_forms():
         ("mimo_v2_flash", {}, {"hybrid_layer_pattern": [1] * 48}),
         ("mimo_v2_flash", {}, {"swa_rope_theta": 5000}),
         ("bart", {}, {"static_position_embeddings": True}),
+        # Without effect in one model type, not in these.
+        ("cohere", {}, {"rope_interleaved": False}),
+        ("gpt_neox", {}, {"rotary_emb_fraction": 1.0}),
+        ("bert", {}, {"use_rotary_pos_emb": True}),
+        ("llama", {}, {"position_embedding_type": "sans_pos"}),
+        ("mimo_v2_flash", {}, {"hybrid_layer_pattern": "LLG"}),
+        ("mimo_v2_flash", {}, {"swa_rope_theta": "x"}),
         ("qwen2", {}, {"dual_chunk_attention_config": {"chunk_size": 262144}}),
     ]
     for kind, ignored, refused in same:

@@ -75,8 +75,9 @@ def check_rotations(
 ) -> None:
     """Raises `ValueError` unless 0 < slow < fast; with `equal`, slow may be fast."""
     require(
-        0 < slow < fast < math.inf or (equal and 0 < slow == fast < math.inf),
-        f"{caller}: {name} must be rotations (fast, slow), 0 < slow < fast, got ({fast}, {slow}).",
+        0 < slow <= fast < math.inf and (equal or slow < fast),
+        f"{caller}: {name} must be rotations (fast, slow), 0 < slow {'<=' if equal else '<'} fast, "
+        f"got ({fast}, {slow}).",
     )
 
 
