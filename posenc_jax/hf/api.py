@@ -44,9 +44,9 @@ def from_hf(
     Layers have separate parameters, unless `scheme.traits.shared_over_layers`; UMT5 is an
     exception, with a `T5` table in each layer. Schemes that act on the embedding, such as
     `LearnedAbsolute`, are applied once, at the input of the model, though every layer names them.
-    Layers without attention (linear attention, Mamba, convolutions) are named by `LayerSpec.mixer`
-    and have `NoPE`. Layers of DeepSeek-V4 that compress have the scheme and
-    the window of tokens; the model adds compressed entries.
+    Layers without attention (linear attention, Mamba, convolutions, MLPs) are named by
+    `LayerSpec.mixer` and have `NoPE`. Layers of DeepSeek-V4 that compress have the scheme and the
+    window of tokens; the model adds compressed entries.
 
     Args:
       config: `config.json` as a dict, or a config object of transformers. Of a config of several

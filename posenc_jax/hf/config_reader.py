@@ -41,7 +41,9 @@ _OTHER_NAMES = {
     "num_decoder_layers": ("decoder_layers",),
     "max_position_embeddings": ("n_positions", "max_seq_len"),
     "head_dim": ("d_head", "d_kv", "attention_head_size"),
+    "attention_head_dim": ("head_dim",),  # Zamba's.
     "sliding_window_size": ("sliding_window",),  # Inkling's.
+    "attention_window_size": ("sliding_window",),  # RecurrentGemma's.
     "layer_types": ("layers_block_type",),  # Of hybrids with Mamba.
     "rms_norm_eps": ("norm_eps",),
     "sliding_window_pattern": ("_sliding_window_pattern",),
@@ -72,7 +74,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         no_rope_layer_interval nope_layer_interval attn_rotary_emb rotary_dim
         rel_extent d_rel relative_attention_num_buckets
         relative_attention_max_distance num_key_value_heads
-        num_kv_heads decoder_attention_heads attn_layer_period
+        num_kv_heads kv_n_heads decoder_attention_heads attn_layer_period attention_head_dim
+        attention_window_size
         """,
     ),
     "an integer from 0": (
@@ -111,7 +114,8 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         share_att_key bi_data use_absolute_embeddings sinusoidal_pos_embds is_decoder
         is_encoder_decoder is_causal scale_attn_weights scale_attn_by_inverse_layer_idx use_qk_norm
         qk_layernorm multi_query new_decoder_architecture attention_bias attention_out_bias
-        use_qkv_bias qkv_bias use_bias bias enable_bias mla_use_nope finetuned
+        use_qkv_bias qkv_bias use_bias bias enable_bias mla_use_nope finetuned use_mem_rope
+        use_long_context
         """,
     ),
     "true, false or an integer from 0": (  # Llama 4's releases have 4.
@@ -120,7 +124,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "a string": (
         lambda x: isinstance(x, str),
-        "rope_type type position_embedding_type position_embeddings_type",
+        "rope_type type position_embedding_type position_embeddings_type hybrid_override_pattern",
     ),
     "a dict": (
         lambda x: isinstance(x, Mapping),
@@ -129,7 +133,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "a list of strings": (
         lambda x: x and _list_of(lambda y: isinstance(y, str))(x),
-        "layer_types mlp_layer_types attention_layers",
+        "layer_types mlp_layer_types attention_layers block_types",
     ),
     "a list of numbers from 0": (_list_of(lambda x: _number(x) and x >= 0), "layer_rope_theta"),
     "a list of numbers": (_list_of(_number), "short_factor long_factor"),

@@ -17,16 +17,19 @@ LayerKinds = Callable[[TrackedConfig], list[str]]
 FULL, LOCAL, CHUNKED, LINEAR = (
     f"{kind}_attention" for kind in ("full", "sliding", "chunked", "linear")
 )
-CONVOLUTION, STATE_SPACE = "conv", "state_space"
+CONVOLUTION, STATE_SPACE, MLP, EXPERTS = "conv", "state_space", "mlp", "moe"
 MIXERS: dict[str, Mixer] = {
     LINEAR: "linear_attention",
     CONVOLUTION: "convolution",
     STATE_SPACE: "state_space",
+    MLP: "mlp",
+    EXPERTS: "mlp",
 }
 """The kinds of layers without attention, and their `LayerSpec.mixer`."""
 
 _OLD_NAMES = {"attention": FULL, "mamba": LINEAR}
-_GLOBAL = {FULL, "indexed_attention", "deepseek_sparse_attention", "minimax_m3_sparse", "hybrid"}
+HYBRID = "hybrid"  # Inkling's attention to all tokens; Zamba's attention before Mamba.
+_GLOBAL = {FULL, "indexed_attention", "deepseek_sparse_attention", "minimax_m3_sparse", HYBRID}
 
 
 def declared(config: TrackedConfig) -> list[str] | None:

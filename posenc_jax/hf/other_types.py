@@ -166,6 +166,14 @@ TYPES |= {
 }
 
 
+def _ctrl(config: TrackedConfig) -> Layers:
+    """Reads sines and cosines."""
+    return uniform(config, Sinusoidal(model_dim=config.need("hidden_size"), layout="concat"))
+
+
+TYPES["ctrl"] = multi_head(_ctrl, ALL)
+
+
 def _whisper(config: TrackedConfig) -> Layers:
     """Reads sines and cosines for the encoder, a learned table for the decoder."""
     dim, length = config.need("hidden_size"), config.need("max_target_positions")

@@ -16,10 +16,13 @@ from posenc_jax.hf.config_reader import (
 from posenc_jax.hf.layer_kinds import (
     CHUNKED,
     CONVOLUTION,
+    EXPERTS,
     FULL,
+    HYBRID,
     LINEAR,
     LOCAL,
     MIXERS,
+    MLP,
     STATE_SPACE,
     all_global,
     all_windowed,
@@ -695,6 +698,124 @@ def _jamba(config: TrackedConfig) -> Layers:
 
 
 TYPES["jamba"] = ModelType(_jamba, NONE)
+
+_NEMOTRON_H = {"M": STATE_SPACE, "*": FULL, "-": MLP, "E": EXPERTS}
+
+
+def _nemotron_h(config: TrackedConfig) -> Layers:
+    """Reads attention without positions, Mamba, and MLPs and experts in layers of their own."""
+    config.ignore("rope_theta", "partial_rotary_factor")  # Releases have them without effect.
+    pattern, kinds = config.explicit("hybrid_override_pattern"), config.explicit("layer_types")
+    if kinds is not None:
+        config.check_ignored(pattern is None, "hybrid_override_pattern beside layer_types")
+        kinds = [STATE_SPACE if kind == LINEAR else kind for kind in from_config(config)]
+        return without_positions(config, kinds)
+    count = config.explicit("num_hidden_layers")
+    config.check(
+        pattern is not None or count in (None, 4), f"{count} layers and no hybrid_override_pattern"
+    )
+    pattern = pattern or "ME*-"
+    config.check(
+        set(pattern) <= set(_NEMOTRON_H) and count in (None, len(pattern)),
+        f"hybrid_override_pattern={pattern!r} and num_hidden_layers={count}; a letter of "
+        f"{' '.join(_NEMOTRON_H)} stands for each layer",
+    )
+    return without_positions(config, [_NEMOTRON_H[letter] for letter in pattern])
+
+
+TYPES["nemotron_h"] = ModelType(_nemotron_h, NONE)
+
+
+def _zamba(config: TrackedConfig) -> Layers:
+    """Reads attention without positions before some of the layers of Mamba."""
+    names = "attn_layer_period", "attn_layer_offset"
+    period, offset = (config.need(name) for name in names)
+    count = layer_count(config)
+    later = [HYBRID if i % period == offset else STATE_SPACE for i in range(count - 3)]
+    kinds = declared(config) or [STATE_SPACE, STATE_SPACE, HYBRID, *later][:count]
+    return without_positions(config, [STATE_SPACE if x == LINEAR else x for x in kinds])
+
+
+def _zamba_scale(config: TrackedConfig, layer: int) -> float:
+    """Returns the factor on q . k, of half of the head dim."""
+    dim, heads = config.need("hidden_size"), config.need("num_attention_heads")
+    return (config.get("attention_head_dim", 2 * dim // heads) / 2) ** -0.5
+
+
+_TWICE_AS_WIDE = "inputs of twice the width of its outputs"
+TYPES["zamba"] = ModelType(_zamba, unsupported=_TWICE_AS_WIDE, scale=_zamba_scale)
+
+
+_ZAMBA2 = {*range(6, 48, 6), 47, 51}  # The layers with attention of 54.
+
+
+def _zamba2(config: TrackedConfig) -> Layers:
+    """Reads attention with or without RoPE before some of the layers of Mamba."""
+    count = layer_count(config)
+    kinds = declared(config) or [HYBRID if i in _ZAMBA2 else LINEAR for i in range(count)]
+    config.check(
+        config.explicit("layer_types") is not None or count == 54,
+        f"{count} layers and no layers_block_type",
+    )
+    kinds = [STATE_SPACE if kind == LINEAR else kind for kind in kinds]
+    config.check(
+        not config.get("use_long_context", False),
+        "use_long_context, for which transformers 4 changes the base and transformers 5 does not",
+    )
+    dim, heads = config.need("hidden_size"), config.need("num_attention_heads")
+    size = config.explicit("attention_head_dim")
+    config.check_ignored(size in (None, 2 * dim // heads), f"attention_head_dim={size}")
+    if not config.get("use_mem_rope", False):
+        config.ignore("rope_parameters", "rope_scaling", "rope_theta")
+        return without_positions(config, kinds)
+    scheme = rotation(config, read_rope(config, rope_dict(config)), 2 * dim // heads)
+    return layers_of(config, kinds, [scheme] * len(kinds))
+
+
+TYPES["zamba2"] = ModelType(_zamba2, unsupported=_TWICE_AS_WIDE, scale=_zamba_scale)
+
+
+def _recurrent_gemma(config: TrackedConfig) -> list[str]:
+    """Returns sliding attention or RG-LRU for each layer, by the pattern in `block_types`."""
+    blocks, count = config.need("block_types"), layer_count(config)
+    config.check({*blocks} <= {"attention", "recurrent"}, f"block_types {sorted({*blocks})}")
+    kinds = {"attention": LOCAL, "recurrent": STATE_SPACE}
+    return [kinds[blocks[i % len(blocks)]] for i in range(count)]
+
+
+TYPES["recurrent_gemma"] = ModelType(
+    Rotating(
+        partial=True,
+        kinds=_recurrent_gemma,
+        window=lambda config: config.need("attention_window_size"),
+    ),
+    (*("attention_bias",) * 3, True),
+)
+
+
+def _dbrx(config: TrackedConfig) -> Layers:
+    """Reads RoPE, whose base is in `attn_config`."""
+    part = TrackedConfig(config.get("attn_config") or {}, f"{config.label} in attn_config")
+    theta, rope = part.get("rope_theta"), rope_dict(config) or {}
+    if theta is not None:
+        other = rope.get("rope_theta")
+        config.check(
+            other in (None, theta),
+            f"rope_theta={theta} in attn_config, and {other} in its rope parameters",
+        )
+        rope = rope | {"rope_theta": theta}
+    return uniform(config, rotation(config, read_rope(config, rope), head_size(config)))
+
+
+def _dbrx_key_heads(config: TrackedConfig, num_heads: int) -> int:
+    """Returns the number of key heads K of N heads."""
+    part = TrackedConfig(config.get("attn_config") or {}, f"{config.label} in attn_config")
+    return part.get("kv_n_heads", 1)
+
+
+TYPES["dbrx"] = ModelType(
+    _dbrx, NONE, key_heads=_dbrx_key_heads, ignores_head_dim=True, clips_projections=True
+)
 
 
 def _minimax(config: TrackedConfig) -> list[str]:

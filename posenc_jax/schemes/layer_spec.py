@@ -33,7 +33,7 @@ from posenc_jax.engine.mask import Window, window_sides
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.scheme import Scheme, check_scheme
 
-Mixer = Literal["attention", "linear_attention", "state_space", "convolution"]
+Mixer = Literal["attention", "linear_attention", "state_space", "convolution", "mlp"]
 Sinks = bool | Literal["projected"]
 
 
@@ -55,7 +55,7 @@ class LayerSpec:
         learned (gpt-oss); "projected", one that is projected from each query's token (Inkling-2).
       qk_norm: the normalisation of queries and keys; None: none.
       mixer: the operation that mixes tokens: "attention", "linear_attention", "state_space"
-        (Mamba) or "convolution".
+        (Mamba, RG-LRU) or "convolution"; "mlp" for a layer that mixes none (Nemotron-H).
 
     Raises:
       TypeError: if scheme is not a `Scheme`, or qk_norm no `QKNorm`.

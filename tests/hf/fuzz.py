@@ -106,8 +106,7 @@ def compare(specs, options, layers, tables, model, offset):
     ):
         messages.append(f"input: {error:.2e} {scheme}")
     for i, layer in enumerate(layers):
-        index = getattr(layer["module"], "layer_idx", None)
-        index = i if index is None else index
+        index = fuzz_layers.index_of(layer, i)
         if index < len(specs) and specs[index].mixer != "attention":
             continue
         used |= {*range(len(specs))} if model.config.model_type == "albert" else {index}

@@ -53,6 +53,30 @@ VALUES_OF = {
     "bamba": {"attn_layer_indices": ([0], [1, 3]), "mamba_n_heads": (4,), "mamba_d_state": (8,)},
     "jamba": {"attn_layer_period": (2, 3), "attn_layer_offset": (0, 1), "mamba_d_state": (8,)},
     "olmo_hybrid": {"linear_key_head_dim": (8,), "linear_value_head_dim": (8,)},
+    "dbrx": {
+        "attn_config": tuple(
+            {"kv_n_heads": kv, "clip_qkv": clip, "rope_theta": 1e4}
+            for kv, clip in ((1, None), (2, 0.5), (4, 8))
+        ),
+        "ffn_config": ({"moe_num_experts": 2, "ffn_hidden_size": 16},),
+    },
+    "nemotron_h": {
+        **{"mamba_num_heads": (4,), "mamba_head_dim": (8,), "ssm_state_size": (8,)},
+        **{"n_groups": (2,), "moe_shared_expert_intermediate_size": (8,), "layer_types": "mixers"},
+        "num_hidden_layers": (None,),
+    },
+    "recurrent_gemma": {
+        **{"attention_window_size": (3, 7, 64), "lru_width": (32,)},
+        "block_types": (None, ["attention", "recurrent"], ["attention"]),
+    },
+    "zamba": {
+        **{"attn_layer_period": (2, 3), "attn_layer_offset": (0, 1), "mamba_d_state": (8,)},
+        "attention_head_dim": (None, 16),
+    },
+    "zamba2": {
+        **{"mamba_d_state": (8,), "use_mem_rope": (True, False), "layer_types": "hybrids"},
+        **{"mamba_ngroups": (1,), "chunk_size": (8,), "head_dim": (None,)},
+    },
     "cohere2_moe": {
         "first_k_dense_replace": (0, 1, 2),
         "prefix_dense_sliding_window_pattern": (1, 2),
@@ -198,6 +222,15 @@ def draw(kind, rng: random.Random):
             values = [None, [rng.choice((0, 1e3, 5e5)) for _ in range(layers)]]
         elif values == "heads":
             values = [None, [rng.choice((2, 4)) for _ in range(layers)]]
+        elif values == "mixers":
+            names = LINEAR, FULL, "moe", "mlp"
+            letters = [rng.choice("M*E-") for _ in range(layers)]
+            if rng.random() < 0.5:
+                raw["hybrid_override_pattern"] = "".join(letters)
+                continue
+            values = [[names["M*E-".index(x)] for x in letters]]
+        elif values == "hybrids":
+            values = [[LINEAR] + [rng.choice((LINEAR, "hybrid")) for _ in range(layers - 1)]]
         raw[name] = rng.choice(values)
         if raw[name] is None:
             del raw[name]
@@ -208,7 +241,7 @@ def draw(kind, rng: random.Random):
         raw |= _MROPE
     if "partial_rotary_factor" in fields:
         raw.setdefault("partial_rotary_factor", 0.5)
-    if "attn_config" in fields and rng.random() < 0.5:
+    if kind == "mpt" and rng.random() < 0.5:
         parts = {"alibi": True, "softmax_scale": 0.3, "clip_qkv": 0.5, "alibi_bias_max": 8}
         parts |= {"attn_type": "multihead_attention", "qk_ln": False}
         raw["attn_config"] = {n: x for n, x in parts.items() if rng.random() < 0.4}

@@ -1,6 +1,7 @@
 """Attention layers of transformers computed by a `LayerSpec`, from their own projections."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,14 @@ def wanted(layer):
     if "out" in layer:
         return layer["out"].numpy()
     return layer.get("before_out", layer["y"]).numpy()
+
+
+def index_of(layer, default):
+    """The number of a layer in its model, or a default where transformers keeps none."""
+    if match := re.search(r"layers\.(\d+)\.shared_transf", layer["name"]):  # Zamba's.
+        return int(match[1])
+    index = getattr(layer["module"], "layer_idx", None)
+    return default if index is None else index
 
 
 def is_causal(layer):
@@ -136,11 +145,11 @@ def values(layer, config):
 def _fused(x, config):
     """q, k and v of one projection [B, T, outputs]."""
     kind, heads = config.model_type, config.num_attention_heads
-    kv = config.num_key_value_heads if kind in ("phi3", "phi4_multimodal") else heads
+    kv = config.num_key_value_heads if kind in ("phi3", "phi4_multimodal", "dbrx") else heads
     if kind == "falcon":
         kv = 1 if config.multi_query else heads
         kv = config.num_kv_heads if config.new_decoder_architecture else kv
-    if kind == "mpt":
+    if kind in ("mpt", "dbrx"):
         clip = config.attn_config.clip_qkv
         x = x if clip is None else jnp.clip(x, -clip, clip)
     if kind == "codegen":

@@ -11,9 +11,19 @@ from hf.make_record import in_double, randomize
 
 TOKENS = 20
 ROLES = {
-    "q": ("q_b_proj", "q_gate_proj", "q_proj", "query", "query_proj", "q", "q_lin", "linear_q"),
-    "k": ("k_proj", "key", "key_proj", "k", "k_lin", "linear_k"),
-    "v": ("v_proj", "value", "value_proj", "v", "v_lin", "linear_v"),
+    "q": (
+        "q_b_proj",
+        "q_gate_proj",
+        "q_proj",
+        "query",
+        "query_proj",
+        "q",
+        "q_lin",
+        "linear_q",
+        "Wq",
+    ),
+    "k": ("k_proj", "key", "key_proj", "k", "k_lin", "linear_k", "Wk"),
+    "v": ("v_proj", "value", "value_proj", "v", "v_lin", "linear_v", "Wv"),
     "qkv": ("qkv_proj", "query_key_value", "Wqkv", "c_attn"),
     "out": ("o_proj", "out_proj", "dense", "o", "out_lin", "linear_out", "c_proj", "Wo"),
     "q_norm": ("q_norm", "q_b_norm", "q_layernorm", "query_layernorm", "qk_norm", "q_l2_clip"),
@@ -132,6 +142,8 @@ def tables(model, events):
     suffixes = "position_embeddings", "embed_positions", "wpe", "positions_embed"
     if model.config.model_type == "roformer":
         return []  # Its table has the sines and cosines of the rotation.
+    if model.config.model_type == "ctrl":
+        return [(model.pos_encoding, model.pos_encoding[:TOKENS])]
     return [
         (getattr(part, "weight", None), result)
         for kind, part, _, _, result in events

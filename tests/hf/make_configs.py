@@ -61,12 +61,17 @@ KEYS_OF = {
     "jamba": ("layers_block_type", "attn_layer_period", "attn_layer_offset"),
     "bamba": ("layers_block_type", "attn_layer_indices"),
     "bailing_hybrid": ("layer_group_size",),
+    "nemotron_h": ("layers_block_type", "hybrid_override_pattern"),
+    "recurrent_gemma": ("attention_window_size", "block_types"),
+    "zamba": ("layers_block_type", "attn_layer_period", "attn_layer_offset", "attention_head_dim"),
+    "zamba2": ("layers_block_type", "use_mem_rope", "use_long_context", "attention_head_dim"),
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), ("norm_eps",)),
 }
 
 
 def keys_of(model_type):
-    return [*KEYS, *KEYS_OF.get(model_type, ())]
+    names = [*KEYS, *KEYS_OF.get(model_type, ())]
+    return [n for n in names if (model_type, n) != ("dbrx", "attn_config")]  # A config of its own.
 
 
 def plain(value):
@@ -242,6 +247,24 @@ MORE = {
     "bailing_hybrid": [{"layer_group_size": 3}, {"layer_types": (KINDS * 4)[1:]}],
     "minimax": [{"layer_types": (KINDS * 4)[1:], "sliding_window": 17}],
     "bamba": [{"attn_layer_indices": [2, 5]}],
+    "dbrx": [{"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}}],
+    "nemotron_h": [
+        {"hybrid_override_pattern": "M-ME*-*"},
+        {"layers_block_type": ["mamba", "mlp", "attention", "moe", "mamba", "mlp", "attention"]},
+        {"layer_types": [*KINDS, "moe", *KINDS, "mlp", FULL], "rope_theta": 1e4},
+    ],
+    "recurrent_gemma": [
+        {"attention_window_size": 17},
+        {"sliding_window": 17, "block_types": ["attention", "recurrent"]},
+    ],
+    "zamba": [
+        {"attn_layer_period": 2, "attn_layer_offset": 1},
+        {"layers_block_type": ["mamba", "hybrid"] * 3 + ["mamba"], "attention_head_dim": 64},
+    ],
+    "zamba2": [
+        {"layers_block_type": ["mamba", "hybrid"] * 3 + ["mamba"]} | more
+        for more in ({}, {"use_mem_rope": True}, {"use_mem_rope": True, "rope_theta": 54321.0})
+    ],
     "jamba": [{"attn_layer_period": 3, "attn_layer_offset": 1}],
     "olmo_hybrid": [{"num_hidden_layers": 3}, {"layer_types": (KINDS * 4)[1:]}],
     "mellum": [{"rope_parameters": BY_KIND, "layer_types": [FULL, LOCAL] * 3 + [FULL]}],
@@ -289,7 +312,9 @@ def windows(config):
     code = pathlib.Path(spec.origin).read_text()
     count = config.num_hidden_layers
     size = getattr(config, "sliding_window", None)
-    by_kind = re.search(r"layer_types?\[|in enumerate\(.*layer_types", code) is not None
+    by_kind = (
+        re.search(r"layer_types?\[|block_type\[|in enumerate\(.*layer_types", code) is not None
+    )
     kinds = getattr(config, "layer_types", None) or []
     if "create_bidirectional_sliding_window_mask" in code and size is not None:
         size = [size, size]  # The mask of an encoder has |q - k| <= size.

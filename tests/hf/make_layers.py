@@ -113,6 +113,27 @@ CASES = {
     "qwen3_5_moe_text": MROPE,
     "qwen3_5_text": MROPE,
     "qwen4_exp_text": MROPE | INDEXER | {"hc_lowrank": 8},
+    "ctrl": {"dff": 16, "n_positions": 24, "n_layer": 1, "n_head": 2},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 1, "clip_qkv": 0.5, "rope_theta": 1e4},
+        **{
+            "ffn_config": {"moe_num_experts": 2, "ffn_hidden_size": 16},
+            "n_heads": 2,
+            "n_layers": 1,
+        },
+    },
+    "nemotron_h": {"hybrid_override_pattern": "M*E-", "mamba_num_heads": 4, "mamba_head_dim": 8}
+    | {"ssm_state_size": 8, "n_groups": 2, "moe_shared_expert_intermediate_size": 8},
+    "recurrent_gemma": {"attention_window_size": 7, "lru_width": 32, "num_key_value_heads": 1}
+    | {"num_attention_heads": 2, "num_hidden_layers": 3},
+    "zamba": {"mamba_d_state": 8, "attention_head_dim": 16, "attn_layer_period": 2}
+    | {"attn_layer_offset": 0},
+    "zamba2": {
+        "layers_block_type": [LINEAR, "hybrid"] * 2,
+        "use_mem_rope": True,
+        "n_mamba_heads": 4,
+    }
+    | {"mamba_d_state": 8, "chunk_size": 8},
     "vaultgemma": WINDOW | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5},
 }
 CASES["laguna"].pop("partial_rotary_factor")
@@ -143,8 +164,7 @@ def make(kind):
         decoder = None if half is None else half == "decoder"
         specs, recorded = pe.from_hf(about["config"], decoder=decoder), set()
         for i, layer in enumerate(x for x in layers if x["name"].startswith(half or "")):
-            index = getattr(layer["module"], "layer_idx", None)
-            index = i if index is None else index
+            index = fuzz_layers.index_of(layer, i)
             if re.search("Delta|Lightning", type(layer["module"]).__name__):
                 continue  # Linear attention.
             about["attention"].append(index)

@@ -16,6 +16,8 @@ NEEDED = {
     "gpt_neo": {"attention_types": [[["global", "local"], 6]]},
     "bamba": {"attn_layer_indices": [1, 3, 5]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 6},
+    "nemotron_h": {"hybrid_override_pattern": "ME*-" * 3},
+    "zamba2": {"layer_types": ["linear_attention", "hybrid"] * 6},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 6},
     "minimax_m3_vl_text": {"rope_parameters": {"partial_rotary_factor": 0.5}},
     "qwen4_exp_text": {"rope_parameters": {"partial_rotary_factor": 0.25}},

@@ -1,5 +1,7 @@
 """Configs that `from_hf` reads or refuses, and `to_hf` back again."""
 
+import re
+
 import numpy as np
 import pytest
 from flax import nnx
@@ -223,6 +225,45 @@ def test_keys_of_released_configs_that_change_nothing():
     ]:
         config = {"model_type": kind, "head_dim": 64, "num_hidden_layers": 4}
         assert pe.from_hf(config | keys) == pe.from_hf(config)
+
+
+def test_nemotron_3_nano():
+    """config.json of NVIDIA-Nemotron-3-Nano-30B-A3B: its layers do one thing each."""
+    config = {"model_type": "nemotron_h", "num_hidden_layers": 52, "rope_theta": 10000}
+    config |= {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"}
+    config |= {"partial_rotary_factor": 1.0, "sliding_window": None, "head_dim": 128}
+    layers = pe.from_hf(config)
+    assert [i for i, x in enumerate(layers) if x == pe.LayerSpec(pe.NoPE())] == [
+        *(5, 12, 19, 26, 33, 42),
+    ]
+    letters = {"state_space": "M", "mlp": "E", "attention": "*"}
+    assert "".join(letters[x.mixer] for x in layers) == config["hybrid_override_pattern"]
+    for pattern, message in [
+        ("MX", "'MX' and num_hidden_layers=52; a letter of M * - E stands for each layer"),
+        ("M*", "'M*' and num_hidden_layers=52"),
+        (None, "52 layers and no hybrid_override_pattern"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            pe.from_hf(config | {"hybrid_override_pattern": pattern})
+
+
+def test_bases_that_transformers_5_does_not_read():
+    """DBRX and Zamba2; transformers 4.51.3 reads both."""
+    dbrx = {"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "n_layers": 2}
+    dbrx |= {"attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 500000}}
+    assert pe.scheme_from_hf(dbrx) == pe.RoPE(head_dim=128, theta=5e5)
+    for more in ({"rope_theta": 1e4}, {"rope_parameters": {"rope_theta": 1e4}}):
+        with pytest.raises(ValueError, match=r"500000.* and .*10000"):
+            pe.from_hf(dbrx | more)
+    zamba2 = {"model_type": "zamba2", "use_mem_rope": True, "use_long_context": True}
+    with pytest.raises(ValueError, match="use_long_context, for which transformers 4 changes"):
+        pe.from_hf(zamba2)
+    zamba2["use_long_context"] = False
+    layers = pe.from_hf(zamba2)
+    assert [i for i, x in enumerate(layers) if x.mixer == "attention"] == [
+        *(6, 12, 18, 24, 30, 36, 42, 47, 51),
+    ]
+    assert layers[6] == pe.LayerSpec(pe.RoPE(head_dim=160), scale=80**-0.5)
 
 
 def test_scaling_of_llama_4_scout_has_no_blend():

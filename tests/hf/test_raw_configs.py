@@ -44,6 +44,7 @@ REFUSED = {
     **dict.fromkeys(("olmo3",), "no sliding_window"),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32"), "rotary part of 64"),
     "mistral_large4_text": "rotary part of 64",
+    "nemotron_h": "['sliding_window'], which nothing here reads",
     "glm4_moe": "96 heads do not divide 4096",
     "qwen4_exp_text": "sections must add up to 128 pairs",
     "deberta-v2": "relative_attention=False",
@@ -52,7 +53,7 @@ REFUSED = {
 PARTIAL = """
 bamba deepseek_v4 glm glm4 glm4_moe gpt_neox gpt_neox_japanese laguna mimo_v2_flash minimax_m2
 minimax_m3_vl_text nemotron persimmon phi phi3 phi4_multimodal qwen3_5_moe_text qwen3_5_text
-qwen3_next qwen4_exp_text solar_open stablelm
+qwen3_next qwen4_exp_text recurrent_gemma solar_open stablelm
 """
 
 
@@ -144,8 +145,8 @@ def test_the_model_types_with_windows():
     gemma3n_text gemma4_text gemma4_unified_text gpt_neo gpt_oss granite_swa granitemoe_swa
     inkling2_text inkling_text kolibri1 laguna lfm3 mellum mimo_v2_flash minimax ministral
     ministral3 mistral mixtral modernbert modernbert-decoder muse_spark_text olmo3 phi3
-    phi4_multimodal phimoe qwen2 qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_moe smollm3
-    starcoder2 vaultgemma
+    phi4_multimodal phimoe qwen2 qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_moe
+    recurrent_gemma smollm3 starcoder2 vaultgemma
     """.split()
     )
 
@@ -165,6 +166,7 @@ NEEDED = {
     "glm4_moe": {"head_dim": 128},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
     "kimi_linear": {
         "num_hidden_layers": 4,
         "linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3]},
