@@ -143,6 +143,12 @@ class Rotary(Scheme, abc.ABC):
     def rotate(self, x: jax.Array, tables: Tables) -> jax.Array:
         """Returns q or k [B, T, N, H] rotated by finished tables, in its own dtype."""
         check_heads(self.label, x, self.head_dim, self.groups)
+        pairs = self.num_rotated // 2
+        require(
+            tables[0].shape[-1:] == (pairs,),
+            f"{self.label}: cos_sin must return [..., {pairs}], the angle of each of {pairs} "
+            f"pairs, got {tables[0].shape}.",
+        )
         return rotate_pairs(x, *tables, layout=self.layout, start=self.rotary_start)
 
     def query(self, params, q, coordinates, features=None, tables=None):

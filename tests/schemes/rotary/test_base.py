@@ -284,3 +284,18 @@ def test_gradients_of_a_batch_over_devices_are_those_of_one_device(names, implem
     spread = jax.shard_map(gradients, mesh=mesh, **specs)
     arguments = params, tokens, weights
     jax.tree.map(close, jax.jit(spread)(*arguments), jax.jit(gradients)(*arguments))
+
+
+def test_angles_for_another_number_of_pairs_are_refused():
+    """Fewer angles would rotate a part of each head, and pair other dimensions."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Short(pe.Rotary):
+        def cos_sin(self, params, coordinates):
+            return pe.cos_sin(coordinates, self.base_frequencies[:-1])
+
+    q = jnp.ones((1, 3, 2, 8))
+    message = r"Short: cos_sin must return \[..., 4\], .* got \(1, 3, 3\)"
+    for call in (Short(head_dim=8).query, jax.jit(Short(head_dim=8).key)):
+        with pytest.raises(ValueError, match=message):
+            call({}, q, jnp.arange(3)[None])
