@@ -29,20 +29,20 @@ from experiments.errors import ExperimentError
 
 SHARES = (
     ("pallas", "primitives", 0.08),
-    ("pallas", "forward", 0.27),
-    ("pallas", "backward", 0.58),
-    ("pallas", "decode", 0.68),
-    ("pallas", "tiles", 0.88),
-    ("library", "backward", 0.94),
+    ("library", "backward", 0.22),
+    ("pallas", "forward", 0.38),
+    ("pallas", "backward", 0.66),
+    ("pallas", "decode", 0.75),
+    ("pallas", "tiles", 0.94),
     ("xla", "backward", 1.0),
 )
 """Implementations, families, and the part of the time after which each ends.
 
-"library" is the default of the platform for calls without a rule. The backward pass has the forward
-pass in it.
+"library" is the default of the platform for calls without a rule, which needs no verdict: it comes
+early, so that no other step takes its time. The backward pass has the forward pass in it.
 """
 LIBRARIES = {"tpu": "splash", "gpu": "cudnn"}
-CHECKS = "--xla_mosaic_on_device_checks=bounds"
+CHECKS = "--xla_mosaic_on_device_checks=bounds --xla_jf_poison_vmem_allocations=true"
 FAILED = ("wrong", "error", "hang", "died")
 LOST = 75
 """The exit status of a process whose chip no longer answers."""
@@ -58,7 +58,11 @@ class Contact:
     Attributes:
       log: the file of lines.
       seconds: for all steps, without the starts of processes and steps that hang; 0 runs none.
-      timeout: seconds for one step, or for a process to start.
+      timeout: seconds for one step after its program is compiled.
+      patience: seconds for a process to start, with libraries on a cold disk, and for a program to
+        compile while others do.
+      pause: seconds before a second start of a process that ended before its first step; after one
+        that was killed, a chip may be busy for a while.
       again: seconds for the second runs of steps that failed.
       arguments: more arguments of the processes, for tests.
       command: the program of the processes.
@@ -68,6 +72,8 @@ class Contact:
     log: Path
     seconds: float = 240.0
     timeout: float = 40.0
+    patience: float = 120.0
+    pause: float = 5.0
     again: float = 60.0
     arguments: tuple[str, ...] = ()
     command: tuple[str, ...] = (sys.executable, "-m", "experiments.bench.contact")
@@ -87,9 +93,7 @@ class Contact:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.write_text("")
         self.errors.write_text("")
-        # The first start of CUDA reads its libraries from a cold disk.
-        patient = dataclasses.replace(self, timeout=3 * self.timeout)
-        rows, reason, _ = patient._watch(["--machine"], patient.timeout)
+        rows, reason, _ = self._watch(["--machine"], self.patience)
         for row in rows:
             if "machine" in row:
                 return row["machine"]
@@ -131,7 +135,7 @@ class Contact:
         names: list[str] | None = None
         same = {"implementation": implementation, "family": family}
         arguments = [f"--implementation={implementation}", f"--family={family}"]
-        ahead = ["--ahead"]
+        ahead, started = ["--ahead"], True
         if end := _end(lost):
             self.show(f"{implementation} {family}: left out, {end}")
             return [], 0.0
@@ -142,10 +146,14 @@ class Contact:
             listed = (row["steps"] for row in events if "steps" in row)
             names = next(listed, names or [f"{family}: start of the process"])
             rows += [row for row in events if "outcome" in row]
+            if outcome == "died" and started and not events:
+                started = False
+                time.sleep(self.pause)
+                continue
             if outcome == "died" and ahead and any("steps" in row for row in events):
                 ahead = []  # The step that it ran, or one that was compiled ahead?
                 continue
-            ahead = ["--ahead"]
+            ahead, started = ["--ahead"], True
             if outcome != "out of time":
                 lost["hang" if outcome == "hang" else "lost"] += len(rows) < len(names)
             for name in names[len(rows) :] if outcome != "lost" else ():
@@ -221,13 +229,14 @@ class Contact:
                 command, stdout=errors, stderr=errors, env=variables, process_group=0
             )
         since, reason, began = time.monotonic(), ("", ""), None
-        limit = allowed if before else self.timeout  # A checker starts slowly.
         try:
             while process.poll() is None and not reason[0]:
                 time.sleep(_WAIT)
                 now = time.monotonic()
                 if read():
                     began, since = began or now, now
+                limit = self.timeout if events and "compiled" in events[-1] else self.patience
+                limit = allowed if before else limit  # A checker is slow.
                 if now - since > limit:
                     reason = "hang", f"no end within {limit:g} s"
                 elif began is not None and now - began > allowed:
@@ -327,7 +336,9 @@ def child(options: argparse.Namespace) -> None:
             try:
                 if ready is not None:
                     ready.result()
-                    write(options.log, {"compiled": step.name})
+                elif step.compile is not None:
+                    step.compile()
+                write(options.log, {"compiled": step.name})
                 place = step.run()
                 if place is not None:
                     outcome = {"outcome": "wrong", "place": place}

@@ -338,7 +338,7 @@ def lse_and_delta(
       lse, d_lse: log-sum-exp and its cotangent, float32 [B, N, T].
     """
     products = (x.astype(jnp.float32) for x in (d_out, out))
-    delta = jnp.einsum("btnv,btnv->bnt", *products) - d_lse
+    delta = jnp.einsum("btnv,btnv->bnt", *products, precision="highest") - d_lse
     return jnp.where(jnp.isneginf(lse), -MASK_VALUE, lse), delta
 
 

@@ -27,13 +27,14 @@ def primitives(interpret: Any, small: bool) -> Iterator[Primitive]:
     for width in (256,) if small else (256, 640, 1152):
         # As strips and bands are; Mosaic refuses shifts of 2 to 63 modulo 128.
         yield _rotation(call, width, "float32", width - LANES + 1)
-        yield _rotation(call, width, "int32", 0)
+        for shift in (0, width - LANES + 1):  # The last row's is 128 in all.
+            yield _rotation(call, width, "int32", shift)
     yield _shear(call, rotate=not interpret)
     yield _diagonals(call)
     yield _columns(call)
     yield _pairs(call)
     for dtype in ("bfloat16", "float32"):
-        for heads in (2, 4, 8):
+        for heads in (2, 4, 8, 16):
             yield _heads(call, heads, dtype)
     yield _entries(interpret)
 
@@ -45,7 +46,7 @@ def _rotation(call: Callable, width: int, dtype: str, shift: int) -> Primitive:
         out[...] = rotate_rows(x[...], shift)
 
     return Primitive(
-        f"rotations of rows of {width} lanes, {dtype}",
+        f"rotations by {shift} and more of rows of {width} lanes, {dtype}",
         call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype)),
         (x,),
         np.stack([np.roll(x[r], shift + r) for r in range(LANES)]),

@@ -25,7 +25,9 @@ OF_GPU = PallasGPU(interpret=True)
 gpu = pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="the kernels for GPUs need jax 0.11.2"
 )
-CASES = [((1, N), TILES), ((B, 1), Dense(block=2**12))]
+# Larger blocks in the backward pass: more tiles than the bias has.
+UNEQUAL = PallasTPU(Blocks(128, 128), Blocks(256, 384), interpret=True)
+CASES = [((1, N), TILES), ((B, 1), Dense(block=2**12)), ((1, 1), UNEQUAL)]
 MORE_CASES = [((1, 1), TILES), ((B, N), TILES), ((B, 1), TILES), ((1, N), "reference")]
 MORE_CASES += [(lead, KERNELS) for lead in ((1, 1), (B, N), (B, 1), (1, N))]
 CASES += [pytest.param(*case, marks=one_of_all) for case in MORE_CASES]

@@ -28,6 +28,10 @@ FAKE = """
             continue
         write({"running": name})
         kind = name.split()[1].partition("#")[0]
+        if kind == "compiles":
+            time.sleep(1)
+            kind = "right"
+        write({"compiled": name})
         if kind == "hang":
             time.sleep(30)
         if kind == "loses":
@@ -53,7 +57,8 @@ def fake(tmp_path, monkeypatch):
     def make(**settings):
         log = tmp_path / "out" / "gpu.jsonl"
         command = sys.executable, str(program)
-        return contact.Contact(log, command=command, **{"timeout": 0.5} | settings)
+        limits = {"timeout": 0.5, "patience": 30.0, "pause": 0.1}
+        return contact.Contact(log, command=command, **limits | settings)
 
     return make
 
@@ -121,6 +126,35 @@ def test_an_implementation_ends_after_enough_losses(fake, monkeypatch, capsys, k
     assert f"pallas backward: left out, {place}" in capsys.readouterr().out
 
 
+def test_a_step_may_compile_for_longer_than_it_may_run(fake, monkeypatch):
+    monkeypatch.setattr(contact, "SHARES", [("pallas", "forward", 1.0)])
+    monkeypatch.setenv("KINDS", "compiles")
+    run = fake(again=0.0)
+    run.machine()
+    assert [row["outcome"] for row in run.run("gpu")] == ["ok"]
+    (row,) = fake(again=0.0, patience=0.5).run("gpu")
+    assert row["outcome"] == "hang" and row["place"] == "no end within 0.5 s"
+
+
+def test_a_process_that_ends_before_its_first_step_starts_once_more(fake, monkeypatch, tmp_path):
+    monkeypatch.setattr(contact, "SHARES", [("pallas", "forward", 1.0)])
+    monkeypatch.setenv("KINDS", "right")
+    busy = tmp_path / "busy"
+    lines = f"""
+        if "family" in arguments and os.path.exists({str(busy)!r}):
+            os.remove({str(busy)!r})
+            sys.exit("the chip is busy")
+    """
+    program = textwrap.dedent(FAKE).replace(
+        'if arguments["family"] == "decode":', textwrap.dedent(lines) + "if False:"
+    )
+    (tmp_path / "fake.py").write_text(program)
+    run = fake(again=0.0)
+    run.machine()
+    busy.write_text("")
+    assert [row["outcome"] for row in run.run("gpu")] == ["ok"] and not busy.exists()
+
+
 def test_no_seconds_run_no_steps(fake):
     assert fake(seconds=0.0).run("gpu") == []
 
@@ -128,7 +162,7 @@ def test_no_seconds_run_no_steps(fake):
 def test_a_device_that_does_not_start_is_an_error(fake, tmp_path):
     (tmp_path / "fake.py").write_text("import time; time.sleep(30)")
     with pytest.raises(contact.ExperimentError, match=r"does not start: .*no end within"):
-        fake().machine()
+        fake(patience=0.5).machine()
 
 
 def test_a_process_ends_when_its_chip_no_longer_answers(tmp_path, monkeypatch):
@@ -167,8 +201,9 @@ def test_a_process_writes_before_and_after_each_step(tmp_path, monkeypatch):
     assert contact.main([f"--log={log}", "--implementation=pallas", "--family=forward"]) == 0
     first, *rows = (json.loads(text) for text in log.read_text().splitlines())
     assert first == {"steps": list(runs)}
-    assert [row["running"] for row in rows[::2]] == list(runs)
-    outcomes = [(row["outcome"], row.get("place")) for row in rows[1::2]]
+    assert [row["running"] for row in rows[::3]] == list(runs)
+    assert [row["compiled"] for row in rows[1::3]] == list(runs)
+    outcomes = [(row["outcome"], row.get("place")) for row in rows[2::3]]
     assert outcomes == [
         ("ok", None),
         ("wrong", "tile row 2"),

@@ -66,6 +66,8 @@ def backward(
     bands = grid.band_inputs(x)
     arrays, specs = _inputs(grid, x, bands, {"d_out": d_out, "lse": lse, "delta": delta})
     out_shapes, out_specs = _outputs(grid, x, bands)
+    # A chip with two cores divides parallel axes between them: rows, where there is one key head.
+    rows = "parallel" if grid.sums_per_row and spec.kv_heads == 1 else "arbitrary"
     grads = pl.pallas_call(
         functools.partial(_kernel, grid, tuple(bands.strips)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -77,7 +79,7 @@ def backward(
         ),
         out_shape=out_shapes,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", *("arbitrary",) * 4),
+            dimension_semantics=("parallel", rows, *("arbitrary",) * 3),
             vmem_limit_bytes=spec.vmem_limit,
         ),
         interpret=spec.interpret,

@@ -89,22 +89,26 @@ def pairs_refusal(
 class _Grid(ForwardGrid):
     """The steps of a kernel, and the blocks of the arrays at each step.
 
+    The array has no padding but within its last blocks, and the other arrays may have more blocks:
+    they are padded to blocks of both passes.
+
     Attributes:
       num_heads, rows: the first axes of the array, N or 1 and B or 1.
+      tiles: the numbers of its blocks of queries and of keys.
     """
 
     num_heads: int
     rows: int
+    tiles: tuple[int, int]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The numbers of steps."""
-        spec, blocks = self.spec, self.spec.forward
-        tiles = spec.length // blocks.q, spec.keys // blocks.k
+        spec = self.spec
         return (
             self.num_heads,
             self.rows,
-            *tiles,
+            *self.tiles,
             spec.heads // self.num_heads,
             spec.batch // self.rows,
         )
@@ -119,7 +123,8 @@ class _Grid(ForwardGrid):
 
     def kind(self, kinds_ref: Any, b: Any, i: Any, j: Any) -> Any:
         """Returns the kind of a tile."""
-        _, _, rows, columns, _, _ = self.shape
+        spec, blocks = self.spec, self.spec.forward
+        rows, columns = spec.length // blocks.q, spec.keys // blocks.k
         return kinds_ref[((0 if self.shared_schedule else b) * rows + i) * columns + j]
 
     # One of `head` and `g`, and one of `row` and `r`, is zero.
@@ -153,8 +158,9 @@ class _Call:
         delta: jax.Array,
     ) -> "_Call":
         """Returns the call for one of the arrays."""
-        rows, heads = term.pairs.shape[:2]
-        grid = _Grid(spec, x.schedules[2].shape[0] == 1, heads, rows)
+        rows, heads, length, keys = term.pairs.shape
+        tiles = pl.cdiv(length, spec.forward.q), pl.cdiv(keys, spec.forward.k)
+        grid = _Grid(spec, x.schedules[2].shape[0] == 1, heads, rows, tiles)
         bands = grid.band_inputs(x)
         arrays, specs = inputs(grid, x, bands)
         arrays["d_out"] = d_out

@@ -93,7 +93,9 @@ def feature_spec(x: Any, block: int, index: BlockIndex, group: int = 1) -> pl.Bl
 def pair_spec(x: Any, blocks: Blocks, queries: BlockIndex, keys: BlockIndex) -> pl.BlockSpec:
     """Returns the block spec of an array of all pairs, [B or 1, N or 1, T, S].
 
-    T and S need not be whole blocks; numbers beyond their ends are arbitrary.
+    T and S need not be whole blocks; numbers beyond their ends are arbitrary. The other arrays are
+    padded to blocks of both passes, so tiles may lie beyond T or S: for these, whose pairs are all
+    hidden, the block is the last one, as a copy beyond an array is an error on a chip.
 
     Args:
       x: the array.
@@ -101,9 +103,12 @@ def pair_spec(x: Any, blocks: Blocks, queries: BlockIndex, keys: BlockIndex) -> 
       queries, keys: index maps, by query head.
     """
 
+    rows, columns = pl.cdiv(x.shape[2], blocks.q), pl.cdiv(x.shape[3], blocks.k)
+
     def tile(*grid):
         b, head, i = queries(*grid)
         _, _, j = keys(*grid)
+        i, j = jnp.minimum(i, jnp.int32(rows - 1)), jnp.minimum(j, jnp.int32(columns - 1))
         return (0 if x.shape[0] == 1 else b), (0 if x.shape[1] == 1 else head), i, j
 
     return pl.BlockSpec((None, None, blocks.q, blocks.k), tile)
