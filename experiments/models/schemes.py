@@ -12,13 +12,15 @@ is called, since the names may come from a file of somebody else.
 
 import dataclasses
 import functools
+import hashlib
 import importlib
 import inspect
 import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import posenc_jax as pe
@@ -32,6 +34,61 @@ SIZES = (
 )
 """Parameters that are given by the model. `max_length` is the longest sequence of all, the number
 of rows of a table; `trained_length` the longest in training."""
+
+
+def parts_of(name: str) -> list[str]:
+    """Returns the names in a chain."""
+    return [part.strip() for part in name.split("+")]
+
+
+def plain(name: str) -> str:
+    """Returns a name without spaces.
+
+    >>> plain("rope + alibi ")
+    'rope+alibi'
+    """
+    return "+".join(parts_of(name))
+
+
+def short(name: str) -> str:
+    """Returns a name for tables, without the modules of objects of your own.
+
+    >>> short("rope+mypkg.mine:MyScheme")
+    'rope+MyScheme'
+    """
+    return "+".join(part.rpartition(":")[2] for part in parts_of(name))
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises ConfigError unless there are names, each once, also as tables have them."""
+    if not names or len(set(names)) != len(names):
+        raise ConfigError(f"schemes: must name some, each once, got {[*names]}")
+    shown: dict[str, str] = {}
+    for name in names:
+        other = shown.setdefault(short(name), name)
+        if other != name:
+            raise ConfigError(
+                f"schemes: {other} and {name} would both be {short(name)!r} in tables; give one "
+                f"another name in its module, such as {short(name.split('+')[-1])}2 = "
+                f"{short(name.split('+')[-1])}"
+            )
+
+
+def code_of(modules: Iterable[str]) -> dict[str, str]:
+    """Returns the digests of the files of modules of your own, under "code MODULE"."""
+    ours = "posenc_jax.", "experiments."
+    return {f"code {m}": _digest(m) for m in sorted({*modules}) if not f"{m}.".startswith(ours)}
+
+
+@functools.cache
+def _digest(module: str) -> str:
+    """Returns the digest of the file of a module, as it is at the first call."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    try:
+        text = Path(file or "").read_bytes()
+    except OSError:
+        return "without a file"
+    return f"sha256 {hashlib.sha256(text).hexdigest()[:16]}"
 
 
 def import_object(name: str, setting: str) -> Any:
@@ -51,6 +108,7 @@ def import_object(name: str, setting: str) -> Any:
         raise ConfigError(
             f"{setting}: cannot import {module_name!r}: {type(error).__name__}: {error}"
         ) from None
+    _digest(module_name)  # Before somebody edits the file.
     if not hasattr(module, attribute):
         public = [n for n in vars(module) if not n.startswith("_")]
         raise ConfigError(
@@ -120,12 +178,8 @@ def build(
     Raises:
       ConfigError: for an unknown name or option, or a value that is refused.
     """
-    if "+" not in name:
-        position = _make(name.strip(), sizes, tables, whose)
-    else:
-        position = _called(
-            pe.chain, [_make(n.strip(), sizes, tables, whose) for n in name.split("+")], {}, name
-        )
+    parts = [_make(part, sizes, tables, whose) for part in parts_of(name)]
+    position = parts[0] if len(parts) == 1 else _called(pe.chain, parts, {}, name)
     if isinstance(position, pe.Scheme):
         _called(lambda: position.acts, [], {}, name)  # Raises for a misspelt hook.
         return position

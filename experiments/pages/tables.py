@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
+from experiments.models.schemes import short
 from experiments.pages.scheme_results import SchemeResults, mean
 from experiments.tasks.labels import Labels
 
@@ -133,10 +134,10 @@ def paired(
 def label(scheme: str, variant: str = "") -> str:
     """Returns the label of a scheme, or of a zero-shot variant of it.
 
-    >>> label("rope"), label("rope", "ntk"), label("mypkg.mine:MyScheme")
-    ('rope', 'rope + NTK', 'MyScheme')
+    >>> label("rope"), label("rope", "ntk"), label("rope+mypkg.mine:MyScheme")
+    ('rope', 'rope + NTK', 'rope+MyScheme')
     """
-    name = scheme.rpartition(":")[2] or scheme
+    name = short(scheme)
     return f"{name} + {variant.upper()}" if variant else name
 
 

@@ -12,7 +12,14 @@ from pydantic import NonNegativeInt
 import posenc_jax as pe
 from experiments.errors import ConfigError
 from experiments.models.model import Position
-from experiments.models.schemes import build, find, import_object
+from experiments.models.schemes import (
+    build,
+    check_names,
+    find,
+    import_object,
+    parts_of,
+    plain,
+)
 from experiments.runs.run import Run
 from experiments.settings.common import Seeds
 from experiments.settings.config_io import (
@@ -84,8 +91,7 @@ class Experiment:
     def options_of(self, task_name: str, scheme: str) -> dict[str, Any]:
         """Returns the settings of a scheme for a task, by name of each part of a chain."""
         task: Task = self.tasks[task_name]
-        parts = [part.strip() for part in scheme.split("+")]
-        options = {p: self.options.get(p, {}) | task.schemes.get(p, {}) for p in parts}
+        options = {p: self.options.get(p, {}) | task.schemes.get(p, {}) for p in parts_of(scheme)}
         return {part: table for part, table in options.items() if table}
 
     def scheme(self, task_name: str, scheme: str) -> Position:
@@ -108,7 +114,7 @@ class Experiment:
             "trained_length": task.train_length,
         }
         tables: dict[str, dict[str, Any]] = {}
-        for name in (part.strip() for part in scheme.split("+")):
+        for name in parts_of(scheme):
             options = self.options.get(name, {}), task.schemes.get(name, {})
             tables |= {f"schemes.{name}": options[0], f"{task_name}.schemes.{name}": options[1]}
             max_distance = {**options[0], **options[1]}.get("max_distance")
@@ -130,15 +136,14 @@ class Experiment:
             raise ConfigError(f"name: must be the name of a folder, got {self.name!r:.120}")
         if not self.results.isprintable():
             raise ConfigError(f"results: must be the name of a folder, got {self.results!r:.120}")
-        if not self.schemes or len(set(self.schemes)) != len(self.schemes):
-            raise ConfigError(f"schemes: must name some, each once, got {list(self.schemes)}")
-        for name in {part.strip() for scheme in self.schemes for part in scheme.split("+")}:
+        check_names(self.schemes)
+        for name in {part for scheme in self.schemes for part in parts_of(scheme)}:
             find(name)
         _check_options("schemes", self.options)
         for name, task in self.tasks.items():
             task.check()
             _check_options(f"{name}.schemes", task.schemes)
-            for part in (part.strip() for text in task.rates for part in text.split("+")):
+            for part in (part for text in task.rates for part in parts_of(text)):
                 if ":" not in part and part not in pe.SCHEMES:
                     hint = near(part, pe.SCHEMES)
                     raise ConfigError(f"{name}.rates: there is no scheme {part!r}{hint}")
@@ -206,7 +211,7 @@ def objects_in(tables: Mapping[str, Any]) -> set[str]:
     places += [schemes.get("names")] if isinstance(schemes, Mapping) else []
     places += [table.get("schemes") for table in tables.values() if isinstance(table, Mapping)]
     texts = [x for each in places if isinstance(each, Mapping | Sequence) for x in each]
-    parts = [part.strip() for text in texts if isinstance(text, str) for part in text.split("+")]
+    parts = [part for text in texts if isinstance(text, str) for part in parts_of(text)]
     return {part for part in parts if ":" in part}
 
 
@@ -229,7 +234,7 @@ def from_file(tables: Mapping[str, Any], others: Iterable[str] = ()) -> Experime
     running = [find_task(name).name for name in run]
     if len(set(running)) != len(running):
         raise ConfigError(f"tasks: two have one name, got {run}")
-    tasks = {n: from_tables(task, tables.pop(n, {}), n) for n, task in known.items()}
+    tasks = {n: _at_plain_names(from_tables(t, tables.pop(n, {}), n)) for n, t in known.items()}
     schemes = convert(dict[str, Any], tables.pop("schemes", {}), "schemes")
     if "names" in schemes:
         tables["schemes"] = schemes.pop("names")
@@ -239,11 +244,16 @@ def from_file(tables: Mapping[str, Any], others: Iterable[str] = ()) -> Experime
         if name not in _SETTINGS:
             hint = near(name, [*_SETTINGS, *known])
             raise ConfigError(f"{name}: unknown setting of Experiment{hint}")
-    return Experiment(
-        **{name: convert(hints[name], value, name) for name, value in tables.items()},
-        options=schemes,
-        tasks={name: tasks[name] for name in running},
-    )
+    settings = {name: convert(hints[name], value, name) for name, value in tables.items()}
+    if "schemes" in settings:
+        settings["schemes"] = tuple(map(plain, settings["schemes"]))
+    tasks = {name: tasks[name] for name in running}
+    return Experiment(**settings, options=schemes, tasks=tasks)
+
+
+def _at_plain_names(task: Task) -> Task:
+    """Returns the task with the names of `rates` as schemes have them."""
+    return dataclasses.replace(task, rates={plain(name): x for name, x in task.rates.items()})
 
 
 def _known(references: Iterable[str]) -> dict[str, type[Task]]:

@@ -104,7 +104,7 @@ def carry_out(
     """
     folders = [RunFolder(folder, run) for run in runs]
     digest = hashlib.sha256(
-        " ".join([str(lanes), *(run.name for run in runs)]).encode()
+        " ".join([str(lanes), *(run.name for run in runs), str(runs[0].sources)]).encode()
     ).hexdigest()
     with contextlib.ExitStack() as held:
         for each in folders:

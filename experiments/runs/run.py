@@ -1,7 +1,8 @@
 """Single runs: a scheme on a task with one seed, in a folder named by the hash of its settings.
 
 result.json       scores and provenance; written once, when the run has ended
-checkpoints/      states of training, about one a minute, until the run has ended; the latest two
+checkpoints/      states of training, about one a minute, until the run has ended; the latest two;
+                  checkpoints-DIGEST/ of runs with code or a corpus of your own
 parameters.npz    trained parameters, if `train` keeps them or another run begins with them
 
 A run that was stopped at any time continues from its checkpoint with equal bits. Only result.json
@@ -25,6 +26,7 @@ from flax import nnx
 
 from experiments.errors import ResultsError
 from experiments.models.model import Position, initialize, seed_keys
+from experiments.models.schemes import code_of, parts_of, short
 from experiments.runs.checkpoints import (
     Deadline,
     OrbaxCheckpoint,
@@ -36,6 +38,7 @@ from experiments.runs.environment import environment
 from experiments.runs.files import locked, to_json, write_whole
 from experiments.settings.config_io import convert, to_tables
 from experiments.tasks.base import Data, Evaluation
+from experiments.tasks.corpus import SOURCES
 from experiments.training import mesh as on_mesh
 from experiments.training.train import Trained, of_program, train
 
@@ -136,8 +139,19 @@ class Run:
         """The name of the folder: task, scheme, seed, and a hash of all settings."""
         text = json.dumps(self.settings, sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
-        scheme = re.sub(r"[^\w.+-]", "-", self.scheme.rpartition(":")[2])
+        scheme = re.sub(r"[^\w.+-]", "-", short(self.scheme))
         return f"{self.task.name}-{scheme}-s{self.seed}-{digest}"
+
+    @functools.cached_property
+    def sources(self) -> dict[str, str]:
+        """Digests of what the settings name and do not hold: your code, and a corpus of files."""
+        names = (part.partition(":") for part in parts_of(self.scheme))
+        modules = [module for module, colon, _ in names if colon]
+        corpus = getattr(self.task, "corpus", None)
+        facts = load_data(self.task).facts if corpus not in (None, *SOURCES) else {}
+        return code_of([*modules, type(self.task).__module__]) | {
+            name: text for name, text in facts.items() if name.startswith("corpus ")
+        }
 
     @property
     def batches_before(self) -> int:
@@ -223,7 +237,19 @@ class RunFolder:
         """Removes the result, the states and the parameters."""
         for name in ("result.json", "parameters.npz"):
             (self.path / name).unlink(missing_ok=True)
-        OrbaxCheckpoint(self.path / "checkpoints", Deadline(), print).remove()
+        self._remove_states()
+
+    def _remove_states(self) -> None:
+        for path in self.path.glob("checkpoints*"):
+            OrbaxCheckpoint(path, Deadline(), print).remove()
+
+    @property
+    def states(self) -> Path:
+        """The folder of states of training, of these `sources` alone."""
+        if not self.run.sources:
+            return self.path / "checkpoints"
+        digest = hashlib.sha256(json.dumps(self.run.sources, sort_keys=True).encode())
+        return self.path / f"checkpoints-{digest.hexdigest()[:12]}"
 
     def missing(self, keep: bool) -> bool:
         """Returns whether the run has no result or, with `keep`, no parameters."""
@@ -269,13 +295,14 @@ class RunFolder:
                 raise OutOfTime
             checkpoint = None
             if jax.process_count() == 1:  # Otherwise all processes would have to write.
-                checkpoint = OrbaxCheckpoint(self.path / "checkpoints", deadline, say)
+                checkpoint = OrbaxCheckpoint(self.states, deadline, say)
             data = load_data(self.run.task)
             on_mesh.tell_others((self.run, params))
             options = {"params": params, "report": report, "mesh": mesh, "checkpoint": checkpoint}
             result = self._train(before, data, keep, options)
             if checkpoint:
                 checkpoint.remove()
+                self._remove_states()
             return result
 
     def _train(
@@ -366,7 +393,7 @@ class RunFolder:
             settings=self.run.settings,
             status=status,
             scheme_repr=repr(self.run.position),
-            environment=here() | dict(facts or {}),
+            environment=here() | dict(facts or {}) | self.run.sources,
             commit=commit(),
             finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **measured,

@@ -4,7 +4,10 @@ import argparse
 import contextlib
 import dataclasses
 import math
+import os
+import sysconfig
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+import experiments
+import posenc_jax
 from experiments.errors import ConfigError, ExperimentError, ResultsError
 from experiments.runs import lanes as groups_of_lanes
 from experiments.runs.checkpoints import Deadline, OutOfTime
@@ -20,6 +25,13 @@ from experiments.runs.run import VERSIONS, Result, Run, RunFolder, commit, durat
 from experiments.runs.workers import Workers, default_count
 from experiments.training import mesh as on_mesh
 
+_LIBRARIES = tuple(
+    f"{Path(path)}{os.sep}"
+    for path in (
+        *(Path(module.__file__).parent for module in (posenc_jax, experiments) if module.__file__),
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    )
+)
 _PROGRAMS = Path(".cache/jax")
 """Where compiled programs are kept, below the working folder."""
 
@@ -47,10 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _minutes(text: str) -> float:
-    minutes = float(text)
-    if not minutes >= 0:
-        raise argparse.ArgumentTypeError(f"must be 0 or more, got {text}")
-    return minutes
+    with contextlib.suppress(ValueError):
+        if (minutes := float(text)) >= 0:
+            return minutes
+    raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text!r}")
 
 
 def number_of_workers(options: argparse.Namespace) -> int:
@@ -129,7 +141,7 @@ def differences(versions: set[tuple[str, ...]]) -> str:
 def refuse_other_versions(
     runs: Iterable[Run], folder: Path, title: str, remedy: str = "remove these results"
 ) -> None:
-    """Raises ResultsError if a run has a result of other versions than the installed ones."""
+    """Raises ResultsError if a run has a result of other versions, or of other code or text."""
     facts = here()
     now = tuple(f"{name} {facts.get(name)}" for name in VERSIONS)
     for each in runs:
@@ -139,6 +151,9 @@ def refuse_other_versions(
                 f"{title}: has results of other versions: {differences({result.versions, now})}; "
                 f"use the versions there, or {remedy}"
             )
+        for name, digest in each.sources.items() if result else ():
+            if result and result.environment.get(name, digest) != digest:
+                raise ResultsError(f"{title}: {name} has changed since its results; {remedy}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -334,7 +349,11 @@ class Queue:
 
 
 def _in_one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+    """Returns an exception, after the last line of the user's own code that it passed."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    own = (f for f in frames if not f.filename.startswith(_LIBRARIES))
+    place = next((f"{Path(f.filename).name}:{f.lineno}, in {f.name}: " for f in own), "")
+    return f"{place}{type(error).__name__}: {' '.join(str(error).split()):.300}"
 
 
 def carry_out(

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from experiments.models.schemes import short
 from experiments.pages.intervals import interval
 from experiments.pages.markdown import provenance, table
 from experiments.pages.scheme_results import mean
@@ -196,7 +197,7 @@ def _scores(outcome: Outcome) -> Iterator[str]:
         by_seed = [r.scores.get(view or run.task.views[0], {}) for r in outcome.results[name]]
         cells = [_score([scores.get(str(n)) for scores in by_seed]) for n in lengths]
         label = f"{name}.{view}" if view else name
-        lines.append([label, run.scheme.rpartition(":")[2], *cells])
+        lines.append([label, short(run.scheme), *cells])
     yield from table(["run", "scheme", *map(str, lengths)], lines, words=2)
     units = ordered(run.task.labels.unit for run in outcome.claim.runs.values())
     spread = " (least to greatest)" if len(outcome.seeds) > 1 else ""

@@ -12,6 +12,7 @@ from experiments.pages.plot_labels import label_ends
 from experiments.pages.scheme_results import Lookup, mean
 from experiments.pages.tables import label
 from experiments.study.answer import FLAT
+from experiments.study.choice_tables import chosen_on
 from experiments.study.clock import Clock
 from experiments.study.page import provenance_of
 from experiments.study.plan import Study
@@ -25,7 +26,7 @@ edited by hand.
 
 A screen of {count} schemes, chains and patterns of layers: {layers} layers of width {width} with
 {heads} heads, {steps} steps of {batch} x {length} bytes. Each scheme has the best of {rates} rates
-by one run on validation text, marked * if it is the least or the greatest of them, and {seeds}
+by one run on {on}, marked * if it is the least or the greatest of them, and {seeds}
 reported seeds. Scores are {unit} of held-out data in windows of each length; the
 standard deviation over seeds is {spread:.3f} at the trained length in the median. Step time and
 memory are of a training step, relative to no encoding. Differences of a few hundredths are
@@ -72,6 +73,7 @@ def catalogue_page(
         "rates": len(next(iter(cells.values())).about.rates),
         "seeds": next(iter(cells.values())).about.seeds,
         "unit": task.labels.unit,
+        "on": chosen_on(task),
         "spread": spreads[len(spreads) // 2] if spreads else math.nan,
     }
     lines = [_HEAD.format(**words)]
@@ -173,7 +175,7 @@ def _finalists(study: Study, size: str, rows: Mapping[str, Row], count: int) -> 
     yield (
         f"{len(rows)} of {count} schemes with {about.seeds} seeds: the {about.best} with the best "
         "means above, and others for comparison. Each has the best of the same rates by the mean "
-        f"of {about.selection_seeds} runs on validation text. Intervals are 95 % intervals over "
+        f"of {about.selection_seeds} runs on {chosen_on(task)}. Intervals are 95 % intervals over "
         "seeds by Student's t, of means and of paired differences, and include the choice of rates "
         f"as in [study.md](study.md); those at {task.longest} are over seeds alone. The first "
         f"{screen} seeds chose which schemes are in this table, so that their differences flatter "

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from experiments.pages.markdown import table
 from experiments.pages.scheme_results import Lookup
@@ -12,18 +13,23 @@ from experiments.study.plan import Cell
 from experiments.study.selection import Selection
 
 
+def chosen_on(task: Any) -> str:
+    """Returns in words the data whose scores choose settings."""
+    return "data of the report" if task.selection_view == task.views[0] else "validation text"
+
+
 def choice_tables(cells: Mapping[str, Cell], results: Lookup) -> Iterator[str]:
     """Yields the tables of a size, as far as its runs have ended."""
     selections = {name: cell.selection(results) for name, cell in cells.items()}
     if not any(results(run) for each in selections.values() for run in each.first):
         return
-    about = next(iter(cells.values())).about
+    about, on = (cell := next(iter(cells.values()))).about, chosen_on(cell.task)
     if about.rates_of:
         yield f"The settings are those of the size {about.rates_of}."
         yield ""
         return
     yield (
-        "How the rates were chosen: scores on the validation text, of one seed, or the mean and "
+        f"How the rates were chosen: scores on the {on}, of one seed, or the mean and "
         f"the standard deviation of {about.selection_seeds}. The best stable rate is bold, "
         "unstable ones are in brackets."
     )

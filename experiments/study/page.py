@@ -38,8 +38,7 @@ edited by hand.
 
 * All schemes have the same data, the same initial parameters of everything else, and the same
   number of steps; seeds are paired.
-* The learning rate of each scheme is chosen by the loss on validation text, of documents that take
-  part in neither training nor the report.
+{chosen}
 * Each rate of the grid has a run. The best rate and its neighbours have one for each of
   {selection_seeds} selection seeds, and so on until the best mean lies between worse ones or at the
   edge of the grid.
@@ -54,6 +53,20 @@ edited by hand.
   distribution. Which settings ran with all seeds, by the first seed alone, is not drawn anew.
 * Intervals of losses beyond the trained length are over the reported seeds alone.
 """
+
+_CHOSEN = (
+    """\
+* The learning rate of each scheme is chosen by the score at the trained length on the data of the
+  report, by other seeds.""",
+    """\
+* The learning rate of each scheme is chosen by the loss on validation text, of documents that take
+  part in neither training nor the report.""",
+    """\
+* The learning rate of each scheme is chosen by the loss on validation text where the task has it,
+  of documents that take part in neither training nor the report; else by the score at the trained
+  length on the data of the report, by other seeds.""",
+)
+"""By whether no task, all or some have validation text."""
 
 _TRIES = (
     "* No scheme has further tries.",
@@ -159,6 +172,8 @@ def page(
     cell = sizes[0][about.baseline]
     runs = list({run.name: run for run in study.runs(results, clock)}.values())
     known = [result for run in runs if (result := results(run))]
+    tasks = [cells[about.baseline].task for cells in sizes]
+    validated = [task.selection_view != task.views[0] for task in tasks]
     words = {
         "title": about.title,
         "file": file,
@@ -167,6 +182,7 @@ def page(
         "selection_seeds": cell.about.selection_seeds,
         "unstable": cell.about.unstable,
         "tries": _TRIES[cell.about.tries],
+        "chosen": _CHOSEN[0 if not any(validated) else 1 if all(validated) else 2],
         "busy": BUSY,
         "repeats": about.repeats,
     }

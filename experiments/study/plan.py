@@ -37,6 +37,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from experiments.errors import ConfigError
 from experiments.models.model import initialize, of_scheme, seed_keys
+from experiments.models.schemes import check_names, plain
 from experiments.pages.scheme_results import Lookup, mean
 from experiments.pages.tables import ordered
 from experiments.runs.experiment import from_file
@@ -295,7 +296,9 @@ def load(path: Path, also: Sequence[str] = ()) -> Study:
             if name not in tables:
                 raise ConfigError(f"{name}: is missing")
         about = convert(_File, {k: v for k, v in tables.items() if k in known}, "")
-        about = dataclasses.replace(about, schemes=tuple(ordered([*about.schemes, *also])))
+        schemes = tuple(ordered(map(plain, [*about.schemes, *also])))
+        check_names(schemes)
+        about = dataclasses.replace(about, schemes=schemes)
         if about.baseline not in about.schemes:
             hint = near(about.baseline, about.schemes)
             raise ConfigError(f"baseline: must be one of the schemes{hint}")

@@ -1,6 +1,7 @@
 """compare at tiny size: files, resumption, refusals, user schemes and tasks."""
 
 import dataclasses
+import importlib
 import os
 import re
 import sys
@@ -14,10 +15,11 @@ import support
 
 import posenc_jax as pe
 from experiments.__main__ import main
+from experiments.models import schemes
 from experiments.models.schemes import with_scaling
 from experiments.pages import plots
 from experiments.runs import run as runs_module
-from experiments.runs.experiment import objects_in
+from experiments.runs.experiment import load, objects_in
 from experiments.runs.run import RunFolder
 from experiments.runs.trained import experiment_of
 from experiments.tasks.text import VARIANTS
@@ -244,12 +246,70 @@ def test_results_of_other_versions_are_refused(run):
     assert run("compare", "--schemes", "none", "--fresh")[0] == 0
 
 
+def test_results_of_other_code_are_refused(run, own_module, tmp_path, monkeypatch):
+    """After each edit, modules are as a new process has them."""
+    module, names = tmp_path / "my_schemes.py", "rope,my_schemes:Parity,rope+my_schemes:Parity"
+
+    def edit(old, new):
+        module.write_text(module.read_text().replace(old, new))
+        monkeypatch.delitem(sys.modules, "my_schemes")
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        importlib.invalidate_caches()
+        schemes._digest.cache_clear()
+
+    assert run("compare", "--schemes", names)[0] == 0
+    before = run.files()
+    folders = {path.name.split("-")[1] for path in run.folder.glob("kback-*")}
+    assert folders == {"Parity", "rope", "rope+Parity"}
+    edit("strength: float = 0.1", "strength: float = 0.25")
+    status, _, err = run("compare", "--schemes", names, "--seeds", "2")
+    assert status == 2 and err.count("\n") == 1 and run.files() == before
+    assert "code my_schemes has changed since its results; choose another --name, or --fre" in err
+    assert run("compare", "--schemes", "rope")[0] == 0  # It needs none of this code.
+    edit("strength: float = 0.25", "strength: float = 0.1")
+    assert "3 of 3 runs were done before" in run("compare", "--schemes", names)[1]
+
+
+def test_states_of_other_code_are_not_continued(run, own_module, tmp_path, monkeypatch):
+    (whole,) = (RunFolder(run.folder, r) for r in of_own_scheme(run).all_runs())
+    states = whole.states
+    monkeypatch.setattr(schemes, "_digest", lambda module: "sha256 of another file")
+    (other,) = (RunFolder(run.folder, r) for r in of_own_scheme(run).all_runs())
+    assert states.parent == other.states.parent and states != other.states
+    (other.path / "checkpoints-0").mkdir(parents=True)
+    assert run("compare", "--schemes", "my_schemes:Parity")[0] == 0
+    assert [path.name for path in other.path.iterdir()] == ["result.json"]
+
+
+def of_own_scheme(run):
+    return load(run.file, ["--schemes", "my_schemes:Parity", "--name", "small"])
+
+
+def test_a_corpus_that_changed_is_refused(run, tmp_path):
+    """Seeds of one mean have one text."""
+    corpus = tmp_path / "some.txt"
+    corpus.write_text("All work and no play makes a dull boy. " * 300)
+    text = ["--tasks", "text", "--schemes", "none", "--text.corpus", str(corpus)]
+    assert run("compare", *text)[0] == 0
+    corpus.write_text("No work and all play makes another boy. " * 300)
+    runs_module.load_data.cache_clear()
+    status, _, err = run("compare", *text, "--seeds", "2")
+    assert status == 2 and f"corpus {corpus} has changed since its results" in err
+
+
+def test_rates_are_found_by_names_with_spaces(run):
+    run.file.write_text(SMALL + '[kback.rates]\n"rope + alibi" = {learning_rate = 0.5}\n')
+    (one,) = load(run.file, ["--schemes", " rope+ alibi"]).all_runs()
+    assert (one.scheme, one.task.train.learning_rate) == ("rope+alibi", 0.5)
+
+
 def test_failing_scheme_does_not_stop_the_others(run, own_module):
     status, out, _ = run("compare", "--schemes", "my_schemes:Broken,none")
     assert status == 1
     assert list(run.results()) == [("kback", "none", 0)]
-    assert "kback, my_schemes:Broken failed: RuntimeError: this scheme is broken" in out
-    assert "RuntimeError: this scheme is broken" in (run.folder / "report.html").read_text()
+    words = r"my_schemes\.py:\d+, in embed: RuntimeError: this scheme is broken"
+    assert re.search(f"kback, my_schemes:Broken failed: {words}", " ".join(out.split()))
+    assert re.search(words, (run.folder / "report.html").read_text())
     status, out, _ = run("compare", "--schemes", "none")
     assert status == 0 and "Left out of the report: my_schemes:Broken" in out
 

@@ -177,8 +177,15 @@ ON_THE_COMMAND_LINE = {
     ),
     "seeds: must be below 2**31, got 9999999999": "--seeds 9999999999",
     "is nested too deeply": f"--{'a.' * 3000}a 1",
-    "argument --minutes: must be 0 or more, got nan": "--minutes nan",
-    "argument --minutes: must be 0 or more, got -1": "--minutes=-1",
+    "argument --minutes: must be a number from 0 on, got 'nan'": "--minutes nan",
+    "argument --minutes: must be a number from 0 on, got '-1'": "--minutes=-1",
+    "argument --minutes: must be a number from 0 on, got 'x'": "--minutes x",
+    f"schemes: must name some, each once, got ['rope+{MINE}', 'rope+{MINE}']": (
+        f"--schemes rope+{MINE},rope+{MINE}"
+    ),
+    f"schemes: {MINE} and mine:Parity would both be 'Parity' in tables": (
+        f"--schemes {MINE},mine:Parity"
+    ),
     "the pattern must have from 1 to 2 layers, got 9": "--schemes experiments_mine:long_pattern",
     "schemes.experiments_mine:both.theta: experiments_mine:both is an object": (
         "--schemes experiments_mine:both --schemes.experiments_mine:both.theta 3"

@@ -168,7 +168,7 @@ def test_time_limits_and_failures_lose_nothing(call):
     assert status == 0 and "Time is over with 12 runs left" in out and not call.carried_out
     call.raises = ("none", 1e-3)
     status, out, _ = call("--run")
-    assert status == 1 and "failed: RuntimeError: no memory" in out
+    assert status == 1 and "failed: test_study.py:" in out and "RuntimeError: no memory" in out
     assert "| rope | 0.901" in call.page() and "known so far have ended" in call.page()
     report = call.results / "report.html"
     assert "small: none (3 of 4 runs to choose settings); large: " in report.read_text()

@@ -94,12 +94,12 @@ class _Grid(ForwardGrid):
 
     Attributes:
       num_heads, rows: the first axes of the array, N or 1 and B or 1.
-      tiles: the numbers of its blocks of queries and of keys.
+      pair_tiles: the numbers of its blocks of queries and of keys.
     """
 
     num_heads: int
     rows: int
-    tiles: tuple[int, int]
+    pair_tiles: tuple[int, int]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -108,7 +108,7 @@ class _Grid(ForwardGrid):
         return (
             self.num_heads,
             self.rows,
-            *self.tiles,
+            *self.pair_tiles,
             spec.heads // self.num_heads,
             spec.batch // self.rows,
         )
