@@ -81,7 +81,7 @@ class KVCache:
         if not jax.tree.leaves(self.state):
             return None
         past_states = jax.tree.leaves(self.past_states)
-        return past_states[0].shape[1] if past_states else 0
+        return past_states[0].shape[self.length.ndim] if past_states else 0
 
     @classmethod
     def empty(
@@ -236,11 +236,11 @@ class KVCache:
         # Tokens that are not stored have different slots past the end, which are not written.
         past_end = self.capacity + jnp.arange(count, dtype=jnp.int32)[None]
         slots = jnp.where(tokens & (slots < self.capacity), slots, past_end)
-        limit = self.max_rewind or 0
+        limit, state = self.max_rewind or 0, _as(self.state, state)
         if limit:
             past_states = jax.tree.map(
                 lambda state, past, new: appended_states(state, past, added, new),
-                *(self.state, self.past_states, past_states),
+                *(self.state, self.past_states, _as(self.state, past_states)),
             )
         after = _after(positions, tokens)
         after = jnp.where(self.length > 0, jnp.maximum(after, self.next_positions), after)
@@ -322,6 +322,7 @@ class KVCache:
         """
         batch = self.length.shape[0]
         array = rows if isinstance(rows, jax.Array) else np.asarray(rows)
+        array = array if array.size else jnp.zeros(array.shape, jnp.int32)  # [] is of floats.
         if array.dtype == jnp.bool_:
             chosen = jnp.asarray(array)
             require(
@@ -460,7 +461,7 @@ class KVCache:
 
     def _each(self, function: Callable[..., jax.Array], *others: "KVCache") -> Self:
         """Returns the cache with a function applied to its arrays, with the batch axis first."""
-        caches = (self, *others)
+        caches = jax.tree.map(jnp.asarray, (self, *others))  # On the host they are of NumPy.
         new = jax.tree.map(function, *(dataclasses.replace(c, coordinates=None) for c in caches))
         coordinates = [batch_first(c.coordinates) for c in caches if c.coordinates is not None]
         if not coordinates:
@@ -497,6 +498,11 @@ class KVCache:
             raise ValueError(
                 f"KVCache.insert: arrays must be {expected} per key and per row, got {actual}."
             )
+
+
+def _as(old: Any, new: Any) -> Any:
+    """Returns arrays with the dtypes of old ones, so that a scan can carry the cache."""
+    return jax.tree.map(lambda x, y: y.astype(x.dtype), old, new)
 
 
 def _after(positions: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -156,7 +156,7 @@ def scheme_attention(
       **options: `mask`, `is_causal`, `window`, `prefix_length`, `softcap`, `sinks`,
         `dropout_rate`, `dropout_key` and `implementation`, as in `attention`. With a cache, S
         is its capacity: the slots of a row hold its tokens in their order, without padding. All
-        tokens of a prefix go into the first call.
+        tokens of a prefix go into one call, and later calls with a window need its length too.
 
     Returns:
       The output [B, T, N, V], and the cache with these tokens in it, or None.
@@ -267,7 +267,7 @@ def _with_cache(
         )
     read = pipeline.read(tokens)
     stored = pipeline.stored(read)
-    k, v = _finite_values(stored.k, stored.v)
+    k, v = _finite_values(stored.k.astype(cache.k.dtype), stored.v.astype(cache.v.dtype))
     cache = cache.append(
         k,
         v,

@@ -88,6 +88,8 @@ def new_cache(
         f"new_cache: {scheme!r} reads x, so the cache needs model_dim.",
     )
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"new_cache: dtype must be a floating type, got {dtype!r:.60}.")
     spec = () if qkv_sharding is None else tuple(qkv_sharding)
 
     def array(sizes, dtype, spec):

@@ -22,7 +22,14 @@ from posenc_jax import testing
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "serving.md"
 ROWS, LONGEST, WINDOW, SINKS, BACK = 3, 136, 8, 2, 7
 VOCABULARY = np.random.default_rng(0).normal(size=(64, SIZES["model_dim"])).astype(np.float32)
-OPTIONS = {"swin": {"window": (16, 16)}, "swin_v2": {"window": (16, 16), "width": 16}}
+OPTIONS = {
+    "swin": {"window": (16, 16)},
+    "swin_v2": {"window": (16, 16), "width": 16},
+    # Far keys are within the rows.
+    "dual_chunk": {"chunk": 6, "local": 2},
+    "rerope": {"window": 3},
+    "self_extend": {"window": 4, "group": 2},
+}
 POLICIES = {
     "full": {},
     "ring": {"ring": True},

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -470,3 +471,53 @@ def test_rows_are_integers_or_one_boolean_for_each():
         empty().take(np.array([0.0, 1.0]))
     with pytest.raises(ValueError, match=r"KVCache.take: rows must be \[any\], got shape \(1, 2\)"):
         empty().take(np.array([[0, 1]]))
+
+
+def decoded(scheme, params, dtype, values, **options):
+    """The cache of a scheme with two heads after these values, a token a call."""
+    cache = pe.new_cache(scheme, 1, 4, num_heads=2, head_dim=8, dtype=dtype, **options)
+    q = jnp.ones((1, 1, 2, 8))
+
+    def step(cache, value):
+        out, cache = pe.scheme_attention(
+            scheme, params, q, q, value * q, is_causal=True, cache=cache
+        )
+        return cache, out
+
+    return jax.lax.scan(step, cache, jnp.asarray(values, jnp.float32))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e4m3fn])
+def test_a_value_that_overflows_in_the_cache_ends_with_its_row(dtype):
+    cache, outs = decoded(pe.NoPE(), {}, dtype, [1.0, 7e4])
+    assert not np.isfinite(outs[1]).any()
+    q = jnp.ones((1, 1, 2, 8))
+    out, _ = pe.scheme_attention(pe.NoPE(), {}, q, q, q, is_causal=True, cache=cache.reset(0))
+    np.testing.assert_array_equal(out, q)
+
+
+def test_states_have_the_dtype_of_the_cache():
+    """A scan carries it; activations are float32."""
+    scheme = pe.chain(pe.ShortConv(num_heads=2, num_kv_heads=2, head_dim=8), pe.RoPE(8))
+    params = scheme.init(jax.random.key(0))
+    cache, _ = decoded(scheme, params, jnp.bfloat16, [1.0, 2.0, 3.0], max_rewind=2)
+    dtypes = {x.dtype for x in jax.tree.leaves((cache.state, cache.past_states))}
+    assert cache.length == 3 and dtypes == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int32)}
+
+
+def test_a_cache_on_the_host_and_rows_that_are_none():
+    cache, _ = decoded(pe.NoPE(), {}, jnp.float32, [1.0, 2.0])
+    other = jax.device_get(cache)
+    for new in (other.take([0]), other.insert(0, other), cache.reset([])):
+        chex.assert_trees_all_equal(new, cache)
+
+
+def test_a_stacked_cache_has_the_limit_of_its_layers():
+    cache = pe.new_cache(pe.XPos(8), 2, 4, num_heads=1, head_dim=8, max_rewind=3)
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * 5), cache)
+    assert (cache.max_rewind, stacked.max_rewind) == (3, 3)
+
+
+def test_a_cache_of_integers_is_refused():
+    with pytest.raises(TypeError, match="new_cache: dtype must be a floating type, got"):
+        pe.new_cache(pe.NoPE(), 1, 4, num_heads=1, head_dim=8, dtype=jnp.int8)

@@ -303,6 +303,39 @@ def test_rows_and_heads_on_explicit_axes():
             step(x[:, :3], replicated)
 
 
+def test_learned_positions_on_explicit_axes():
+    """Positions of a cache and of a padded batch, with rows over four devices."""
+    x = jnp.ones((4, 3, 8))
+    encoding = nnx.PositionEncoding(pe.LearnedAbsolute(9, 8), rngs=flax.nnx.Rngs(0))
+    layer = nnx.Attention(8, 2, is_causal=True, rngs=flax.nnx.Rngs(0))
+    positions = np.arange(3, dtype=np.int32)[None] + np.arange(4, dtype=np.int32)[:, None]
+    want = encoding(x, positions=positions)
+    with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))):
+        x, positions = (jax.device_put(y, P("data")) for y in (x, positions))
+        out = jax.jit(lambda x, positions: encoding(x, positions=positions))(x, positions)
+        cache = layer.new_cache(4, 9, qkv_sharding=P("data", None, None, None))
+        first = encoding(x, cache=cache)
+    assert jax.typeof(out) == jax.typeof(first) == jax.typeof(x)
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(first, np.broadcast_to(want[:1], want.shape))
+
+
+def test_grape_with_heads_on_an_explicit_axis():
+    """Its parameters are on every device."""
+    scheme = pe.GRAPEA(num_heads=4, head_dim=8)
+    options = {"num_kv_heads": 2, "is_causal": True, "rngs": flax.nnx.Rngs(0)}
+    layer, x = nnx.Attention(8, 4, position=scheme, head_dim=8, **options), jnp.ones((4, 3, 8))
+    want = layer(x)
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    specs = {"qkv_sharding": P("data", None, "tensor", None), "out_sharding": P("data", None, None)}
+    with jax.set_mesh(mesh):
+        graph, state = flax.nnx.split(layer)
+        state = jax.tree.map(lambda y: jax.device_put(y, P()), state)
+        y = jax.device_put(x, P("data"))
+        out = jax.jit(lambda s, y: flax.nnx.merge(graph, s)(y, **specs))(state, y)
+    np.testing.assert_allclose(out, want, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "name, policy, situations",
     [

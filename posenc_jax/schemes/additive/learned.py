@@ -21,6 +21,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from posenc_jax.checks import in_table, integer_positions, positive, positive_fields, require
 from posenc_jax.positions.image_grids import resize_grid
@@ -46,7 +47,11 @@ def lookup(table: jax.Array, positions: jax.Array, offset: int = 0) -> jax.Array
     rows = table.shape[0] - offset
     in_table("learned", positions, rows)
     index = jnp.where(positions < 0, rows, positions) + offset  # -1 would be the last row.
-    return jnp.asarray(table).at[index].get(mode="fill", fill_value=jnp.nan)
+    table = jnp.asarray(table)
+    # On an explicit mesh, rows are sharded as their positions are.
+    axes = (*jax.typeof(index).sharding.spec, *jax.typeof(table).sharding.spec[1:])
+    sharding = PartitionSpec(*axes) if any(axes) else None
+    return table.at[index].get(mode="fill", fill_value=jnp.nan, out_sharding=sharding)
 
 
 def resize_learned(

@@ -129,6 +129,12 @@ def streaming(scheme: Scheme, first: int = 4) -> Scheme:
         traits.relative and not traits.order_only and Acts.EMBEDDING not in scheme.acts,
         f"streaming: {scheme!r} must depend on the distance of tokens alone.",
     )
+    for part in getattr(scheme, "schemes", ()):
+        require(
+            not (part.traits.order_only and part.traits.transforms_rows),
+            f"streaming: {part!r} reads all keys between two tokens, and those between first "
+            "tokens and the window are missing.",
+        )
     require(
         isinstance(first, int) and first >= 1,
         f"streaming: first must be at least 1 token, got {first}.",

@@ -25,6 +25,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from posenc_jax.checks import one_of, positive, positive_fields, require
 from posenc_jax.engine.rules import ContentBias
@@ -105,6 +106,8 @@ class GRAPEA(Scheme):
         direction = direction / jnp.maximum(norm, 1e-6)
         grouped = direction.reshape(x.shape[2], -1, self.head_dim)  # [K, N / K, H] for keys.
         x = x.astype(jnp.float32)
+        if (axis := jax.typeof(x).sharding.spec[2]) is not None:  # On an explicit mesh.
+            grouped = jax.sharding.reshard(grouped, PartitionSpec(axis, None, None))
         rates = jnp.einsum("btkh,kgh->btkg", x, grouped, precision="highest")
         rates = jax.nn.softplus(
             rates.reshape(*x.shape[:2], self.num_heads) / math.sqrt(self.head_dim)

@@ -9,10 +9,10 @@ is for causal attention: keys after the query would have larger weights than nea
 The factors overflow when computed separately: z^(-m / b) exceeds float16 at position 4500 and
 float32 at 36000. Only their product matters, so m and n may be counted from any common origin. The
 authors use the middle of the present keys, which moves while decoding, so that the factor of a
-cached key is wrong after each step. Here the origin is the greatest coordinate so far of each row
-(padding does not count), and keys are cached without rotation: the factor of a key never
-exceeds 1 at any int32 position. The queries of one call must lie within 30000 coordinates (4000
-in float16), or their output is NaN; give longer prompts in chunks.
+cached key is wrong after each step. Here the origin of a call is the greatest coordinate so far of
+the row's last segment (padding does not count), and keys are cached without rotation: the factor of
+a key never exceeds 1 at any int32 position. The queries of one call must lie within 30000
+coordinates (4000 in float16), or their output is NaN; give longer prompts in chunks.
 
 Paper: Sun et al. A Length-Extrapolatable Transformer. 2022. https://arxiv.org/abs/2212.10554
 Reference code: microsoft/torchscale, torchscale/component/xpos_relative_position.py.
@@ -52,6 +52,9 @@ def xpos_decay(dim: int, scale_base: float = 512.0, gamma: float = 0.4) -> np.nd
 class XPos(Rotary):
     """Extrapolatable position embedding (Sun et al. 2022).
 
+    The queries of one call must lie within 30000 coordinates, 4000 in float16: outputs of others
+    are NaN. Give longer prompts to a cache in chunks.
+
     Attributes:
       head_dim: the head dim, H.
       theta: the base of the frequencies.
@@ -84,22 +87,36 @@ class XPos(Rotary):
         return cos_sin(coordinates, self.base_frequencies)
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
-        """Returns the origin of each query and key, [B, T], and the state [B].
+        """Returns the origin of each query, the origin and the age of each key, and the state.
 
-        Padding has its own coordinate as the origin of its query, which makes its factor 1.
+        Queries have [B, T], keys two arrays [B, T], of which the second is the number of tokens so
+        far. The state is the origin, the last segment and the number of tokens, [B] each. Padding
+        has its own coordinate as the origin of its query, which makes its factor 1.
         """
         coordinates = check_coordinates(self.name, coordinates, 1)
         if segment_ids is None:
             segment_ids = jnp.zeros_like(coordinates, jnp.int32)
-        tokens = segment_ids >= 0
+        tokens, count = segment_ids >= 0, coordinates.shape[1]
         lowest = _lowest(coordinates)
-        origin = jnp.where(tokens, coordinates, lowest).max(1, initial=lowest)
-        origin = jnp.where(tokens.any(1), origin, 0 if state is None else state)
-        if state is not None:
-            origin = jnp.maximum(state, origin)
-        # Per key too: in a ring cache only the newest slots are certain to be present.
-        origins = jnp.broadcast_to(origin[:, None], coordinates.shape)
-        return jnp.where(tokens, origins, coordinates), origins, origin
+        greatest = jnp.where(tokens, coordinates, lowest).max(1, initial=lowest)
+        places = jnp.arange(count)[None]
+        last = jnp.where(tokens, places, -1).max(1, keepdims=True, initial=-1)
+        segment = jnp.where(places == last, segment_ids, 0).sum(1)
+        number = tokens.sum(1, dtype=jnp.int32)
+        if state is None:
+            origin = jnp.where(number > 0, greatest, 0)
+        else:
+            before, of_before, number_before = state
+            continues = (tokens & (segment_ids == of_before[:, None])).any(1) & (number_before > 0)
+            origin = jnp.where(continues, jnp.maximum(before, greatest), greatest)
+            origin = jnp.where(number > 0, origin, before)
+            segment = jnp.where(number > 0, segment, of_before)
+            number = number + number_before
+        origins, numbers = (
+            jnp.broadcast_to(x[:, None], coordinates.shape) for x in (origin, number)
+        )
+        state = origin, segment.astype(jnp.int32), number
+        return jnp.where(tokens, origins, coordinates), (origins, numbers), state
 
     def query(self, params, q, coordinates, features=None, tables=None):
         """Returns q [B, T, N, H], rotated and scaled from the origin `features`."""
@@ -110,11 +127,16 @@ class XPos(Rotary):
         return self._scaled(params, q, coordinates, coordinates - origin, -1, tables)
 
     def key(self, params, k, coordinates, features=None, tables=None):
-        """Returns k [B, S, K, H], rotated and scaled from the greatest origin in `features`."""
+        """Returns k [B, S, K, H], rotated and scaled from the newest origin in `features`."""
         coordinates = check_coordinates(self.name, coordinates, 1)
-        origin = coordinates if features is None else features
-        origin = origin.max(1, keepdims=True, initial=_lowest(coordinates))
-        # Only padding and unused slots are beyond the origin.
+        origin, lowest = coordinates, _lowest(coordinates)
+        if features is not None:
+            origin, numbers = features
+            # In a ring cache only the newest slots are certain to be present.
+            newest = numbers == numbers.max(1, keepdims=True, initial=0)
+            origin = jnp.where(newest, origin, lowest)
+        origin = origin.max(1, keepdims=True, initial=lowest)
+        # Keys beyond the origin are padding, of another segment, or in unused slots.
         offset = jnp.minimum(coordinates - origin, 0)
         return self._scaled(params, k, coordinates, offset, 1, tables)
 

@@ -253,3 +253,9 @@ def test_calls_without_a_causal_window_are_refused():
     prefix = jnp.ones(1, int)
     with pytest.raises(NotImplementedError, match="streaming: prefix_length"):
         attend(scheme, {}, *ARRAYS, is_causal=True, window=3, prefix_length=prefix)
+
+
+@pytest.mark.parametrize("part", [pe.CoPE(8), pe.StickBreaking()], ids=lambda x: x.name)
+def test_chains_of_schemes_that_read_all_keys_between_are_refused(part):
+    with pytest.raises(ValueError, match=f"{type(part).__name__}.* reads all keys between"):
+        pe.streaming(pe.chain(pe.RoPE(8), part), 2)

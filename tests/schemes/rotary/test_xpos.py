@@ -97,7 +97,7 @@ def test_decoding_a_million_tokens_after_the_prompt():
         parts = (x[:, t] for x in (q, k, v))
         out, cache = decode(scheme, {}, cache, *parts, positions=positions[None, t])
         np.testing.assert_allclose(out, expected[:, t], atol=1e-5)
-    assert cache.state[1].tolist() == [10**6 + 3]
+    assert cache.state[1][0].tolist() == [10**6 + 3]
 
 
 @pytest.mark.parametrize("span", [4000, 30_000])
@@ -172,3 +172,28 @@ def test_a_row_that_starts_anew_forgets_the_origin_of_the_one_before():
     for empty in jax.jit(lambda used: (used.reset(0), used.rewind(6)))(used):
         out, _ = decode(scheme, {}, empty, *(a[:, :3] for a in (q, k, v)))
         np.testing.assert_allclose(out, whole[:, :3], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shift", [-40_000, -(2**31) + 1, 40_000])
+def test_origins_of_a_cache_are_of_the_segment(shift):
+    """Queries of a call lie within 8 coordinates, whatever the row held before."""
+    scheme, options = pe.XPos(head_dim=8), {"is_causal": True}
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 8, 1, 8))
+    positions = np.arange(8, dtype=np.int32)[None]
+    want, _ = pe.scheme_attention(scheme, {}, q, k, v, positions=positions, **options)
+    cache = pe.new_cache(scheme, 1, 24, num_heads=1, head_dim=8)
+    outs = []
+    for segment, start in ((0, shift), (1, 0)):
+        for at in (slice(0, 5), slice(5, 8)):
+            out, cache = pe.scheme_attention(
+                scheme,
+                {},
+                *(x[:, at] for x in (q, k, v)),
+                positions=positions[:, at] + start,
+                segment_ids=np.full((1, at.stop - at.start), segment),
+                cache=cache,
+                **options,
+            )
+            outs.append(out)
+    for first in (0, 2):
+        np.testing.assert_allclose(np.concatenate(outs[first : first + 2], 1), want, atol=3e-6)
