@@ -81,8 +81,11 @@ def sequence_parallel_attention(
         method in ("ring", "all_gather"),
         f"sequence_parallel_attention: method must be 'ring' or 'all_gather', got {method!r}.",
     )
+    if not options.get("dropout_rate", 0.0):
+        options.pop("dropout_rate", None)
     for name in _BY_SLOT:
-        if options.get(name) is not None:
+        value = options.pop(name, None)
+        if value is not None and value is not False:
             raise NotImplementedError(
                 f"sequence_parallel_attention: {name} is not supported; a shard does not know "
                 "its slots in the whole sequence."

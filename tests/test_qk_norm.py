@@ -192,3 +192,10 @@ def test_errors():
         pe.QKNorm(over="projection")
     with pytest.raises(ValueError, match=r"x must be \[B, T, N, H\], got shape \(2, 3, 4\)"):
         NORM(NORM.init(1, 4), jnp.ones((2, 3, 4)))
+
+
+def test_sinks_of_a_call_that_are_none_leave_those_of_the_layer():
+    layer = pn.Attention(D, N, head_dim=H, sinks=True, rngs=nnx.Rngs(0))
+    layer.sinks[...] = jnp.full(N, 2.0)
+    x = jnp.ones((1, 3, D))
+    np.testing.assert_array_equal(layer(x, sinks=None), layer(x))

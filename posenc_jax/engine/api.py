@@ -19,7 +19,7 @@ from posenc_jax.engine.jax_nn import CuDNN, JaxNN
 from posenc_jax.engine.kernels import placement_is_known
 from posenc_jax.engine.mask import Window, window_sides
 from posenc_jax.engine.pallas import Pallas
-from posenc_jax.engine.problem import Implementation, Problem, zero_where
+from posenc_jax.engine.problem import Implementation, Problem, with_sinks, zero_where
 from posenc_jax.engine.reference import Reference
 from posenc_jax.engine.rules import Rule, as_tuple
 from posenc_jax.engine.splash import Splash
@@ -267,8 +267,13 @@ def _run(implementation: Implementation, problem: Problem) -> tuple[jax.Array, j
     for rule in problem.rules:
         rule.check(sizes)
     shape = (*problem.q.shape[:3], sizes.value_dim)
-    if 0 in (*shape, sizes.keys):
-        return jnp.zeros(shape, problem.q.dtype), jnp.full(shape[:3], -jnp.inf, jnp.float32)
+    if 0 in (*shape[:3], sizes.keys):
+        out, lse = jnp.zeros(shape, problem.q.dtype), jnp.full(shape[:3], -jnp.inf, jnp.float32)
+        return with_sinks(problem, out, lse)
+    if sizes.value_dim == 0:  # Of interest is the log-sum-exp.
+        v = jnp.zeros((*problem.v.shape[:3], 1), problem.v.dtype)
+        out, lse = _run(implementation, dataclasses.replace(problem, v=v))
+        return out[..., :0], lse
     problem = problem.without_padding_queries()
     sharding = jax.typeof(problem.q).sharding
     if not any(sharding.spec):

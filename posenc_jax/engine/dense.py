@@ -19,7 +19,7 @@ from posenc_jax.engine.one_query import (
     products_of_token,
     sums_of_token,
 )
-from posenc_jax.engine.problem import Implementation, Problem, zero_where
+from posenc_jax.engine.problem import Implementation, Problem, softmax, zero_where
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +80,7 @@ def _causal_bands(p: Problem) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Returns ranges of queries, each with the range of keys that it can see by its slots."""
     length, keys = p.length, p.keys
     by_slot = p.contiguous and p.prefix_length is None and length == keys
+    by_slot &= all(rule.reads_seen_only for rule in p.rules if rule.whole_rows)
     if not by_slot or not (p.is_causal or p.window) or length < 1024:
         return [((0, length), (0, keys))]
     left_side, right_side = p.window or (-1, -1)
@@ -102,6 +103,8 @@ def _row_features(p: Problem) -> tuple:
         seen &= jnp.any(p.mask, axis=(1, 2))
     if p.k_segment_ids is not None:
         seen &= p.k_segment_ids >= 0
+    if p.is_causal and p.prefix_length is None:
+        seen &= p.k_positions <= p.q_positions.max(1, keepdims=True)
 
     row_features = []
     for rule in p.rules:
@@ -186,11 +189,8 @@ def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, jax.Array]:
             x = jax.vmap(rule.transformed_logits)(x, seen, rule.q_features, features, *coordinates)
     # Rules on whole rows hide keys by -inf, too; a row of them has no gradient.
     x = jnp.where(seen & ~jnp.isneginf(x), x, -jnp.inf)
-    lse = jax.nn.logsumexp(x, -1)
-    if p.sinks is not None:
-        lse = jnp.logaddexp(lse, jnp.moveaxis(p.sinks, 1, 2))
-    shift = jnp.where(jnp.isinf(lse), 0.0, lse)[..., None]
-    weights = jnp.exp(x - shift if p.normalized else x)
+    weights, lse = softmax(x, None if p.sinks is None else jnp.moveaxis(p.sinks, 1, 2))
+    weights = weights if p.normalized else jnp.exp(x)
     if p.dropout_seeds is not None:
         keep = keep_mask(p.dropout_seeds, p.dropout_rate, p.q_slots, p.k_slots)
         weights = jnp.where(keep, weights / (1.0 - p.dropout_rate), 0.0)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from posenc_jax.engine.kernels import divides_heads
 from posenc_jax.engine.lower import lower
+from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.problem import Implementation, Problem, lacking
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.engine.toeplitz import toeplitz_tile, toeplitz_tile_vjp
@@ -53,16 +54,20 @@ class JaxNN(Implementation):
         if window is not None:
             window = tuple(p.k.shape[1] if side < 0 else side for side in window)
         k, v, sees = p.k.astype(p.q.dtype), p.v.astype(p.q.dtype), None
-        if p.mask is not None:
+        bias = self._bias(p) if p.rules else None
+        if p.mask is not None or (bias is not None and self.kernel is None):
             # A query that sees no key gets the mean of all values there, and 0 * NaN is NaN.
             visible = p.visible()
+            if bias is not None:  # A rule may hide keys, by -inf.
+                visible &= ~jnp.isneginf(bias)
+                bias = jnp.maximum(bias, MASK_VALUE)
             sees = jnp.moveaxis(visible.any(-1), 1, 2)
             used = visible.any((1, 2))[:, :, None, None]
             k, v = (jnp.where(used, x, jnp.zeros((), x.dtype)) for x in (k, v))
         options: dict[str, Any] = {"mask": p.mask, "is_causal": p.is_causal, "scale": p.scale}
         options |= {"local_window_size": window, "implementation": self.kernel}
-        if p.rules:
-            options["bias"] = self._bias(p)
+        if bias is not None:
+            options["bias"] = bias
         out = jax.nn.dot_product_attention(p.q, k, v, **options)
         if sees is not None:
             out = jnp.where(sees[..., None], out, jnp.zeros((), out.dtype))

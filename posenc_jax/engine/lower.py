@@ -16,7 +16,7 @@ from posenc_jax.engine.blocks import Visibility
 from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.problem import Problem, repeat_heads
 from posenc_jax.engine.rules import Rule
-from posenc_jax.engine.terms import Lowering, LoweringContext, Term, ValueTable
+from posenc_jax.engine.terms import Lowering, LoweringContext, PairTerm, Term, ValueTable
 
 
 class LoweredTerm(NamedTuple):
@@ -99,10 +99,12 @@ def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
     known_horizons = [x for x in horizons if x is not None]
 
     # Causality and the window join the bias only where nothing else hides keys. A mask value does
-    # not hide NaN, which hidden entries of an array of all pairs may be.
+    # not hide NaN, which hidden entries of an array of all pairs may be, and numbers of a function
+    # of pairs.
     mask_in_bias = (
         bool(by_distance)
         and all(rule.pairs is None for rule in rules)
+        and not any(isinstance(x.term, PairTerm) for x in terms)
         and p.softcap is None
         and p.prefix_length is None
         and p.mask is None

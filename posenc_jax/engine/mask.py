@@ -29,6 +29,10 @@ def add_saturated(x: Any, number: int) -> Any:
     return numpy.maximum(x, limits.min - number) + number
 
 
+_FAR = 2**31 - 1
+"""As far as positions go; `sys.maxsize` tokens are as many."""
+
+
 def window_sides(window: Window) -> tuple[int, int] | None:
     """Returns `(left, right)`: the numbers of tokens that a query sees on either side.
 
@@ -43,11 +47,12 @@ def window_sides(window: Window) -> tuple[int, int] | None:
         return None
     if isinstance(window, tuple | list):
         if len(window) == 2 and all(map(_is_integer, window)):
-            return int(window[0]), int(window[1])
+            return min(int(window[0]), _FAR), min(int(window[1]), _FAR)
     elif _is_integer(window):
         if window < 1:
             raise ValueError(f"attention: window must be at least 1 token, got {window}.")
-        return int(window) - 1, int(window) - 1
+        side = min(int(window) - 1, _FAR)
+        return side, side
     raise TypeError(f"attention: window must be an integer or a pair, got {window!r}.")
 
 

@@ -310,6 +310,26 @@ def vary_over(tree: Any, axes: frozenset[str] | None = None) -> Any:
     return jax.tree.map(vary, tree) if axes else tree
 
 
+def softmax(logits: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Returns weights [..., S] and log-sum-exp [...] of logits, with sinks [...] if there are any.
+
+    Weights are not exp(logits - lse): the log-sum-exp of logits near -1e9 has no digits for the
+    number of keys. A row of -inf has weights of zero.
+    """
+    greatest = jax.lax.stop_gradient(logits.max(-1, initial=-jnp.inf))
+    if sinks is not None:
+        greatest = jnp.maximum(greatest, jax.lax.stop_gradient(sinks))
+    shift = jnp.where(jnp.isneginf(greatest), 0.0, greatest)
+    weights = jnp.exp(logits - shift[..., None])
+    total = weights.sum(-1)
+    if sinks is not None:
+        total += jnp.exp(sinks - shift)
+    blind = total == 0
+    total = jnp.where(blind, 1.0, total)
+    lse = jnp.where(blind, -jnp.inf, shift + jnp.log(total))
+    return weights / total[..., None], lse
+
+
 def with_sinks(p: Problem, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns output and log-sum-exp after the sinks of a problem took their share.
 
@@ -320,8 +340,10 @@ def with_sinks(p: Problem, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, j
     """
     if p.sinks is None:
         return out.astype(p.q.dtype), lse
-    total = jnp.logaddexp(lse, p.sinks)
-    share = jnp.exp(lse - jnp.where(jnp.isneginf(total), 0.0, total))
+    blind = jnp.isneginf(lse) & jnp.isneginf(p.sinks)  # Their log-sum-exp has no derivative.
+    sinks = jnp.where(blind, 0.0, p.sinks)
+    total = jnp.where(blind, -jnp.inf, jnp.logaddexp(jnp.where(blind, 0.0, lse), sinks))
+    share = jnp.exp(lse - jnp.where(blind, 0.0, total))
     return (out.astype(jnp.float32) * share[..., None]).astype(p.q.dtype), total
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.dropout import keep_mask
-from posenc_jax.engine.problem import Implementation, Problem, repeat_heads
+from posenc_jax.engine.problem import Implementation, Problem, repeat_heads, softmax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +42,8 @@ class Reference(Implementation):
         logits = _transformed(p, logits, seen)
         # Rules on whole rows hide keys by -inf, too; a row of them has no gradient.
         logits = jnp.where(seen & ~jnp.isneginf(logits), logits, -jnp.inf)
-        if p.sinks is not None:
-            sinks = jnp.moveaxis(p.sinks, 1, 2)[..., None]
-            logits = jnp.concatenate([logits, jnp.broadcast_to(sinks, (*logits.shape[:3], 1))], -1)
-
-        lse = jax.nn.logsumexp(logits, -1)
-        shift = jnp.where(jnp.isinf(lse), 0.0, lse)[..., None]
-        weights = jnp.exp(logits - shift if p.normalized else logits)
-        weights = weights if p.sinks is None else weights[..., :-1]
+        weights, lse = softmax(logits, None if p.sinks is None else jnp.moveaxis(p.sinks, 1, 2))
+        weights = weights if p.normalized else jnp.exp(logits)
         if p.dropout_seeds is not None:
             keep = keep_mask(p.dropout_seeds, p.dropout_rate, p.q_slots, p.k_slots)
             weights = jnp.where(keep, weights / (1.0 - p.dropout_rate), 0.0)

@@ -72,6 +72,7 @@ class Rule(abc.ABC):
       adds_values: whether the rule adds to the values.
       bounds: `(low, high)`; distances beyond them are as the ends are. None: no bound.
       normalized: whether the weights are a softmax of the logits.
+      reads_seen_only: of a rule on whole rows, see `LogitsTransform`.
     """
 
     heads: Any = None
@@ -84,6 +85,7 @@ class Rule(abc.ABC):
     whole_rows: bool = False
     adds_values: bool = False
     normalized: bool = True
+    reads_seen_only: bool = False
 
     axes: ClassVar[Mapping[str, str]] = {
         "heads": "N",
@@ -122,6 +124,12 @@ class Rule(abc.ABC):
     def check(self, sizes: Sizes) -> None:
         """Raises `ValueError` or `TypeError` unless the rule fits an attention call."""
         name, heads = type(self).__name__, sizes.num_heads
+        for leaf in jax.tree.leaves(self):
+            if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+                raise TypeError(
+                    f"attention: arrays of a {name} must be real, got {leaf.dtype}; give real and "
+                    "imaginary parts."
+                )
         for leaf in jax.tree.leaves(self.heads):
             require(
                 jnp.shape(leaf)[:1] == (heads,),
@@ -314,9 +322,11 @@ class LogitBias(Rule):
         distance where coordinates are contiguous; if the claim is false, results are wrong
         wherever that happens (`posenc_jax.testing.check` finds it).
       bounds: `(low, high)`; the rule of a relative bias is constant for q - k <= low and
-        for q - k >= high. None for a side means no bound. The value there is finite:
-        it may be subtracted.
+        for q - k >= high. None for a side means no bound.
       scaled: whether the term is multiplied by the logit scale, as q . k is.
+      drop_far: whether the number at `high` may be subtracted from all, which leaves the softmax
+        as it is, so that tiles of far keys need no rule. It must be finite and of the size of
+        other logits: near numbers are rounded to its digits, and -1e9 leaves none.
     """
 
     rule: Callable = dataclasses.field(metadata=STATIC)
@@ -325,6 +335,7 @@ class LogitBias(Rule):
     relative: bool = dataclasses.field(default=False, metadata=STATIC)
     bounds: tuple[int | None, int | None] = dataclasses.field(default=_NO_BOUNDS, metadata=STATIC)
     scaled: bool = dataclasses.field(default=False, metadata=STATIC)
+    drop_far: bool = dataclasses.field(default=False, metadata=STATIC)
 
     @property
     def num_heads(self) -> int | None:
@@ -344,13 +355,14 @@ class LogitBias(Rule):
 
     def lower(self, context):
         by_distance = self.relative and not context.axes
+        high = self.bounds[1] if self.drop_far else None
         if by_distance and context.contiguous:
             factor = context.scale if self.scaled else 1.0
             values = functools.partial(self._of_distances, factor=factor, dtype=context.dtype)
-            return Lowering(by_distance=values, high=context.horizon(self.bounds[1], by_slot=True))
+            return Lowering(by_distance=values, high=context.horizon(high, by_slot=True))
         horizon = None
         if by_distance and context.drop_constants:
-            horizon = context.horizon(self.bounds[1], by_slot=False)
+            horizon = context.horizon(high, by_slot=False)
         term = _pair_term(self, context, horizon)
         return Lowering(term, dropped=term.dropped(context.dtype))
 
@@ -787,6 +799,9 @@ class LogitsTransform(_FeatureRule):
         the `k_features` of the rule, of any shapes. Padding keys are zeros, and so are keys that
         `mask` hides from all queries of the call.
       normalized: whether weights are the softmax of the result. False: its exponential.
+      reads_seen_only: whether the result for seen keys is the same without keys that are not
+        seen, so that blocks of queries may leave these out: [N, S] has fewer keys then, and so
+        have arrays per key.
     """
 
     rule: Callable = dataclasses.field(metadata=STATIC)
@@ -796,6 +811,7 @@ class LogitsTransform(_FeatureRule):
     k_features: Any = None
     expand: Callable | None = dataclasses.field(default=None, metadata=STATIC)
     normalized: bool = dataclasses.field(default=True, metadata=STATIC)
+    reads_seen_only: bool = dataclasses.field(default=False, metadata=STATIC)
 
     whole_rows = True
 

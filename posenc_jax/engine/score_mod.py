@@ -120,7 +120,9 @@ def score_mod(
     if _outcome(closed, [_Kind.SCORE] + [_Kind.FREE] * (len(closed.in_avals) - 1)) != [_Kind.SCORE]:
         if row is None:
             row = jnp.zeros((batch, length, num_heads), jnp.int32)
-        return LogitsTransform(_OfScores(function), heads, arrays, q_features=row)
+        return LogitsTransform(
+            _OfScores(function), heads, arrays, q_features=row, reads_seen_only=True
+        )
     if reads_batch:
         return ContentBias(_Added(function), heads, arrays, q_features=row)
     return LogitBias(_Added(function), heads, arrays, relative=_is_relative(closed))

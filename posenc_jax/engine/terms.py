@@ -225,10 +225,10 @@ class PairTerm(Term):
     pairs_at_once: int = dataclasses.field(metadata=STATIC)
 
     def pair(self, q, k):
-        out = self._rule(q, k)
+        out = self._rule(q, k).astype(jnp.float32)
         if self.horizon is not None:
             out -= self._far(self.heads, q.coordinates.dtype)
-        return self.factor * out.astype(jnp.float32)
+        return self.factor * out
 
     def _rule(self, q, k):
         features = (q.features, k.features) if self.of_content else ()
@@ -247,20 +247,21 @@ class PairTerm(Term):
             out = jax.lax.map(jax.checkpoint(tile), parts).reshape(keys, length)
         else:
             out = tile(k)
+        out = out.astype(jnp.float32)
         if self.horizon is not None:
             out -= self._far(self.heads, q.coordinates.dtype)
-        return self.factor * out.astype(jnp.float32)
+        return self.factor * out
 
     def dropped(self, dtype: Any) -> jax.Array | None:
         """Returns the constant that `tile` drops, [1, 1, N], for coordinates of a dtype."""
         if self.horizon is None:
             return None
         far = over_heads(functools.partial(self._far, dtype=dtype), self.heads)
-        return self.factor * far.astype(jnp.float32)[None, None]
+        return self.factor * far[None, None]
 
     def _far(self, head, dtype):
         distance, zero = jnp.asarray(self.horizon, dtype), jnp.zeros((), dtype)
-        return self.rule(self.shared, head, distance, zero)
+        return self.rule(self.shared, head, distance, zero).astype(jnp.float32)
 
 
 @jax.tree_util.register_dataclass

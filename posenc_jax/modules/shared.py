@@ -291,6 +291,8 @@ class AttentionLayer:
             "dropout_key": dropout_key,
             "implementation": self.implementation,
         }
+        # None is the default of each: it does not take the layer's sinks away.
+        options = {n: x for n, x in options.items() if x is not None}
         call = attention_call(**settings | {n: x for n, x in options.items() if n != "tables"})
         require(
             to_itself or (cache is None and spec.chunk_size is None),

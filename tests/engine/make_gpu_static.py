@@ -164,6 +164,7 @@ ARRAYS = ("none", "separable", "pairs")
 ADVICE = {
     "wgmma serialized": r"wgmma\.mma_async instructions are serialized",
     "waits injected": r"warpgroup\.wait is injected",
+    "registers not moved": r"setmaxnreg.*ignored",
 }
 """What ptxas says about products that do not overlap, of which there must be none."""
 

@@ -107,7 +107,12 @@ def _t5_rules(params, q, k):
 
 def _scaled(params, q, k):
     bounded = LogitBias(
-        _bounded, heads=params["bounded"], relative=True, bounds=(-3, 5), scaled=True
+        _bounded,
+        heads=params["bounded"],
+        relative=True,
+        bounds=(-3, 5),
+        scaled=True,
+        drop_far=True,
     )
     return (bounded, *_t5_rules(params["t5"], q, k))
 

@@ -34,7 +34,10 @@ def _exponential(shared, heads, row, cols, logits, seen, q, k):
 
 def _rule(heads=2):
     return pe.LogitsTransform(
-        _exponential, heads=np.linspace(0.5, 1.0, heads, dtype=np.float32), normalized=False
+        _exponential,
+        heads=np.linspace(0.5, 1.0, heads, dtype=np.float32),
+        normalized=False,
+        reads_seen_only=True,
     )
 
 

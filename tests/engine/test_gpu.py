@@ -18,6 +18,7 @@ from engine.rules import KINDS
 from support import EVERY_CASE, one_of_all
 
 import posenc_jax as pe
+from posenc_jax.engine.gpu import tile
 from posenc_jax.engine.gpu.implementation import PallasGPU
 from posenc_jax.engine.rules import LogitBias
 
@@ -271,8 +272,55 @@ def test_lowers_for_gpus(rule, feature, kernels):
     assert program.count("custom_call @mosaic_gpu") == kernels
 
 
-def _refusal(rules=(), dtype=jnp.bfloat16, dim=64, implementation=COMPILED, **options):
-    q = jnp.zeros((1, 64, 2, dim), dtype)
+OPERATIONS = {
+    "a number twice": lambda h, x: h * x * h * x,
+    "add_any": lambda h, x: h * jnp.abs(x),
+    "floor": lambda h, x: h * jnp.floor(x / 3),
+    "rem": lambda h, x: h * jnp.remainder(x, 3.0),
+    "powers": lambda h, x: h * (2 + jnp.abs(x)) ** -1 + h * (2 + jnp.abs(x)) ** -3,
+    "division": lambda h, x: x / (1 + (h * x) ** 2),
+}
+"""Operations, in derivatives too, for which Mosaic has no rule."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OfDistance:
+    """A rule evaluated for each pair."""
+
+    operation: str
+
+    def __call__(self, shared, head, q, k):
+        return OPERATIONS[self.operation](head, (q - k).astype(jnp.float32))
+
+
+@interpreted
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operations_of_rules_lower_for_gpus(operation):
+    q = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    heads = jax.ShapeDtypeStruct((2,), jnp.float32)
+
+    def loss(q, heads):
+        rule = pe.LogitBias(OfDistance(operation), heads)
+        return pe.attention(q, q, q, rules=rule, implementation=COMPILED).astype("f4").sum()
+
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(q, heads)
+    program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("custom_call @mosaic_gpu") >= 3
+
+
+@pytest.mark.parametrize("name", ["floor", "rem"])
+def test_operations_by_others_have_the_same_numbers(name):
+    x = np.r_[-7:7:0.25, 1e9, -1e9, 2.0**23 + 1].astype(np.float32)
+    inputs = (x, np.float32(3)) if name == "rem" else (x,)
+    expected = getattr(jax.lax, name)(*(jnp.broadcast_to(y, x.shape) for y in inputs))
+    close = np.abs(x) < 1e8
+    np.testing.assert_allclose(
+        tile._LOWERED[name](*inputs)[close], expected[close], rtol=0, atol=1e-5
+    )
+
+
+def _refusal(rules=(), dtype=jnp.bfloat16, dim=64, implementation=COMPILED, batch=1, **options):
+    q = jnp.zeros((batch, 64, 2, dim), dtype)
     with pytest.raises(NotImplementedError) as error:
         pe.attention(q, q, q, rules=rules, implementation=implementation, **options)
     return str(error.value)
@@ -295,5 +343,6 @@ def _refusals():
     assert "mask" in _refusal(mask=jnp.ones((1, 1, 64, 64), bool))
     assert "bfloat16 or" in _refusal(dtype=jnp.float32)
     assert "beyond 256" in _refusal(dim=512)
+    assert "beyond 65,535 rows" in _refusal(batch=70_000)
     assert "dropout" in _refusal(dropout_rate=0.1, dropout_key=jax.random.key(0))
     assert "platform is cpu" in _refusal(implementation=PallasGPU())

@@ -1,7 +1,9 @@
 """Values that must not matter do not: unseen keys, far positions, padding, empty batches."""
 
+import dataclasses
 import functools
 import itertools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +48,7 @@ def test_biases_that_vary_on_one_side_only_keep_their_term(bounds, contiguous):
         return slope * jnp.clip(q - k, low, high).astype(jnp.float32)
 
     slopes, qkv = np.array([0.3, -0.2], np.float32), tokens()
-    bias = pe.LogitBias(rule, heads=slopes, relative=True, bounds=bounds)
+    bias = pe.LogitBias(rule, heads=slopes, relative=True, bounds=bounds, drop_far=True)
     positions = np.arange(T, dtype=np.int32)[None]
     places = {} if contiguous else {"q_positions": positions, "k_positions": positions}
 
@@ -119,7 +121,7 @@ def test_biases_are_right_at_the_ends_of_int32():
         return slope * jnp.clip(q - k, -3, 5).astype(jnp.float32)
 
     slopes, qkv = np.array([0.3, -0.2], np.float32), tokens()
-    bias = pe.LogitBias(rule, heads=slopes, relative=True, bounds=(-3, 5))
+    bias = pe.LogitBias(rule, heads=slopes, relative=True, bounds=(-3, 5), drop_far=True)
 
     @jax.jit
     def outputs(q_at, k_at):
@@ -399,3 +401,139 @@ def test_calls_outside_jit_compile_once(length):
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert compiled == []
+
+
+def _equal(rules, implementation, reference="reference", atol=3e-6, **options):
+    """Whether the output and the gradient of q are those of the reference."""
+    q, k, v = tokens()
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradient(implementation, q):
+        def loss(q):
+            out = pe.attention(q, k, v, rules=rules, implementation=implementation, **options)
+            return (out**2).sum(), out
+
+        return jax.value_and_grad(loss, has_aux=True)(q)
+
+    (_, out), grad = gradient(implementation, q)
+    (_, expected), expected_grad = gradient(reference, q)
+    assert np.isfinite(expected).all() and np.isfinite(expected_grad).all()
+    np.testing.assert_allclose(out, expected, atol=atol)
+    np.testing.assert_allclose(grad, expected_grad, atol=10 * atol)
+
+
+def _near_only(shared, slope, q, k):
+    return jnp.where(q - k < 3, slope * (q - k).astype(jnp.float32), -1e9)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_far_number_of_any_size_leaves_near_ones_their_digits(contiguous):
+    rule = pe.LogitBias(_near_only, np.array([-0.3, -0.2], np.float32), relative=True)
+    positions = np.arange(T, dtype=np.int32)[None]
+    places = {} if contiguous else {"q_positions": positions, "k_positions": positions}
+    _equal(dataclasses.replace(rule, bounds=(0, 3)), SMALL_TILES, is_causal=True, **places)
+
+
+def _nan_in_the_future(shared, head, q, k):
+    return -jnp.log1p((q - k).astype(jnp.float32))
+
+
+def _falling(shared, head, q, k):
+    return -0.1 * (q - k).astype(jnp.float32)
+
+
+def test_a_rule_that_is_nan_for_hidden_keys_may_stand_beside_one_by_distance():
+    rules = pe.LogitBias(_falling, relative=True), pe.LogitBias(_nan_in_the_future)
+    _equal(rules, SMALL_TILES, is_causal=True)
+
+
+def _is_near(shared, head, q, k):
+    return q - k < 2
+
+
+def test_rules_may_return_booleans():
+    positions = np.arange(T, dtype=np.int32)[None]
+    rule = pe.LogitBias(_is_near, relative=True, bounds=(1, 2), drop_far=True)
+    _equal(rule, SMALL_TILES, is_causal=True, q_positions=positions, k_positions=positions)
+
+
+@pytest.mark.parametrize("implementation", ["dense", "reference"])
+@pytest.mark.parametrize("number", [-1e9, 1e5])
+def test_weights_sum_to_one_at_logits_of_any_size(implementation, number):
+    q, k, v = (x[:, :9] for x in tokens())
+    rule = pe.DenseBias(np.full((1, 1, 9, 9), number, np.float32))
+
+    def total(v):
+        return pe.attention(q, k, v, rules=rule, implementation=implementation)
+
+    np.testing.assert_allclose(total(np.ones_like(v)), 1, rtol=1e-6)
+    grad = jax.grad(lambda v: total(v).sum())(v)
+    np.testing.assert_allclose(grad.sum(1), 9 * np.ones_like(grad[:, 0]), rtol=1e-5)
+
+
+def _by_length(shared, heads, q_feature, k_features, logits, seen, q, k):
+    return logits * jnp.log(1.0 * logits.shape[1])
+
+
+def test_a_rule_on_whole_rows_gets_whole_rows():
+    """Blocks of queries leave out keys that they do not see only if the rule lets them."""
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 1024, 1, 4)).astype(np.float32)
+    rule = pe.LogitsTransform(_by_length)
+    options = {"rules": rule, "is_causal": True}
+    out, expected = (
+        pe.attention(q, k, v, implementation=x, **options) for x in ("dense", "reference")
+    )
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_the_log_sum_exp_does_not_need_values_or_keys():
+    q, k, v = tokens()
+    sinks = np.array([0.5, 1.0], np.float32)
+    expected = pe.attention(q, k, v, return_lse=True)[1]
+    lse = pe.attention(q, k, v[..., :0], return_lse=True)[1]
+    np.testing.assert_allclose(lse, expected, rtol=1e-6)
+    lse = pe.attention(q, k[:, :0], v[:, :0], sinks=sinks, return_lse=True)[1]
+    np.testing.assert_array_equal(lse, np.broadcast_to(sinks, lse.shape))
+
+
+def _conjugate(shared, head, x, y, q, k):
+    return (x * jnp.conj(y)).real
+
+
+def test_complex_arrays_are_refused():
+    q, k, v = tokens()
+    rule = pe.ContentBias(_conjugate, q_features=q[..., 0] + 0j, k_features=k[..., 0] + 0j)
+    with pytest.raises(TypeError, match="arrays of a ContentBias must be real, got complex64"):
+        pe.attention(q, k, v, rules=rule)
+
+
+def _earlier_only(shared, head, q, k):
+    return jnp.where(q - k < 1, -jnp.inf, 0.0)
+
+
+def test_a_query_that_sees_no_key_by_a_rule_has_zeros_in_jax_nn_too():
+    _equal(pe.LogitBias(_earlier_only, relative=True), "jax", is_causal=True)
+
+
+@pytest.mark.parametrize("implementation", [SMALL_TILES, "dense", "reference"])
+def test_sinks_of_minus_infinity_are_none(implementation):
+    q, k, v = tokens()
+    ids = np.zeros((len(q), T), np.int32)
+    ids[:, -2:] = -1
+
+    def loss(sinks, k):
+        segments = {"q_segment_ids": ids, "k_segment_ids": ids}
+        out = pe.attention(q, k, v, sinks=sinks, implementation=implementation, **segments)
+        return (out[:, :-2, 0] ** 2).sum()
+
+    grads = jax.grad(loss, (0, 1))(np.array([-np.inf, 0.0], np.float32), k)
+    expected = jax.grad(lambda k: loss(np.array([-100.0, 0.0], np.float32), k))(k)
+    np.testing.assert_array_equal(grads[0], 0)
+    np.testing.assert_allclose(grads[1], expected, atol=1e-5)
+
+
+def test_a_window_as_wide_as_can_be():
+    q, k, v = tokens()
+    options = {"is_causal": True, "implementation": SMALL_TILES}
+    out = pe.attention(q, k, v, window=sys.maxsize, **options)
+    np.testing.assert_allclose(out, pe.attention(q, k, v, window=T, **options), atol=1e-6)

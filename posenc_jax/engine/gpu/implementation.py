@@ -39,7 +39,10 @@ class PallasGPU(Kernels):
                     f"{capability}"
                 )
             if _cuda_version() in _MISCOMPILED:
-                return "kernels for GPUs need CUDA 12.9.1 or later, whose ptxas is right"
+                return (
+                    "kernels for GPUs need CUDA 13: ptxas of 12.8.0 to 12.9.0 is wrong, and the "
+                    "version that JAX reports is the same for 12.9.1"
+                )
         return None
 
     def supports(self, problem: Problem) -> str | None:
@@ -52,6 +55,8 @@ class PallasGPU(Kernels):
             return "on GPUs, q, k and v must all be bfloat16 or all float16"
         if max(p.q.shape[3], p.v.shape[3]) > 256:
             return 'head dims beyond 256 need implementation="xla"'
+        if p.q.shape[0] > 65_535:  # The third axis of a grid; CUDA ends the process.
+            return 'batches beyond 65,535 rows need implementation="xla"'
         if p.dropout_seeds is not None:
             return 'dropout needs implementation="xla" on GPUs'
         return _pairs_refusal(p) or refusal(p, functools.partial(_no_room, p))
@@ -101,7 +106,7 @@ class PallasGPU(Kernels):
 
 
 def _cuda_version() -> int | None:
-    """Returns the version of CUDA that JAX has, 12091 for 12.9.1, or None."""
+    """Returns the version of CUDA that JAX has, 12090 for 12.9.0 and 12.9.1, or None."""
     for plugin in ("jax_cuda13_plugin", "jax_cuda12_plugin"):
         with contextlib.suppress(ImportError):
             return importlib.import_module(f"{plugin}._versions").cuda_runtime_get_version()

@@ -263,6 +263,35 @@ def inlined(function: Callable) -> Callable:
     return run
 
 
+def _integer_pow(x: jax.Array, *, y: int) -> jax.Array:
+    if y < 0:
+        return 1.0 / _integer_pow(x, y=-y)
+    return x if y == 1 else jax.lax.integer_pow(x, y)
+
+
+def _floor(x: jax.Array) -> jax.Array:
+    whole = x.astype(jnp.int32).astype(x.dtype)  # Towards zero.
+    return jnp.where(jnp.abs(x) < 2.0**23, jnp.where(whole > x, whole - 1.0, whole), x)
+
+
+def _rem(x: jax.Array, y: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return jax.lax.rem(x, y)
+    quotient = x / y
+    whole = jnp.where(quotient < 0, -_floor(-quotient), _floor(quotient))
+    return x - y * whole
+
+
+_LOWERED = {
+    "log1p": lambda x, **_: jnp.log(1.0 + x),
+    "add_any": lambda x, y: x + y,  # Of derivatives.
+    "integer_pow": _integer_pow,
+    "floor": _floor,
+    "rem": _rem,
+}
+"""Operations that Mosaic does not lower, by others."""
+
+
 def _evaluate(jaxpr: Any, consts: Any, arguments: Any) -> list[Any]:
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
 
@@ -274,8 +303,8 @@ def _evaluate(jaxpr: Any, consts: Any, arguments: Any) -> list[Any]:
         inner = inner_jaxpr(eqn)
         if inner is not None:
             out = _evaluate(inner.jaxpr, inner.consts, inputs)
-        elif eqn.primitive.name == "log1p":
-            out = [jnp.log(1.0 + inputs[0])]
+        elif eqn.primitive.name in _LOWERED:
+            out = [_LOWERED[eqn.primitive.name](*inputs, **eqn.params)]
         else:
             out = eqn.primitive.bind(*inputs, **eqn.params)
             out = out if eqn.primitive.multiple_results else [out]

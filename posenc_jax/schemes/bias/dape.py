@@ -101,4 +101,6 @@ class DAPE(Scheme):
     def rules(self, params, q_features=None, k_features=None):
         bias = self._base.rules(params["base"])
         shared = bias.shared, {name: params[name] for name in ("in", "in_bias", "out")}
-        return LogitsTransform(_AddBiasAndNetwork(bias.rule), heads=bias.heads, shared=shared)
+        return LogitsTransform(
+            _AddBiasAndNetwork(bias.rule), heads=bias.heads, shared=shared, reads_seen_only=True
+        )

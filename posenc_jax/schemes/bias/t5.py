@@ -178,7 +178,13 @@ class T5(Scheme):
         one_sided = self.num_buckets // (2 if self.bidirectional else 1)
         last = t5_boundaries(one_sided, self.max_distance)[-1]
         low = -last if self.bidirectional else 0
-        return LogitBias(_Rule(bucket), heads=params["table"], relative=True, bounds=(low, last))
+        return LogitBias(
+            _Rule(bucket),
+            heads=params["table"],
+            relative=True,
+            bounds=(low, last),
+            drop_far=True,
+        )
 
     def logit_scale(self, head_dim):
         """Returns 1: T5 does not divide by sqrt(H)."""

@@ -91,4 +91,6 @@ class CoPE(Scheme):
     def rules(self, params, q_features=None, k_features=None):
         scale = self.head_dim**-0.5 if self.scaled else 1.0
         table = params["table"].astype(jnp.float32) * scale
-        return LogitsTransform(_add_contextual_positions, shared=table, q_features=q_features)
+        return LogitsTransform(
+            _add_contextual_positions, shared=table, q_features=q_features, reads_seen_only=True
+        )

@@ -65,6 +65,7 @@ def attend_along_path(
         q_features=q.astype(jnp.float32),
         k_features=(k, w, beta),
         expand=_chunk_products,
+        reads_seen_only=True,
     )
     return attention(q, k, v, rule)
 

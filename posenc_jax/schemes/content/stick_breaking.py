@@ -73,4 +73,6 @@ class StickBreaking(Scheme):
     traits: ClassVar = Traits(relative=True, order_only=True, transforms_rows=True)
 
     def rules(self, params, q_features=None, k_features=None):
-        return LogitsTransform(_LogWeights(self.attend_current, self.remainder), normalized=False)
+        return LogitsTransform(
+            _LogWeights(self.attend_current, self.remainder), normalized=False, reads_seen_only=True
+        )
