@@ -272,7 +272,7 @@ def test_what_goes_by_slots_is_refused():
             x, x, x, axis_name="a", q_positions=p, k_positions=p, mask=jnp.ones((1, 1, 4, 4), bool)
         )
     off = {"mask": None, "dropout_rate": 0.0, "dropout_key": None, "return_lse": False}
-    with pytest.raises((NameError, ValueError), match="shard_map|unbound axis"):  # The defaults.
+    with pytest.raises((NameError, ValueError), match=r"shard_map|unbound axis"):  # The defaults.
         sequence_parallel_attention(x, x, x, axis_name="a", q_positions=p, k_positions=p, **off)
     with pytest.raises(ValueError, match="method must be 'ring' or 'all_gather', got 'tree'"):
         sequence_parallel_attention(

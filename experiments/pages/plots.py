@@ -420,6 +420,7 @@ def drawing(figure, name: str, title: str) -> str:
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg)
+    name = re.sub(r"[^\w.-]", "-", name)  # A space would end url(#...), and nothing be clipped.
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
     svg = svg.replace(INK, "currentColor")
     words = title.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")

@@ -621,7 +621,9 @@ def test_the_committed_study_is_read(request):
             assert each.task.eval_bytes >= 65536 and each.task.validation
 
 
-@pytest.mark.parametrize("name", ["study", "study_catalogue", "study_corpora", "study_repeat"])
+@pytest.mark.parametrize(
+    "name", ["study", "study_catalogue", "study_corpora", "study_repeat", "study_sizes"]
+)
 def test_the_committed_page_is_that_of_the_committed_results(request, name):
     root, folder = request.config.rootpath, f"results/{name}"
     file = f"configs/{name}.toml"
@@ -636,6 +638,8 @@ def test_the_committed_page_is_that_of_the_committed_results(request, name):
         }
         before = earlier(study, root / "results")
         expected = page(study, results, times, file, folder, files, before)
+        drawn = "".join(path.read_text() for path in (root / "docs").glob(f"{name}-*.svg"))
+        assert not re.search(r'(\bid="|href="#)[^"]* |url\(#[^)]* ', drawn)
     assert (root / "docs" / f"{name}.md").read_text() == expected
     names = {run.name for run in study.runs(results, times)}
     content = {path.parent.name for path in (root / folder).glob("*/result.json")}
