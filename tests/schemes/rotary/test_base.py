@@ -168,10 +168,9 @@ def test_a_cached_xpos_origin_ignores_padding():
     scheme = pe.XPos(head_dim=8)
     q, k, _ = qkv(length=3)
     positions, ids = jnp.array([[5, 2**30, 6]]), jnp.array([[0, -1, 0]])
-    _, _, origin = scheme.features({}, None, q, k, positions, ids, None)
-    assert origin.tolist() == [6]
-    _, _, origin = scheme.features({}, None, q, k, positions, jnp.array([[-1, -1, -1]]), origin)
-    assert origin.tolist() == [6]
+    _, _, state = scheme.features({}, None, q, k, positions, ids, None)
+    _, _, after = scheme.features({}, None, q, k, positions, jnp.array([[-1, -1, -1]]), state)
+    assert [x.tolist() for x in state] == [x.tolist() for x in after] == [[6], [0], [2]]
 
 
 @pytest.mark.parametrize("head_dim", ["8", 8.0, True])
