@@ -112,7 +112,8 @@ def attention(
         At most one may transform whole rows of logits, and at most one add to values.
       mask: bool [B or 1, N or 1, T, S], true where the query may see the key; a query sees
         the keys that neither it nor another argument hides.
-      q_positions: integers [T] or [B, T], the order of tokens. Default 0 .. T - 1.
+      q_positions: integers [T] or [B, T], the order of tokens. Default 0 .. T - 1. Where T = S,
+        positions, coordinates or segment ids of one side serve both.
       k_positions: integers [S] or [B, S]. Default 0 .. S - 1.
       q_coordinates: coordinates for the rules, integers or float32 [T], [B, T], or
         [A, B, T] for A axes. Default: the positions.
@@ -547,9 +548,11 @@ def _tokens(
         "attention: q_segment_ids and k_segment_ids go together where T and S differ.",
     )
     default = not (positions or coordinates)
-    order_matters = has_rules or call.is_causal or call.window is not None
+    has_order = call.is_causal or call.window is not None
+    order_matters = has_rules or has_order
+    guessed = order_matters if default else has_order and not positions
     require(
-        not (default and order_matters and length != keys),
+        length == keys or not guessed,
         f"attention: {length} queries and {keys} keys need q_positions and k_positions: "
         "which key is the first query's own cannot be guessed.",
     )

@@ -537,3 +537,15 @@ def test_a_window_as_wide_as_can_be():
     options = {"is_causal": True, "implementation": SMALL_TILES}
     out = pe.attention(q, k, v, window=sys.maxsize, **options)
     np.testing.assert_allclose(out, pe.attention(q, k, v, window=T, **options), atol=1e-6)
+
+
+@pytest.mark.parametrize("order", [{"is_causal": True}, {"window": 1}])
+def test_coordinates_do_not_say_which_key_is_the_first_querys_own(order):
+    q, k, v = tokens()
+    q, at = q[:, -2:], jnp.arange(T)
+    options = {"rules": pe.ALiBi(N).rules({}), "q_coordinates": at[-2:], "k_coordinates": at}
+    pe.attention(q, k, v, **options)
+    with pytest.raises(ValueError, match="which key is the first query's own cannot"):
+        pe.attention(q, k, v, **options, **order)
+    positions = {"q_positions": at[-2:], "k_positions": at}
+    pe.attention(q, k, v, **options, **positions, **order)
