@@ -275,11 +275,12 @@ def _floor(x: jax.Array) -> jax.Array:
 
 
 def _rem(x: jax.Array, y: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return jax.lax.rem(x, y)
-    quotient = x / y
-    whole = jnp.where(quotient < 0, -_floor(-quotient), _floor(quotient))
-    return x - y * whole
+    if jnp.issubdtype(x.dtype, jnp.floating):  # x - y * floor(x / y) rounds.
+        raise NotImplementedError(
+            "attention: kernels for GPUs have no remainder of floats, which a rule needs; use "
+            'integers or implementation="xla".'
+        )
+    return jax.lax.rem(x, y)
 
 
 _LOWERED = {
@@ -289,7 +290,7 @@ _LOWERED = {
     "floor": _floor,
     "rem": _rem,
 }
-"""Operations that Mosaic does not lower, by others."""
+"""Replacements of operations that Mosaic does not lower, equal up to rounding."""
 
 
 def _evaluate(jaxpr: Any, consts: Any, arguments: Any) -> list[Any]:
