@@ -64,7 +64,7 @@ def lengths(results: Results, section: str, mode: str, split: bool = False) -> s
 
     Args:
       results: of all sections.
-      section, mode: what to draw.
+      section, mode: the section of the results and the form of the test windows.
       split: whether schemes that end near the lowest score have a panel of their own, with a larger
         scale, if others end far from them.
     """

@@ -144,7 +144,7 @@ class Run:
 
     @functools.cached_property
     def sources(self) -> dict[str, str]:
-        """Digests of what the settings name and do not hold: your code, and a corpus of files."""
+        """Digests of the files that the settings name: your code, and a corpus."""
         names = (part.partition(":") for part in parts_of(self.scheme))
         modules = [module for module, colon, _ in names if colon]
         corpus = getattr(self.task, "corpus", None)
@@ -322,7 +322,7 @@ class RunFolder:
         keep: bool,
         facts: Mapping[str, str],
     ) -> Result:
-        """Evaluates a trained model, writes what the folder keeps of it, and returns the result.
+        """Evaluates a trained model, writes its files to the folder, and returns the result.
 
         Args:
           trained: of one seed; None for a benchmark.

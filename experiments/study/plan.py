@@ -21,8 +21,9 @@ rate of the grid; further seeds at the best rate and its neighbours, on until th
 neighbours around it; the best rate once more with other rounding; then `tries` other settings.
 These runs are measured at the trained length alone, on the validation text if the task has one.
 The chosen run is repeated with all reported seeds and, with `equal_time` and a clock
-(`experiments.study.clock`), with as many steps as take the baseline's time. With `budgets`, the
-baseline runs with more and fewer steps too, at the same rate, so that scores translate into time.
+(`experiments.study.clock`), with the number of steps that takes the baseline's time. With
+`budgets`, the baseline runs with more and fewer steps too, at the same rate, so that scores
+translate into time.
 """
 
 import dataclasses

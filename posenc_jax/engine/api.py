@@ -271,7 +271,7 @@ def _run(implementation: Implementation, problem: Problem) -> tuple[jax.Array, j
     if 0 in (*shape[:3], sizes.keys):
         out, lse = jnp.zeros(shape, problem.q.dtype), jnp.full(shape[:3], -jnp.inf, jnp.float32)
         return with_sinks(problem, out, lse)
-    if sizes.value_dim == 0:  # Of interest is the log-sum-exp.
+    if sizes.value_dim == 0:  # The caller wants the log-sum-exp.
         v = jnp.zeros((*problem.v.shape[:3], 1), problem.v.dtype)
         out, lse = _run(implementation, dataclasses.replace(problem, v=v))
         return out[..., :0], lse

@@ -30,7 +30,7 @@ def add_saturated(x: Any, number: int) -> Any:
 
 
 _FAR = 2**31 - 1
-"""As far as positions go; `sys.maxsize` tokens are as many."""
+"""The greatest int32 position. A larger window, such as `sys.maxsize`, hides no other keys."""
 
 
 def window_sides(window: Window) -> tuple[int, int] | None:

@@ -20,7 +20,7 @@ _HARMLESS = {
     "n_positions",
     "layer_norm_position",
     "position_ids",
-    "max_trained_positions",  # Nomic's, beside max_position_embeddings.
+    "max_trained_positions",  # Nomic's, which also has max_position_embeddings.
     "temperature",  # Of sampling.
     "indexer_rope_interleave",  # Of the indexer that chooses keys: GLM 5's.
     "mlp_layer_types",

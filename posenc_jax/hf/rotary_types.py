@@ -1,4 +1,4 @@
-"""Model types with rotary attention, in all layers or beside layers without it or positions.
+"""Model types with rotary attention in all layers or in some.
 
 A row of `TYPES` is a record; records with a reader of their own follow it.
 """
@@ -403,7 +403,7 @@ def _muse_spark(config: TrackedConfig) -> Layers:
 
 
 def _muse_spark_scale(config: TrackedConfig, layer: int) -> float | None:
-    """Returns the factor on q . k: a factor on normalised queries, beside the usual one."""
+    """Returns the factor on q . k: qk_scale_factor / sqrt(H), for normalised queries."""
     return config.need("qk_scale_factor") * head_size(config) ** -0.5
 
 

@@ -60,7 +60,7 @@ class LayerSpec:
     Raises:
       TypeError: if scheme is not a `Scheme`, or qk_norm no `QKNorm`.
       ValueError, TypeError: for an invalid window, chunk size, scale or softcap.
-      ValueError: for an unknown mixer or form of sinks, and for settings of attention beside
+      ValueError: for an unknown mixer or form of sinks, and for settings of attention with
         another mixer.
 
     >>> LayerSpec(pe.RoPE(head_dim=8), window=512).window

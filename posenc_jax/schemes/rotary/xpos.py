@@ -89,9 +89,10 @@ class XPos(Rotary):
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns the origin of each query, the origin and the age of each key, and the state.
 
-        Queries have [B, T], keys two arrays [B, T], of which the second is the number of tokens so
-        far. The state is the origin, the last segment and the number of tokens, [B] each. Padding
-        has its own coordinate as the origin of its query, which makes its factor 1.
+        Features of queries are [B, T]; features of keys are two arrays [B, T], the origin and the
+        number of tokens so far. The state is the origin, the last segment and the number of tokens,
+        [B] each. Padding has its own coordinate as the origin of its query, which makes its factor
+        1.
         """
         coordinates = check_coordinates(self.name, coordinates, 1)
         if segment_ids is None:
