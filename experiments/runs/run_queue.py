@@ -351,8 +351,8 @@ class Queue:
 def _in_one_line(error: Exception) -> str:
     """Returns an exception, after the last line of the user's own code that it passed."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    own = (f for f in frames if not f.filename.startswith(_LIBRARIES))
-    place = next((f"{Path(f.filename).name}:{f.lineno}, in {f.name}: " for f in own), "")
+    users = (f for f in frames if not f.filename.startswith(_LIBRARIES))
+    place = next((f"{Path(f.filename).name}:{f.lineno}, in {f.name}: " for f in users), "")
     return f"{place}{type(error).__name__}: {' '.join(str(error).split()):.300}"
 
 
