@@ -37,11 +37,12 @@ def _add_contextual_positions(shared, heads, q_feature, k_features, logits, seen
     """
     position_logits = jnp.dot(q_feature.astype(jnp.float32), shared.T, precision="highest")
     gates = jnp.where(seen, jax.nn.sigmoid(logits), 0.0)
-    positions = jax.lax.cumsum(gates, axis=1, reverse=True)
+    # XLA on CPUs would fuse the sums into each of their uses and compute them anew there.
+    positions = jax.lax.optimization_barrier(jax.lax.cumsum(gates, axis=1, reverse=True))
     positions = jnp.minimum(positions, shared.shape[0] - 1.0)
     below = jnp.floor(positions)
     weight = positions - below
-    # One gather of both: its gradient, a scatter, takes most of the time of training.
+    # One gather of both, whose gradient is one scatter.
     above = jnp.concatenate([position_logits[:, 1:], position_logits[:, -1:]], axis=1)
     both = jnp.stack([position_logits, above], axis=2)
     both = jax.vmap(lambda x, i: x.at[i].get(mode="clip"))(both, below.astype(jnp.int32))
