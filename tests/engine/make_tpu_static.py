@@ -336,7 +336,7 @@ def compile_case(case: Case, chip: str):
     return read_kernels(kernels), seconds, compiled.memory_analysis().temp_size_in_bytes
 
 
-def compile_program(step, arguments, chip: str):
+def compile_program(step, arguments, chip: str, **options):
     """Returns a compiled program and the seconds that it took."""
     sharding = SingleDeviceSharding(device(chip))
     arguments = jax.tree.map(
@@ -348,12 +348,12 @@ def compile_program(step, arguments, chip: str):
     mesh = AbstractMesh((1,), ("x",), abstract_device=abstract_device(chip))
     start = time.monotonic()
     with jax.sharding.use_abstract_mesh(mesh):
-        compiled = jax.jit(step).lower(*arguments).compile()
+        compiled = jax.jit(step).lower(*arguments).compile(compiler_options=options)
     return compiled, time.monotonic() - start
 
 
 def measured(case: tpu_forecast.Measured) -> tpu_forecast.Measured:
-    """Returns a case with the cycles of tokamax's forward kernel, which must be installed."""
+    """Returns a case with the cycles of tokamax's kernel, which must be installed."""
     from tokamax._src.ops.experimental.tpu.splash_attention import (
         splash_attention_kernel as kernels,
     )
@@ -361,11 +361,11 @@ def measured(case: tpu_forecast.Measured) -> tpu_forecast.Measured:
 
     names = ("q_layout", "k_layout", "v_layout")
     layouts = map(kernels.QKVLayout, case.layouts)
+    of = "_dkv" if case.backward else ""
+    sizes = {f"q{of}": case.q, f"kv{of}": case.k, f"kv{of}_compute": case.compute}
     config = dataclasses.replace(
         kernels.SplashConfig.get_default(),
-        block_q=case.q,
-        block_kv=case.k,
-        block_kv_compute=case.compute,
+        **{f"block_{name}": size for name, size in sizes.items()},
         use_experimental_scheduler=case.scheduler,
         use_base2_exp=True,
         **dict(zip(names, layouts, strict=True)),
@@ -373,15 +373,38 @@ def measured(case: tpu_forecast.Measured) -> tpu_forecast.Measured:
     mask = masks.CausalMask if case.causal else masks.FullMask
     attend = kernels.make_splash_mha_single_device(mask((case.length,) * 2), config=config)
 
-    def step(*qkv):
+    def forward(*qkv):
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in qkv)
         return jnp.swapaxes(jax.vmap(attend)(q * case.dim**-0.5, k, v), 1, 2)
 
-    shape = case.batch, case.length, case.heads, case.dim
-    compiled, _ = compile_program(step, (jax.ShapeDtypeStruct(shape, jnp.bfloat16),) * 3, case.chip)
-    kernel = read_kernels(("forward",))["forward"]
+    def backward(q, k, v, out, d_out, lse):
+        arrays = (jnp.swapaxes(x, 1, 2) for x in (q * case.dim**-0.5, k, v, out, d_out))
+        dq, dk, dv = jax.vmap(pull)(*arrays, lse * kernels.LOG2E)
+        return jnp.swapaxes(dq, 1, 2) * case.dim**-0.5, *(jnp.swapaxes(x, 1, 2) for x in (dk, dv))
+
+    def pull(q, k, v, out, d_out, lse):
+        residuals = q, k, v, None, None, out, lse, attend.dkv_mask_info, None
+        settings = (attend.kwargs[x] for x in ("mask_value", "is_mqa", "config", "mask_function"))
+        gradients = kernels._splash_attention_bwd(True, *settings, 1, 1, residuals, (d_out, {}))
+        return gradients[2:5]
+
+    array = jax.ShapeDtypeStruct((case.batch, case.length, case.heads, case.dim), jnp.bfloat16)
+    lse = jax.ShapeDtypeStruct((case.batch, case.heads, case.length), jnp.float32)
+    step, arguments, which = forward, (array,) * 3, "forward"
+    if case.backward:
+        step, arguments, which = backward, (*(array,) * 5, lse), "backward"
+    # XLA counts several times what the SparseCore of 7x copies.
+    options = {"xla_tpu_enable_offloading_copy_to_sparsecore": False}
+    compiled, _ = compile_program(step, arguments, case.chip, **options)
+    kernel = read_kernels((which,))[which]
     moved = int(compiled.cost_analysis()["bytes accessed"])
-    return dataclasses.replace(case, tiles=tuple(kernel.tiles), rest=kernel.rest, bytes=moved)
+    return dataclasses.replace(
+        case,
+        tiles=tuple(kernel.tiles),
+        rest=kernel.rest,
+        bytes=moved,
+        step=kernel.step if case.backward else 0,
+    )
 
 
 def collectives(case: Case, kind: AxisType) -> list[str]:
@@ -677,7 +700,8 @@ def main() -> int:
         return 0
     if arguments.forecast:
         if arguments.write:
-            tpu_forecast.write(map(measured, tpu_forecast.read()), libtpu, version("tokamax"))
+            cases = (measured(x) if x.chip in chips else x for x in tpu_forecast.read())
+            tpu_forecast.write(cases, libtpu, version("tokamax"))
         print(tpu_forecast.table())
         return 0
     if arguments.rotary:
