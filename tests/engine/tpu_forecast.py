@@ -80,8 +80,10 @@ class Measured:
         tokens = self.batch * self.length * self.heads
         if self.backward:
             cycles += rows * columns * self.step + columns * (self.rest - self.step)
-            of_dq = columns * (2 if columns <= 4 else 4)
-            operand_bytes = tokens * (self.dim * (6 * 2 + of_dq) + 2 * 8 * 4)
+            # A dq for each block of keys, float32 beyond four; q, k, v, d_out, dk and dv; and eight
+            # sublanes of the log-sum-exp and of delta.
+            dq_bytes = columns * (2 if columns <= 4 else 4)
+            operand_bytes = tokens * (self.dim * (dq_bytes + 6 * 2) + 2 * 8 * 4)
         else:
             cycles += rows * self.rest
             operand_bytes = tokens * self.dim * 4 * 2
