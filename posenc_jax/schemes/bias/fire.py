@@ -44,7 +44,10 @@ class _Rule:
         distance = jnp.abs(q - k).astype(jnp.float32)
         length = jnp.maximum(q.astype(jnp.float32), threshold)
         x = jnp.log1p(jnp.abs(c * distance)) / (jnp.log1p(jnp.abs(c * length)) + self.eps)
-        return jnp.dot(outer, jax.nn.relu(inner * x + inner_bias), precision="highest")
+        x = jax.lax.optimization_barrier(x)
+        # As a product, so that the gradients of inner and of x are products too, not slower sums.
+        scaled = jnp.dot(inner[:, None], x[None], precision="highest")
+        return jnp.dot(outer, jax.nn.relu(scaled + inner_bias), precision="highest")
 
 
 @dataclasses.dataclass(frozen=True)
