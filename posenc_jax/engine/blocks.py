@@ -57,13 +57,13 @@ def make_plan(
 
     The arguments `forward` and `backward` are used as they are; one alone serves both passes. The
     defaults were measured on CPU, where a matrix product uses two cores only if it is wide enough,
-    and where a tile of all heads should stay in the cache. On TPU many heads do not make blocks
-    smaller: by its compiler's estimate, 128 x 128 takes 1.3 to 1.4 times as long. On GPUs every
-    operation of a tile is launched, for some microseconds: blocks are as large as 128 MiB of logits
-    allow.
+    and where a tile of all heads should stay in the cache; tokens of a single tile need no loop.
+    On TPU many heads do not make blocks smaller: by its compiler's estimate, 128 x 128 takes 1.3 to
+    1.4 times as long. On GPUs every operation of a tile is launched, for some microseconds: blocks
+    are as large as 128 MiB of logits allow.
 
     >>> make_plan(2000, 2000, 8).forward
-    Blocks(q=512, k=256)
+    Blocks(q=256, k=256)
     """
     first, second = forward or backward, backward or forward
     if first and second:
@@ -83,12 +83,12 @@ def _measured(length: int, keys: int, heads: int) -> tuple[Blocks, Blocks]:
     if jax.default_backend() == "gpu":
         size = next((n for n in (1024, 512, 256) if heads * n * n <= _GPU_PAIRS), 128)
         return Blocks(size, size), Blocks(size, size)
-    many = (heads >= 16 and max(length, keys) <= 512) or heads >= 64
-    if many and jax.default_backend() != "tpu":
-        return Blocks(128, 128), Blocks(128, 128)
-    if length >= 1024:
-        return Blocks(512, 256), Blocks(256, 512)
-    return Blocks(256, 256), Blocks(256, 512)
+    if jax.default_backend() == "tpu":
+        return Blocks(512, 256) if length >= 1024 else Blocks(256, 256), Blocks(256, 512)
+    longest = max(length, keys)
+    small = heads >= 16 or (heads >= 8 and longest <= 512)
+    size = 128 if small and longest > 256 else 256
+    return Blocks(size, size), Blocks(size, size)
 
 
 def _divide(count: int, sizes: tuple[int, int]) -> tuple[int, int, int]:

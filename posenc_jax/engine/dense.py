@@ -145,20 +145,32 @@ def _by_blocks(p: Problem, start: int, end: int, block: int) -> tuple[jax.Array,
 def _products(p: Problem) -> jax.Array:
     """Returns q . k, float32 [B, N, T, S]."""
     batch, length, heads, dim = p.q.shape
-    q, k = p.q.reshape(batch, length, p.k.shape[2], -1, dim), p.k
-    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
-    by_head = functools.partial(jnp.einsum, "btkgh,bskh->bkgts", precision="highest")
-    out = by_platform(by_head, products_of_token, q, k) if length == 1 else by_head(q, k)
+    kv_heads = p.k.shape[2]
+    q, k = p.q.astype(jnp.float32), p.k.astype(jnp.float32)
+    if length == 1:
+        q = q.reshape(batch, 1, kv_heads, -1, dim)
+        by_head = functools.partial(jnp.einsum, "btkgh,bskh->bkgts", precision="highest")
+        out = by_platform(by_head, products_of_token, q, k)
+        return out.reshape(batch, heads, 1, -1)
+    # Heads first, so that XLA has no tiles to transpose.
+    q = jnp.swapaxes(q, 1, 2).reshape(batch, kv_heads, -1, dim)
+    out = jnp.einsum("bkth,bksh->bkts", q, jnp.swapaxes(k, 1, 2), precision="highest")
     return out.reshape(batch, heads, length, -1)
 
 
 def _sums(p: Problem, weights: jax.Array) -> jax.Array:
     """Returns the sums of values with weights [B, N, T, S], float32 [B, T, N, V]."""
-    weights = weights.reshape(weights.shape[0], p.v.shape[2], -1, *weights.shape[2:])
-    by_head = functools.partial(jnp.einsum, "bkgts,bskv->btkgv", precision="highest")
+    batch, heads, length, keys = weights.shape
+    kv_heads = p.v.shape[2]
     v = p.v.astype(jnp.float32)
-    out = by_platform(by_head, sums_of_token, weights, v) if p.length == 1 else by_head(weights, v)
-    return out.reshape(*out.shape[:2], -1, out.shape[-1])
+    if length == 1:
+        weights = weights.reshape(batch, kv_heads, -1, 1, keys)
+        by_head = functools.partial(jnp.einsum, "bkgts,bskv->btkgv", precision="highest")
+        out = by_platform(by_head, sums_of_token, weights, v)
+        return out.reshape(batch, 1, heads, -1)
+    weights = weights.reshape(batch, kv_heads, -1, keys)
+    out = jnp.einsum("bkts,bksv->bktv", weights, jnp.swapaxes(v, 1, 2), precision="highest")
+    return jnp.swapaxes(out.reshape(batch, heads, length, -1), 1, 2)
 
 
 def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, jax.Array]:

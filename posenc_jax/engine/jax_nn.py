@@ -82,13 +82,13 @@ class JaxNN(Implementation):
         values = jnp.broadcast_to(values, (p.num_heads, values.shape[1]))
         shape = p.length, p.keys
         if self.kernel is None:
-            return jax.vmap(lambda row: toeplitz_tile(row, shape, False))(values)[None]
+            return jax.vmap(lambda row: toeplitz_tile(row, shape))(values)[None]
         # cuDNN takes the bias in q's dtype. Weights stay the same when another number is added to
         # all logits of a head; with the greatest at zero, the logits that take most of the weight
         # are rounded least.
         values -= jax.lax.stop_gradient(values.max(1, keepdims=True))
         values = jnp.maximum(values, _HIDDEN[p.q.dtype.name])
-        bias = jax.vmap(lambda row: toeplitz_tile_vjp(row, shape, False))(values)[None]
+        bias = jax.vmap(lambda row: toeplitz_tile_vjp(row, shape))(values)[None]
         return bias.astype(p.q.dtype)
 
 

@@ -1,8 +1,8 @@
 """Terms: lowered rules, as backends evaluate them on a tile; and tiles of values per distance.
 
-The unit is one head and one row of the batch: a tile is [Q, K], or [K, Q] with `transposed`.
-Backends add the head and batch axes: XLA by vmap, kernels by their grid. Leaves of `heads`
-have a head axis [N, ...] outside; inside a tile a term holds the slice of one head.
+The unit is one head and one row of the batch: a tile is [Q, K]. Backends add the head and batch
+axes: XLA by vmap, kernels by their grid. Leaves of `heads` have a head axis [N, ...] outside;
+inside a tile a term holds the slice of one head.
 
 Functions named `*_vjp` have a custom VJP: deterministic sums in place of scatters. Forward mode
 cannot pass them, so they are used only where `jax.vjp` is applied at once; the argument `in_vjp`
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 STATIC = {"static": True}  # Marks fields that are part of a pytree's structure.
-_PART = 64  # Tokens whose products with vectors per distance are computed at once.
+_PART = 128  # Tokens whose products with vectors per distance are computed at once.
 
 
 class Tokens(NamedTuple):
@@ -155,15 +155,12 @@ class Term(abc.ABC):
     gathers: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def tile(
-        self, strip: Any, q: Tokens, k: Tokens, *, transposed: bool, in_vjp: bool
-    ) -> jax.Array:
-        """Returns float32 [Q, K], or [K, Q].
+    def tile(self, strip: Any, q: Tokens, k: Tokens, *, in_vjp: bool) -> jax.Array:
+        """Returns float32 [Q, K].
 
         Args:
           strip: the part of `strip` that the tile covers, [Q + K - 1, F], or None.
           q, k: tokens of the tile.
-          transposed: whether to return [K, Q].
           in_vjp: whether `jax.vjp` is applied at once.
         """
 
@@ -175,7 +172,7 @@ class Term(abc.ABC):
         """
         return None
 
-    def interior(self, q: Tokens, k: Tokens, *, transposed: bool) -> jax.Array | None:
+    def interior(self, q: Tokens, k: Tokens) -> jax.Array | None:
         """Returns the tile that is added beyond the horizon, or None."""
         return None
 
@@ -234,19 +231,17 @@ class PairTerm(Term):
         features = (q.features, k.features) if self.of_content else ()
         return self.rule(self.shared, self.heads, *features, q.coordinates, k.coordinates)
 
-    def tile(self, strip, q, k, *, transposed, in_vjp):
-        def tile(k):
-            over_q, over_k = (0, None), (None, 0)
-            inner, outer = (over_q, over_k) if transposed else (over_k, over_q)
-            return jax.vmap(jax.vmap(self._rule, inner), outer)(q, k)
+    def tile(self, strip, q, k, *, in_vjp):
+        def tile(q):
+            return jax.vmap(jax.vmap(self._rule, (None, 0)), (0, None))(q, k)
 
         length, keys = q.slots.shape[0], k.slots.shape[0]
-        size = math.gcd(keys, max(self.pairs_at_once // length, 1))
-        if transposed and in_vjp and not self.of_content and size < keys:
-            parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), k)
-            out = jax.lax.map(jax.checkpoint(tile), parts).reshape(keys, length)
+        size = math.gcd(length, max(self.pairs_at_once // keys, 1))
+        if in_vjp and not self.of_content and size < length:
+            parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), q)
+            out = jax.lax.map(jax.checkpoint(tile), parts).reshape(length, keys)
         else:
-            out = tile(k)
+            out = tile(q)
         out = out.astype(jnp.float32)
         if self.horizon is not None:
             out -= self._far(self.heads, q.coordinates.dtype)
@@ -274,7 +269,7 @@ class AllPairsTerm(Term):
 
     pairs: Any
 
-    def tile(self, strip, q, k, *, transposed, in_vjp):
+    def tile(self, strip, q, k, *, in_vjp):
         raise NotImplementedError("AllPairsTerm has no tile of one head.")
 
 
@@ -293,9 +288,9 @@ class SeparableTerm(Term):
         out = q.features.astype(jnp.float32) + k.features.astype(jnp.float32)
         return self.factor * (-jnp.abs(out) if self.symmetric else out)
 
-    def tile(self, strip, q, k, *, transposed, in_vjp):
+    def tile(self, strip, q, k, *, in_vjp):
         a, b = (x.features.astype(jnp.float32) for x in (q, k))
-        out = a[None, :] + b[:, None] if transposed else a[:, None] + b[None, :]
+        out = a[:, None] + b[None, :]
         return self.factor * (-jnp.abs(out) if self.symmetric else out)
 
 
@@ -325,31 +320,30 @@ class DotTerm(Term):
     def has_interior(self):
         return self.of_keys
 
-    def tile(self, strip, q, k, *, transposed, in_vjp):
+    def tile(self, strip, q, k, *, in_vjp):
         # The tokens with the features are in the place of the queries.
         tokens, others = (k, q) if self.of_keys else (q, k)
-        transposed = transposed != self.of_keys
         if self.distances is None:
             vectors = strip[::-1] if self.of_keys else strip
             out = strip_tile(tokens.features, vectors, others.slots.shape[0])
-            out = out.T if transposed else out
+            out = out.T if self.of_keys else out
         else:
-            table = _products(tokens.features, self._array("vectors"), transposed=transposed)
+            table = _products(tokens.features, self._array("vectors"), transposed=self.of_keys)
             out = table_tile(
                 table,
                 tokens,
                 others,
                 self.distances,
-                transposed=transposed,
+                transposed=self.of_keys,
                 in_vjp=in_vjp,
                 transform=self.transform,
             )
         return self.factor * out
 
-    def interior(self, q, k, *, transposed):
+    def interior(self, q, k):
         if not self.of_keys:
             return None
-        out = _products(k.features, self._array("far")[None], transposed=not transposed)
+        out = _products(k.features, self._array("far")[None], transposed=True)
         return self.factor * out
 
     def _array(self, name):
@@ -377,23 +371,20 @@ class ValueTable:
         return None if self.distances is None else self.distances.high
 
     def spread(
-        self, entries: jax.Array, q: Tokens, k: Tokens, *, transposed: bool, in_vjp: bool = False
+        self, entries: jax.Array, q: Tokens, k: Tokens, *, in_vjp: bool = False
     ) -> jax.Array:
-        """Expands [Q, R] to [Q, K]; transposed [R, Q] to [K, Q]."""
+        """Expands [Q, R] to [Q, K]."""
         if self.distances is not None:
-            return table_tile(entries, q, k, self.distances, transposed=transposed, in_vjp=in_vjp)
-        first, second = ((0, None), (None, 0)) if transposed else ((None, 0), (0, None))
-        buckets = jax.vmap(jax.vmap(self.bucket, first), second)(q.coordinates, k.coordinates)
-        return gather_tile(entries, buckets, transposed)
+            return table_tile(entries, q, k, self.distances, transposed=False, in_vjp=in_vjp)
+        of_pairs = jax.vmap(jax.vmap(self.bucket, (None, 0)), (0, None))
+        return gather_tile(entries, of_pairs(q.coordinates, k.coordinates), transposed=False)
 
-    def collect(self, tile: jax.Array, q: Tokens, k: Tokens, *, transposed: bool) -> jax.Array:
+    def collect(self, tile: jax.Array, q: Tokens, k: Tokens) -> jax.Array:
         """Sums [Q, K] to [Q, R] per entry, the transpose of `spread`."""
-        axis = 0 if transposed else 1
-        shape = list(tile.shape)
-        shape[axis] = self.table.shape[0]
+        shape = tile.shape[0], self.table.shape[0]
 
         def spread(entries):
-            return self.spread(entries, q, k, transposed=transposed, in_vjp=True)
+            return self.spread(entries, q, k, in_vjp=True)
 
         return jax.vjp(spread, jax.lax.full_like(tile, 0.0, shape=shape))[1](tile)[0]
 
@@ -454,13 +445,14 @@ def strip_tile(tokens: jax.Array, vectors: jax.Array, count: int) -> jax.Array:
 def _skewed(table: jax.Array, columns: int) -> jax.Array:
     """Returns [R, columns] of [R, R + columns - 1]: row r from column R - 1 - r on.
 
-    In rows that are read as shorter by one, each begins one column before the row above it.
+    In rows that are read as shorter by one, each begins one column before the row above it. They
+    are written out: fused with what reads them, XLA on CPU divides indices for every number.
     """
     rows, width = table.shape
     if rows == 1:
         return table
     flat = table.reshape(-1)[rows - 1 : rows - 1 + rows * (width - 1)]
-    return flat.reshape(rows, width - 1)[:, :columns]
+    return jax.lax.optimization_barrier(flat.reshape(rows, width - 1))[:, :columns]
 
 
 def gather_tile(table: jax.Array, entries: jax.Array, transposed: bool) -> jax.Array:

@@ -5,8 +5,8 @@ backward pass as in https://arxiv.org/abs/2307.08691) over blocks of queries and
 rules evaluated per tile. The forward pass loops over blocks of queries and, for each, over
 the blocks of keys that it sees, with a running maximum m and sum l. The backward pass loops
 over blocks of keys, recomputes their tiles from the log-sum-exp, and pulls the cotangent of
-each tile through the rules to the arrays that they read. Tiles of the backward pass are
-[K, Q]: all five products are then in the form that is fast on CPUs.
+each tile through the rules to the arrays that they read. Its products read q and the cotangent
+of the output once more, transposed: all five are then in a form that is fast on CPUs.
 
 Sums run in one fixed order, so results are bitwise reproducible.
 """
@@ -314,7 +314,7 @@ class QueryGrads(NamedTuple):
 
 
 class KeyGrads(NamedTuple):
-    """Cotangents of a block of keys."""
+    """Cotangents of a block of keys: of k and v transposed, [B, N, H, K] and [B, N, V, K]."""
 
     k: jax.Array
     v: jax.Array
@@ -336,32 +336,33 @@ def _backward(diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Oper
     tiles = Tiles(x, x.plan.backward, backward=True)
     lse, delta = lse_and_delta(out, lse, d_out, d_lse)
     d_out = jnp.swapaxes(d_out, 1, 2).astype(x.v.dtype)
-    queries = QueryArrays(tiles.scaled(x.q), d_out, lse, delta)
-    # Transposed once: the product with it is twice as fast.
-    k_t = jnp.swapaxes(x.k, 2, 3)
+    q = tiles.scaled(x.q)
+    # Transposed once: the products with them are twice as fast.
+    transposed = jnp.swapaxes(q, 2, 3), jnp.swapaxes(d_out, 2, 3)
+    queries = QueryArrays(q, d_out, lse, delta)
 
     def key_block(grads, j):
-        k_t_block = repeat_heads(take_block(k_t, 3, j, tiles.blocks.k), x.heads, axis=1)
         tokens = take_block(diff.keys, 2, j, tiles.blocks.k)
 
         def query_block(interior):
             return lambda i, carry: _backward_tile(
-                tiles, i, j, queries, k_t_block, *carry, interior=interior
+                tiles, i, j, queries, transposed, *carry, interior=interior
             )
 
-        k, v = tiles.key_values(j)
-        key_grads = KeyGrads(zeros(x.q, k.shape), zeros(x.q, v.shape), _blank(tokens))
+        shape = x.q.shape[0], x.heads, x.k.shape[3], tiles.blocks.k
+        key_grads = KeyGrads(
+            zeros(x.q, shape), zeros(x.q, (*shape[:2], x.v.shape[3], shape[3])), _blank(tokens)
+        )
         grads, key_grads = tiles.visit("q", j, query_block, (grads, key_grads))
         key_grads = KeyGrads(
-            _sum_groups(key_grads.k, x.k.shape[1]).astype(x.k.dtype),
-            _sum_groups(key_grads.v, x.v.shape[1]).astype(x.v.dtype),
+            _sum_groups(jnp.swapaxes(key_grads.k, 2, 3), x.k.shape[1]).astype(x.k.dtype),
+            _sum_groups(jnp.swapaxes(key_grads.v, 2, 3), x.v.shape[1]).astype(x.v.dtype),
             _cast(key_grads.tokens, tokens),
         )
         return grads, key_grads
 
-    batch, dim = x.q.shape[0], x.q.shape[3]
     grads = QueryGrads(
-        q=zeros(x.q, (batch, x.heads, dim, x.plan.length)),
+        q=zeros(x.q, q.shape),
         tokens=_blank(diff.queries),
         terms=_blank(diff.terms),
         strips=_blank((diff.bias, diff.strips)),
@@ -373,7 +374,7 @@ def _backward(diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Oper
     values = diff.values
     return dataclasses.replace(
         diff,
-        q=(jnp.transpose(grads.q, (0, 3, 1, 2)) * x.q_factor).astype(x.q.dtype),
+        q=(jnp.swapaxes(grads.q, 1, 2) * x.q_factor).astype(x.q.dtype),
         k=join_blocks(key_grads.k, 2),
         v=join_blocks(key_grads.v, 2),
         bias=bias,
@@ -391,21 +392,22 @@ def _backward_tile(
     i,
     j,
     arrays: QueryArrays,
-    k_t: jax.Array,
+    transposed: tuple[jax.Array, jax.Array],
     grads: QueryGrads,
     key_grads: KeyGrads,
     *,
     interior: bool,
 ) -> tuple[QueryGrads, KeyGrads]:
-    """Adds the cotangents of one tile; ds is the cotangent of its logits, [B, N, K, Q].
+    """Adds the cotangents of one tile; ds is the cotangent of its logits, [B, N, Q, K].
 
-    `k_t` are the keys of the tile, transposed, [B, N, H, K].
+    `transposed` are q and the cotangent of the output, [B, N, H, T] and [B, N, V, T].
     """
     x = tiles.operands
     q, do, lse, delta = (take_block(y, 2, i, tiles.blocks.q) for y in arrays)
+    q_t, do_t = (take_block(y, 3, i, tiles.blocks.q) for y in transposed)
     k, v = tiles.key_values(j)
     queries, keys, seen, live = tiles.tokens(i, j, interior)
-    k, v, k_t = zero_keys(live, k), zero_keys(live, v), zero_keys(live, k_t, axis=3)
+    k, v = zero_keys(live, k), zero_keys(live, v)
     diff, nondiff = partition((x.terms, queries, keys))
 
     def added(by_distance, pairs, diff):
@@ -422,19 +424,19 @@ def _backward_tile(
     if by_distance[0] is not None or has_terms or pairs:
         extra, pull = jax.vjp(added, by_distance, pairs, diff)
     s, softcap_grad = tiles.logits(tiles.products(q, k), extra, seen)
-    p = jnp.exp(s - lse[:, :, None])
-    dp = _einsum("bnkv,bnqv->bnkq", v, do)
+    p = jnp.exp(s - lse[..., None])
+    dp = _einsum("bnqv,bnkv->bnqk", do, v)
     dropout = tiles.dropout_scale(queries, keys)
     dropped = p if dropout is None else p * dropout
     if x.values is not None and not interior:
         do_f32 = do.astype(jnp.float32)
-        entries = _einsum("nrv,bnqv->bnrq", x.values.table, do_f32)
+        entries = _einsum("bnqv,nrv->bnqr", do_f32, x.values.table)
         dp += tiles.of_values("spread", entries, queries, keys)
         mass = tiles.of_values("collect", dropped, queries, keys)
-        table = grads.table + _einsum("bnrq,bnqv->nrv", mass, do_f32)
+        table = grads.table + _einsum("bnqr,bnqv->nrv", mass, do_f32)
         grads = grads._replace(table=table)
     dp = dp if dropout is None else dp * dropout
-    ds = p * (dp - delta[:, :, None])
+    ds = p * (dp - delta[..., None])
     ds = ds if softcap_grad is None else ds * softcap_grad
     if pull is not None:
         d_by_distance, d_pairs, (d_terms, d_queries, d_keys) = pull(_sum_to(ds, extra))
@@ -446,22 +448,22 @@ def _backward_tile(
             key_grads = key_grads._replace(tokens=_sum(key_grads.tokens, d_keys))
     ds = (ds if x.logit_factor == 1.0 else ds * x.logit_factor).astype(q.dtype)
     key_grads = key_grads._replace(
-        v=key_grads.v + _einsum("bnkq,bnqv->bnkv", dropped.astype(v.dtype), do),
-        k=key_grads.k + _einsum("bnkq,bnqh->bnkh", ds, q),
+        v=key_grads.v + _einsum("bnvq,bnqk->bnvk", do_t, dropped.astype(v.dtype)),
+        k=key_grads.k + _einsum("bnhq,bnqk->bnhk", q_t, ds),
     )
-    dq = add_block(grads.q, _einsum("bnhk,bnkq->bnhq", k_t, ds), 3, i, tiles.blocks.q)
+    dq = add_block(grads.q, _einsum("bnqk,bnkh->bnqh", ds, k), 2, i, tiles.blocks.q)
     return grads._replace(q=dq), key_grads
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tiles of block i of queries and block j of keys, [B, N, Q, K], or transposed.
+    """Tiles of block i of queries and block j of keys, [B, N, Q, K].
 
     Attributes:
       operands: the arrays of all blocks.
       blocks: queries and keys per tile.
-      backward: whether these are tiles of the backward pass, which are transposed, and whose terms
-        are evaluated inside of `jax.vjp`.
+      backward: whether these are tiles of the backward pass, whose terms are evaluated inside of
+        `jax.vjp`.
     """
 
     operands: Operands
@@ -486,8 +488,6 @@ class Tiles:
 
     def products(self, q: jax.Array, k: jax.Array) -> jax.Array:
         """Returns float32 q . k of [B, N, Q, H] and [B, N, K, H]."""
-        if self.backward:
-            return _einsum("bnkh,bnqh->bnkq", k, q)
         return _einsum("bnqh,bnkh->bnqk", q, k)
 
     def strip_start(self, i, j) -> jax.Array:
@@ -533,12 +533,11 @@ class Tiles:
         if bias is not None:
             expand = toeplitz_tile_vjp if self.backward else toeplitz_tile
             shape = self.blocks.q, self.blocks.k
-            out = jax.vmap(lambda values: expand(values, shape, self.backward))(bias)[None]
+            out = jax.vmap(lambda values: expand(values, shape))(bias)[None]
             # One tile per row: XLA would otherwise sum rows inside the loop over diagonals.
             out = jnp.broadcast_to(out, (self.operands.q.shape[0], *out.shape[1:]))
         for term in pairs:
             tile = term.factor * term.pairs.astype(jnp.float32)
-            tile = jnp.swapaxes(tile, 2, 3) if self.backward else tile
             out = tile if out is None else out + tile
         k = k._replace(features=jax.tree.map(self._per_query_head, k.features))
         for n, (term, strip) in enumerate(zip(terms, strips, strict=True)):
@@ -550,13 +549,13 @@ class Tiles:
         return out
 
     def _of_term(self, term: Term, strip, q: Tokens, k: Tokens, interior: bool) -> jax.Array:
-        """Evaluates a term for all rows and heads: [B or 1, N or 1, Q, K], or transposed."""
+        """Evaluates a term for all rows and heads: [B or 1, N or 1, Q, K]."""
 
         def evaluate(heads, strip, q, k):
             of_head = dataclasses.replace(term, heads=heads)
             if interior:
-                return of_head.interior(q, k, transposed=self.backward)
-            return of_head.tile(strip, q, k, transposed=self.backward, in_vjp=self.backward)
+                return of_head.interior(q, k)
+            return of_head.tile(strip, q, k, in_vjp=self.backward)
 
         heads, strip = jax.tree.map(lambda x: x[None], (term.heads, strip))
         return vmap_rows_and_heads(evaluate, heads, strip, q, k)
@@ -567,7 +566,7 @@ class Tiles:
 
         def evaluate(x, table, q, k):
             of_head = dataclasses.replace(values, table=table)
-            return getattr(of_head, method)(x, q, k, transposed=self.backward)
+            return getattr(of_head, method)(x, q, k)
 
         tokens = self._tokens(True, q), self._tokens(True, k)
         return vmap_rows_and_heads(evaluate, x, values.table[None], *tokens)
@@ -600,7 +599,7 @@ class Tiles:
             mask = take_block(self.operands.mask, 2, i, self.blocks.q)
             mask = take_block(mask, 3, j, self.blocks.k)
             out = mask if out is None else out & mask
-        return jnp.swapaxes(out, 2, 3) if out is not None and self.backward else out
+        return out
 
     def live_keys(self, seen: jax.Array | None) -> jax.Array | None:
         """Returns bool [B or 1, N or 1, K], the keys that some query of the tile sees.
@@ -610,7 +609,7 @@ class Tiles:
         see = self.operands.visibility
         if seen is None or (see.by_slot and not see.segments and not see.mask):
             return None
-        return jnp.any(seen, axis=3 if self.backward else 2)
+        return jnp.any(seen, axis=2)
 
     def dropout_scale(self, q: TokenArrays, k: TokenArrays) -> jax.Array | None:
         """Returns the factor of dropout on every weight, or None."""
@@ -618,8 +617,7 @@ class Tiles:
             return None
         rate = self.operands.dropout_rate
         keep = keep_mask(self.operands.seeds, rate, q.slots[:, 0], k.slots[:, 0])
-        scale = jnp.where(keep, jnp.float32(1 / (1 - rate)), 0.0)
-        return jnp.swapaxes(scale, 2, 3) if self.backward else scale
+        return jnp.where(keep, jnp.float32(1 / (1 - rate)), 0.0)
 
     def logits(self, products, added, seen) -> tuple[jax.Array, jax.Array | None]:
         """Returns masked logits, and the derivative of the softcap if there is one."""
@@ -689,14 +687,14 @@ def _vmap_leading(f: Callable, *arguments: Any) -> jax.Array:
     return jax.vmap(f, axes)(*arguments)
 
 
-def zero_keys(live: jax.Array | None, tree: Any, axis: int = 2) -> Any:
-    """Zeroes the keys, on `axis` of [B, N, ...], that no query sees: 0 * NaN is NaN."""
+def zero_keys(live: jax.Array | None, tree: Any) -> Any:
+    """Zeroes the keys of arrays [B, N, K, ...] that no query sees: 0 * NaN is NaN."""
     if live is None:
         return tree
 
     def clean(x):
         shape = [1] * x.ndim
-        shape[0], shape[1], shape[axis] = live.shape
+        shape[:3] = live.shape
         mask = live.reshape(shape)
         if live.shape[1] not in (1, x.shape[1]):  # A mask by query head, features by key head.
             mask = jnp.any(live.reshape(live.shape[0], x.shape[1], -1, live.shape[2]), 2)
