@@ -88,9 +88,9 @@ def element_of(
     if jax.eval_shape(rule, *arguments) is None:
         return "a rule that is no function of one query and one key"
     jaxpr = jax.make_jaxpr(rule)(*arguments)
-    other = _not_elementwise(jaxpr.jaxpr)
+    other = _missing_operation(jaxpr.jaxpr)
     if other is not None:
-        return f"a rule with the operation {other}, which is not elementwise"
+        return f"a rule with the operation {other}, which the kernels do not have,"
     scalars = (*of_heads, *shared)
     return Element(
         scalars=tuple(jnp.broadcast_to(x.astype(jnp.float32), (heads,)) for x in scalars),
@@ -127,17 +127,19 @@ def inner_jaxpr(eqn: Any) -> Any:
     return eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
 
 
-def _not_elementwise(jaxpr: Any) -> str | None:
-    """Returns the name of an operation that is not elementwise, or None."""
+def _missing_operation(jaxpr: Any) -> str | None:
+    """Returns the name of an operation that the kernels do not have, or None."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         inner = inner_jaxpr(eqn)
         if inner is not None:
-            name = _not_elementwise(inner.jaxpr)
+            name = _missing_operation(inner.jaxpr)
             if name is not None:
                 return name
         elif name not in _ELEMENTWISE:
             return name
+        elif name == "rem" and jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating):
+            return "rem of floats"  # x - y * floor(x / y) rounds.
     return None
 
 

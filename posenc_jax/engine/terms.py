@@ -159,7 +159,7 @@ class Term(abc.ABC):
         """Returns float32 [Q, K].
 
         Args:
-          strip: the part of `strip` that the tile covers, [Q + K - 1, F], or None.
+          strip: the part of `strip` that the tile covers, [F, Q + K - 1], or None.
           q, k: tokens of the tile.
           in_vjp: whether `jax.vjp` is applied at once.
         """
@@ -324,8 +324,8 @@ class DotTerm(Term):
         # The tokens with the features are in the place of the queries.
         tokens, others = (k, q) if self.of_keys else (q, k)
         if self.distances is None:
-            vectors = strip[::-1] if self.of_keys else strip
-            out = strip_tile(tokens.features, vectors, others.slots.shape[0])
+            vectors = strip[:, ::-1] if self.of_keys else strip
+            out = strip_tile(tokens.features, vectors, others.slots.shape[0], in_vjp=in_vjp)
             out = out.T if self.of_keys else out
         else:
             table = _products(tokens.features, self._array("vectors"), transposed=self.of_keys)
@@ -425,21 +425,43 @@ def _products(tokens: jax.Array, vectors: jax.Array, *, transposed: bool) -> jax
     return jnp.einsum(form, *pair, precision="highest")
 
 
-def strip_tile(tokens: jax.Array, vectors: jax.Array, count: int) -> jax.Array:
+def strip_tile(tokens: jax.Array, vectors: jax.Array, count: int, *, in_vjp: bool) -> jax.Array:
     """Returns the dot products of tokens and the vectors of their distances, float32 [Q, K].
 
     Args:
       tokens: [Q, F].
-      vectors: [Q + K - 1, F], by ascending distance of the token from the others.
+      vectors: [F, Q + K - 1], by ascending distance of the token from the others.
       count: K.
+      in_vjp: as for `Term.tile`.
     """
+    products = _strip_products_vjp if in_vjp else _strip_products
     length, parts = tokens.shape[0], []
     # A part of the tokens needs the distances of its own pairs alone.
     for start in range(0, length, _PART):
-        part = tokens[start : start + _PART]
-        near = vectors[start : start + part.shape[0] + count - 1]
-        parts.append(_skewed(_products(part, near[::-1], transposed=False), count))
+        part = tokens[start : start + _PART].astype(jnp.float32)
+        near = vectors[:, start : start + part.shape[0] + count - 1]
+        parts.append(_skewed(products(part, near[:, ::-1]), count))
     return jnp.concatenate(parts)
+
+
+def _strip_products(tokens: jax.Array, vectors: jax.Array) -> jax.Array:
+    """Returns the products of [Q, F] and [F, R]."""
+    return jnp.einsum("qf,fr->qr", tokens, vectors, precision="highest")
+
+
+def _strip_products_forward(tokens, vectors):
+    return _strip_products(tokens, vectors), (tokens, vectors)
+
+
+def _strip_products_backward(saved, products):
+    tokens, vectors = saved
+    d_tokens = jnp.einsum("qr,fr->qf", products, vectors, precision="highest")
+    # JAX would compute [R, F], which takes longer on CPU, and transpose it.
+    return d_tokens, jnp.einsum("qf,qr->fr", tokens, products, precision="highest")
+
+
+_strip_products_vjp = jax.custom_vjp(_strip_products)
+_strip_products_vjp.defvjp(_strip_products_forward, _strip_products_backward)
 
 
 def _skewed(table: jax.Array, columns: int) -> jax.Array:

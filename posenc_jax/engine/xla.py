@@ -117,7 +117,7 @@ class Operands:
     Attributes:
       q, k, v: [B, T, N, H], [B, K, S, H], [B, K, S, V].
       bias: float32 [N or 1, L], added at every distance, or None.
-      strips: for each term, float32 [1 or N, L, F], or None.
+      strips: for each term, float32 [1 or N, F, L], or None.
       pairs: arrays of all pairs, [B or 1, N or 1, T, S].
       terms: one per rule that is neither in `bias` nor in `pairs`.
       values: a table on the values, or None.
@@ -187,7 +187,7 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
         first, before = 0, plan.max_table + 1
 
     def padded_strip(strip, fill=0.0):
-        widths = [(before, after) if axis == 1 else (0, 0) for axis in range(strip.ndim)]
+        widths = [(0, 0)] * (strip.ndim - 1) + [(before, after)]
         return jnp.pad(strip, widths, constant_values=fill)
 
     bias = None
@@ -200,7 +200,8 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
         v=pad_axis(jnp.swapaxes(lowered.v, 1, 2), 2, keys),
         bias=bias,
         strips=tuple(
-            None if x.strip is None else padded_strip(x.strip(first, p.length)) for x in terms
+            None if x.strip is None else padded_strip(jnp.swapaxes(x.strip(first, p.length), 1, 2))
+            for x in terms
         ),
         pairs=tuple(
             dataclasses.replace(x, pairs=pad_axis(pad_axis(x.pairs, 2, length), 3, keys))
@@ -499,7 +500,7 @@ class Tiles:
         start, count = self.strip_start(i, j), self.blocks.q + self.blocks.k - 1
 
         def part(x):
-            return take_slice(x, start, count, 1)
+            return take_slice(x, start, count, x.ndim - 1)
 
         bias = self.operands.bias
         if bias is not None:
@@ -732,8 +733,9 @@ def _add_by_distance(strips: Any, by_distance: Any, start: jax.Array) -> Any:
     def add(part, strip):
         if part is None:
             return strip
-        old = take_slice(strip, start, part.shape[1], 1)
-        return put_slice(strip, old + part, start, 1)
+        axis = part.ndim - 1
+        old = take_slice(strip, start, part.shape[axis], axis)
+        return put_slice(strip, old + part, start, axis)
 
     return jax.tree.map(add, by_distance, strips, is_leaf=lambda x: x is None)
 

@@ -1,6 +1,7 @@
 """The tiled engine: sizes, reproducible bits, NaN, transformations and derivatives."""
 
 import dataclasses
+import functools
 import re
 
 import chex
@@ -257,16 +258,30 @@ def test_sums_of_diagonals(shape):
         np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("length", "count"), [(1, 1), (65, 5), (64, 70), (130, 7)])
-def test_products_with_a_vector_per_distance(length, count):
+@pytest.mark.parametrize(("length", "count"), [(1, 1), (65, 5), (128, 70), (258, 7)])
+@pytest.mark.parametrize("in_vjp", [False, True])
+def test_products_with_a_vector_per_distance(length, count, in_vjp):
+    """And their gradients, against sums over pairs in float64."""
     random = np.random.default_rng(0)
-    tokens, vectors = (
-        random.normal(size=(n, 3)).astype(np.float32) for n in (length, length + count - 1)
-    )
+    tokens = random.normal(size=(length, 3)).astype(np.float32)
+    vectors = random.normal(size=(3, length + count - 1)).astype(np.float32)
+    tile = random.normal(size=(length, count)).astype(np.float32)
     distances = np.arange(length)[:, None] - np.arange(count) + count - 1
-    expected = (tokens[:, None].astype(np.float64) * vectors[distances]).sum(-1)
-    got = jax.jit(strip_tile, static_argnums=2)(tokens, vectors, count)
-    np.testing.assert_allclose(got, expected, atol=1e-6)
+
+    @jax.jit
+    def products(tokens, vectors, tile):
+        of_tile = functools.partial(strip_tile, count=count, in_vjp=in_vjp)
+        out, pull = jax.vjp(of_tile, tokens, vectors)
+        return out, pull(tile)
+
+    out, grads = products(tokens, vectors, tile)
+    near = np.moveaxis(vectors.astype(np.float64)[:, distances], 0, 2)
+    of_pairs = tile[..., None] * tokens[:, None].astype(np.float64)
+    np.testing.assert_allclose(out, (tokens[:, None] * near).sum(-1), atol=1e-6)
+    np.testing.assert_allclose(grads[0], (tile[..., None] * near).sum(1), atol=1e-4)
+    expected = np.zeros(vectors.shape)
+    np.add.at(expected.T, distances.ravel(), of_pairs.reshape(-1, 3))
+    np.testing.assert_allclose(grads[1], expected, atol=1e-4)
 
 
 def test_on_tpu_sums_of_diagonals_are_no_loop():

@@ -274,21 +274,11 @@ def _floor(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.abs(x) < 2.0**23, jnp.where(whole > x, whole - 1.0, whole), x)
 
 
-def _rem(x: jax.Array, y: jax.Array) -> jax.Array:
-    if jnp.issubdtype(x.dtype, jnp.floating):  # x - y * floor(x / y) rounds.
-        raise NotImplementedError(
-            "attention: kernels for GPUs have no remainder of floats, which a rule needs; use "
-            'integers or implementation="xla".'
-        )
-    return jax.lax.rem(x, y)
-
-
 _LOWERED = {
     "log1p": lambda x, **_: jnp.log(1.0 + x),
     "add_any": lambda x, y: x + y,  # Of derivatives.
     "integer_pow": _integer_pow,
     "floor": _floor,
-    "rem": _rem,
 }
 """Replacements of operations that Mosaic does not lower, equal up to rounding."""
 
