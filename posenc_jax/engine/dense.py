@@ -145,30 +145,27 @@ def _by_blocks(p: Problem, start: int, end: int, block: int) -> tuple[jax.Array,
 def _products(p: Problem) -> jax.Array:
     """Returns q . k, float32 [B, N, T, S]."""
     batch, length, heads, dim = p.q.shape
-    kv_heads = p.k.shape[2]
     q, k = p.q.astype(jnp.float32), p.k.astype(jnp.float32)
     if length == 1:
-        q = q.reshape(batch, 1, kv_heads, -1, dim)
         by_head = functools.partial(jnp.einsum, "btkgh,bskh->bkgts", precision="highest")
+        q = q.reshape(batch, length, k.shape[2], -1, dim)
         out = by_platform(by_head, products_of_token, q, k)
-        return out.reshape(batch, heads, 1, -1)
-    # Heads first, so that XLA has no tiles to transpose.
-    q = jnp.swapaxes(q, 1, 2).reshape(batch, kv_heads, -1, dim)
-    out = jnp.einsum("bkth,bksh->bkts", q, jnp.swapaxes(k, 1, 2), precision="highest")
+    else:  # Heads in front: of the other form einsum would make [S, T], and transpose it.
+        q, k = jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2)
+        q = q.reshape(batch, k.shape[1], -1, dim)  # The queries of a group of heads in one product.
+        out = jnp.einsum("bkth,bksh->bkts", q, k, precision="highest")
     return out.reshape(batch, heads, length, -1)
 
 
 def _sums(p: Problem, weights: jax.Array) -> jax.Array:
     """Returns the sums of values with weights [B, N, T, S], float32 [B, T, N, V]."""
     batch, heads, length, keys = weights.shape
-    kv_heads = p.v.shape[2]
     v = p.v.astype(jnp.float32)
     if length == 1:
-        weights = weights.reshape(batch, kv_heads, -1, 1, keys)
+        weights = weights.reshape(batch, v.shape[2], -1, 1, keys)
         by_head = functools.partial(jnp.einsum, "bkgts,bskv->btkgv", precision="highest")
-        out = by_platform(by_head, sums_of_token, weights, v)
-        return out.reshape(batch, 1, heads, -1)
-    weights = weights.reshape(batch, kv_heads, -1, keys)
+        return by_platform(by_head, sums_of_token, weights, v).reshape(batch, 1, heads, -1)
+    weights = weights.reshape(batch, v.shape[2], -1, keys)
     out = jnp.einsum("bkts,bksv->bktv", weights, jnp.swapaxes(v, 1, 2), precision="highest")
     return jnp.swapaxes(out.reshape(batch, heads, length, -1), 1, 2)
 

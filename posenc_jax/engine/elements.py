@@ -61,7 +61,7 @@ class _Scalars:
 def element_of(
     term: Term, q_features: Any, k_features: Any, coordinates: jax.Array, heads: int
 ) -> Element | str:
-    """Returns a term as an element, or why it is not elementwise.
+    """Returns a term as an element, or why the kernels have no such element.
 
     Args:
       term: the term.

@@ -468,7 +468,7 @@ def _skewed(table: jax.Array, columns: int) -> jax.Array:
     """Returns [R, columns] of [R, R + columns - 1]: row r from column R - 1 - r on.
 
     In rows that are read as shorter by one, each begins one column before the row above it. They
-    are written out: fused with what reads them, XLA on CPU divides indices for every number.
+    are written out: XLA on CPU would fuse them with their uses and divide indices per number.
     """
     rows, width = table.shape
     if rows == 1:

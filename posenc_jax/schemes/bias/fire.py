@@ -44,8 +44,9 @@ class _Rule:
         distance = jnp.abs(q - k).astype(jnp.float32)
         length = jnp.maximum(q.astype(jnp.float32), threshold)
         x = jnp.log1p(jnp.abs(c * distance)) / (jnp.log1p(jnp.abs(c * length)) + self.eps)
+        # For CPUs: a division outside of the hidden layer, where XLA would divide indices as well,
+        # and a product whose cotangents are products, which take less time than sums.
         x = jax.lax.optimization_barrier(x)
-        # As a product, so that the gradients of inner and of x are products too, not slower sums.
         scaled = jnp.dot(inner[:, None], x[None], precision="highest")
         return jnp.dot(outer, jax.nn.relu(scaled + inner_bias), precision="highest")
 
