@@ -8,6 +8,7 @@ import re
 
 import make_scheme_pages
 from make_scheme_pages import FAMILIES
+from mutations import MUTATIONS
 
 import posenc_jax as pe
 
@@ -189,3 +190,12 @@ def test_quick_tests_exist():
             n.name for n in ast.parse(ROOT.joinpath(path).read_text()).body if hasattr(n, "name")
         }
         assert set(name) <= defined, line
+
+
+def test_each_mutation_has_its_place():
+    """A fault that no longer applies shows nothing."""
+    texts = {x.path: (PACKAGE / x.path).read_text() for x in MUTATIONS}
+    lost = [x.name for x in MUTATIONS if texts[x.path].count(x.old) != 1]
+    assert not lost
+    files = {test.split("::")[0] for x in MUTATIONS for test in x.tests.split()}
+    assert all((ROOT / file).exists() for file in files)
