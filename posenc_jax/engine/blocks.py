@@ -363,8 +363,8 @@ def padded_tokens(
     """Returns the queries and keys of a problem, padded to whole blocks, and their masks.
 
     Padding has segment -1. A problem without segments gets segment 0 for its tokens, unless
-    causality by slot hides the padding. It does not hide what kernels read beyond the last query of
-    an array of all pairs.
+    causality by slot hides the padding. Causality does not hide the rows that kernels read beyond
+    the last query of an array of all pairs.
 
     Args:
       p: the problem.

@@ -150,7 +150,7 @@ def _products(p: Problem) -> jax.Array:
         by_head = functools.partial(jnp.einsum, "btkgh,bskh->bkgts", precision="highest")
         q = q.reshape(batch, length, k.shape[2], -1, dim)
         out = by_platform(by_head, products_of_token, q, k)
-    else:  # Heads in front: of the other form einsum would make [S, T], and transpose it.
+    else:  # With heads behind tokens, einsum computes [S, T] and transposes it.
         q, k = jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2)
         q = q.reshape(batch, k.shape[1], -1, dim)  # The queries of a group of heads in one product.
         out = jnp.einsum("bkth,bksh->bkts", q, k, precision="highest")

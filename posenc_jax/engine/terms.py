@@ -456,7 +456,7 @@ def _strip_products_forward(tokens, vectors):
 def _strip_products_backward(saved, products):
     tokens, vectors = saved
     d_tokens = jnp.einsum("qr,fr->qf", products, vectors, precision="highest")
-    # JAX would compute [R, F], which takes longer on CPU, and transpose it.
+    # Autodiff computes [R, F], which takes longer on CPU, and transposes it.
     return d_tokens, jnp.einsum("qf,qr->fr", tokens, products, precision="highest")
 
 

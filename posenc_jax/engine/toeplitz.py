@@ -11,7 +11,8 @@ def toeplitz_tile(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
       values: [Q + K - 1], by ascending distance of query from key.
       shape: (Q, K).
     """
-    (rows, columns), values = shape, values[::-1]
+    rows, columns = shape
+    values = values[::-1]
     # Sixteen rows at once are read faster than single ones; eight at once are slower.
     group = 1 if rows % 16 else 16
     width = rows + columns - group
