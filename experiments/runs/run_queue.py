@@ -411,7 +411,7 @@ def keep_programs() -> None:
 
     On CPUs, programs of another processor could be read.
     """
-    if jax.default_backend() != "cpu" and jax.config.read("jax_compilation_cache_dir") is None:
+    if jax.default_backend() != "cpu" and jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(_PROGRAMS.absolute()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         compilation_cache.reset_cache()  # A program may have been compiled before.
