@@ -40,12 +40,14 @@ def resize_grid(
     *,
     method: str = "bicubic",
     align_corners: bool = False,
+    antialias: bool = False,
 ) -> jax.Array:
     """Returns a grid [..., R, C] interpolated to [..., rows, columns], as PyTorch does.
 
     The cubic kernel has a = -0.75, as in `torch.nn.functional.interpolate`, which released
-    models use; `jax.image.resize` has a = -0.5 and antialiases when it shrinks. The border is
-    repeated.
+    models use, and the border is repeated. With `antialias` it has a = -0.5, weights are
+    normalised at the border, and the kernel widens when the grid shrinks: in PyTorch, and in
+    `jax.image.resize`.
 
     Args:
       grid: [..., R, C].
@@ -53,9 +55,10 @@ def resize_grid(
       method: "bicubic" (ViT, Swin) or "bilinear".
       align_corners: whether the centres of the corner cells coincide (Qwen3-VL), rather than
         the outer edges.
+      antialias: whether to filter as `jax.image.resize` (DINOv2 with `interpolate_antialias`).
 
     Raises:
-      ValueError: for an unknown method, or sizes below one.
+      ValueError: for an unknown method, sizes below one, or `antialias` with `align_corners`.
 
     >>> resize_grid(jnp.array([[0.0, 1.0]]), 1, 4, method="bilinear")
     Array([[0.  , 0.25, 0.75, 1.  ]], dtype=float32)
@@ -66,6 +69,14 @@ def resize_grid(
         min(rows, columns, *grid.shape[-2:]) >= 1,
         f"resize_grid: sizes must be positive, got {grid.shape[-2:]} to ({rows}, {columns}).",
     )
+    require(
+        not (antialias and align_corners),
+        "resize_grid: antialias has no align_corners, in PyTorch neither.",
+    )
+    if antialias:
+        filter_name = {"bicubic": "cubic", "bilinear": "linear"}[method]
+        shape = (*grid.shape[:-2], rows, columns)
+        return jax.image.resize(grid.astype(jnp.float32), shape, filter_name).astype(grid.dtype)
     down, across = (
         jnp.asarray(_weights(size, new, method, align_corners), jnp.float32)
         for size, new in zip(grid.shape[-2:], (rows, columns), strict=True)

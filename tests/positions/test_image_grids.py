@@ -12,10 +12,10 @@ GRID = np.sin(1 + np.arange(70)).reshape(2, 5, 7).astype(np.float32)
 
 
 @pytest.mark.parametrize(
-    "case", GOLDEN["cases"], ids=lambda c: f"{c['method']}-{c['size']}-{c['align_corners']}"
+    "case", GOLDEN["cases"], ids=lambda c: f"{c['method']}-{c['size']}-{c['align_corners']}-{c['antialias']}"
 )
 def test_matches_torch(case):
-    options = {name: case[name] for name in ("method", "align_corners")}
+    options = {name: case[name] for name in ("method", "align_corners", "antialias")}
     got = pe.resize_grid(jnp.asarray(GRID), *case["size"], **options)
     np.testing.assert_allclose(got, case["values"], atol=2e-6)
 
@@ -38,3 +38,5 @@ def test_errors_name_the_argument_and_the_value():
         pe.resize_grid(jnp.zeros(7), 2, 2)
     with pytest.raises(ValueError, match=r"sizes must be positive, got \(5, 7\) to \(0, 2\)"):
         pe.resize_grid(jnp.asarray(GRID), 0, 2)
+    with pytest.raises(ValueError, match=r"resize_grid: antialias has no align_corners"):
+        pe.resize_grid(jnp.asarray(GRID), 2, 2, align_corners=True, antialias=True)

@@ -62,6 +62,7 @@ def resize_learned(
     prefix: int = 0,
     method: str = "bicubic",
     align_corners: bool = False,
+    antialias: bool = False,
 ) -> jax.Array:
     """Returns a table of image patches, in row-major order, interpolated to another grid.
 
@@ -69,8 +70,8 @@ def resize_learned(
       table: [prefix + R * C, D].
       grid, new_grid: (R, C) of the old and of the new table.
       prefix: number of initial rows for other tokens ([CLS], registers), which stay unchanged.
-      method, align_corners: as in `posenc_jax.resize_grid`; ViT, DeiT and MAE use the defaults,
-        Qwen3-VL "bilinear" with aligned corners.
+      method, align_corners, antialias: as in `posenc_jax.resize_grid`; ViT, DeiT and MAE use the
+        defaults, Qwen3-VL "bilinear" with aligned corners, DINOv2 may antialias.
 
     Raises:
       ValueError: if the table does not have prefix + R * C rows, and as `resize_grid`.
@@ -85,7 +86,8 @@ def resize_learned(
         f"got {jnp.shape(table)}.",
     )
     patches = table[prefix:].T.reshape(-1, *grid)
-    new = resize_grid(patches, *new_grid, method=method, align_corners=align_corners)
+    options = {"method": method, "align_corners": align_corners, "antialias": antialias}
+    new = resize_grid(patches, *new_grid, **options)
     return jnp.concatenate([table[:prefix], new.reshape(new.shape[0], -1).T])
 
 
