@@ -54,6 +54,17 @@ MUTATIONS = [
     Mutation("objects that change are constants", "engine/functions.py",
              'raise _Varies(f"`{name}`, {described(value)}")', "return kind, _Same(value)",
              "tests/engine/test_functions.py"),
+    # Positions.
+    Mutation("a document of one token joins the next", "positions/packing.py",
+             "restarts = positions[:, 1:] <= positions[:, :-1]",
+             "restarts = positions[:, 1:] < positions[:, :-1]",
+             "tests/positions/test_packing.py"),
+    Mutation("antialiased grids have the sharp kernel", "positions/image_grids.py",
+             "    if antialias:", "    if False:",
+             "tests/positions/test_image_grids.py"),
+    Mutation("an exported cache forgets settings", "cache/serialization.py",
+             "for f in dataclasses.fields(x) if f.init}", "for f in ()}",
+             "tests/functional/test_export.py"),
     # Verdicts on kernels.
     Mutation("a wrong kernel is used", "engine/verdicts.py",
              "if x is None or x.fault is not None]", "if x is None]",

@@ -8,10 +8,12 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from posenc_jax.cache.past_states import appended_states, states_without
+from posenc_jax.cache.serialization import from_bytes, to_bytes
 from posenc_jax.cache.slots import batch_first, same_sharding, sharded_axes, write_slots
 from posenc_jax.cache.storage import Ring, Slots
 from posenc_jax.checks import array_of_rank, integer_positions, require
@@ -509,3 +511,11 @@ def _after(positions: jax.Array, tokens: jax.Array) -> jax.Array:
     """Returns the position after the last of the tokens, int32 [B]; undefined without tokens."""
     least = jnp.iinfo(jnp.int32).min
     return jnp.where(tokens, add_saturated(positions, 1), least).max(1, initial=least)
+
+
+export.register_pytree_node_serialization(
+    KVCache,
+    serialized_name="posenc_jax.KVCache",
+    serialize_auxdata=to_bytes,
+    deserialize_auxdata=from_bytes,
+)

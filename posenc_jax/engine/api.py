@@ -230,7 +230,7 @@ def run(
         chosen = choose(problem, _platform(problem.q))
     else:
         chosen = find(implementation)
-        reason = chosen.supports(problem)
+        reason = _symbolic(problem, chosen) or chosen.supports(problem)
         if reason is not None:
             raise NotImplementedError(f'attention: implementation="{chosen.name}": {reason}.')
     try:
@@ -239,6 +239,18 @@ def run(
         if type(error).__name__ == "CustomVJPException" and (reads := _read_by_rules(problem)):
             raise TypeError(f"attention: {reads}; give it as heads= or shared=.") from error
         raise
+
+
+def _symbolic(problem: Problem, chosen: Implementation | None = None) -> str | None:
+    """Returns why an implementation cannot compute sizes of `jax.export.symbolic_shape`, or None.
+
+    Blocks and tiles are chosen by numbers; "reference" and "jax" have neither.
+    """
+    sizes = problem.q.shape[0], problem.length, problem.keys
+    exports = chosen is not None and chosen.name in ("reference", "jax")
+    if exports or all(isinstance(size, int) for size in sizes):
+        return None
+    return f'B, T and S are {sizes}, and symbolic sizes need "reference", "jax" or None'
 
 
 def _read_by_rules(problem: Problem) -> str:
@@ -318,6 +330,8 @@ def choose(problem: Problem, platform: str) -> Implementation:
       problem: the problem.
       platform: "cpu", "gpu" or "tpu".
     """
+    if _symbolic(problem) is not None:
+        return IMPLEMENTATIONS["reference"]
     pairs = problem.length * problem.keys
     small = problem.length == 1 or pairs < 32 * 32
     order = ("dense", "xla") if small else ("xla", "dense")
@@ -482,17 +496,19 @@ def _check_mask(mask, shape: tuple[int, int, int, int]) -> None:
         and all(m in (1, w) for m, w in zip(mask.shape[:2], shape, strict=False))
         and mask.shape[2:] == shape[2:],
         f"attention: mask must be [B or 1, N or 1, T, S] = {shape}, got {mask.shape}"
-        f"{mask_hint(mask.ndim)}.",
+        f"{mask_hint(mask.shape)}.",
     )
 
 
-def mask_hint(ndim: int) -> str:
-    """Returns advice on a mask with another number of axes than 4."""
+def mask_hint(shape: tuple[int, ...]) -> str:
+    """Returns advice on a mask of another shape."""
     padding = "padding goes into segment_ids, see posenc_jax.positions.from_padding_mask"
+    if shape[1:3] == (1, 1) and len(shape) == 4:
+        return f"; one row for all queries is no mask; {padding}"
     return {
         2: f"; if it is [T, S], give mask[None, None]; {padding}",
         3: "; give mask[:, None]",
-    }.get(ndim, "")
+    }.get(len(shape), "")
 
 
 def _check_numbers(call: AttentionCall) -> None:

@@ -61,12 +61,12 @@ from posenc_jax.engine.toeplitz import toeplitz_tile, toeplitz_tile_vjp
 from posenc_jax.ops.partition import combine, partition
 
 FORWARD_MODE = (
-    "attention: tiles have reverse mode, and forward mode over it; for forward mode alone use "
-    'implementation="reference".'
+    "attention: tiles have reverse mode, and forward mode over it; for forward mode alone, and for "
+    'gradients of it, use implementation="dense".'
 )
 _REVERSE_OVER_REVERSE = (
     "attention: tiles have reverse mode, and forward mode over it; for reverse mode over "
-    'reverse mode use implementation="reference", or jax.jvp of jax.grad.'
+    'reverse mode use implementation="dense", or jax.jvp of jax.grad.'
 )
 
 

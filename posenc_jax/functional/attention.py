@@ -312,7 +312,7 @@ def _check_call(call: AttentionCall, cache: KVCache | None, scheme: Scheme) -> N
     if mask is not None and jnp.ndim(mask) != 4:
         raise ValueError(
             f"scheme_attention: mask must be [B or 1, N or 1, T, S], got shape {jnp.shape(mask)}"
-            f"{mask_hint(jnp.ndim(mask))}."
+            f"{mask_hint(jnp.shape(mask))}."
         )
     if cache is None:
         return

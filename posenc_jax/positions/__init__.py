@@ -6,6 +6,7 @@ from posenc_jax.positions.packing import (
     digit_places,
     from_padding_mask,
     from_segment_ids,
+    segment_ids_from_positions,
 )
 from posenc_jax.positions.random import (
     continuous,
@@ -27,6 +28,7 @@ __all__ = [
     "random_floats",
     "randomized",
     "randomized_distances",
+    "segment_ids_from_positions",
     "shifted",
     "skip_wise",
     "spaced_floats",

@@ -42,6 +42,26 @@ def from_segment_ids(segment_ids: jax.Array) -> jax.Array:
     return since(changes(segment_ids))
 
 
+def segment_ids_from_positions(positions: jax.Array) -> jax.Array:
+    """Returns segment ids of packed rows that positions alone describe.
+
+    Some data collators give position ids that begin again with each document, and no segment ids.
+    Attention takes positions as the order of tokens, so that without segment ids the documents of
+    a row see each other. A segment begins where a position is not greater than the one before.
+    Padding needs -1: `jnp.where(mask, segment_ids_from_positions(positions), -1)`.
+
+    Args:
+      positions: integers [B, T], tokens in order.
+
+    >>> segment_ids_from_positions(jnp.array([[0, 1, 2, 0, 1, 0]]))
+    Array([[0, 0, 0, 1, 1, 2]], dtype=int32)
+    """
+    array_of_rank("segment_ids_from_positions", "positions", positions, 2, "[B, T]")
+    positions = integer_positions("segment_ids_from_positions", positions)
+    restarts = positions[:, 1:] <= positions[:, :-1]
+    return jnp.pad(jnp.cumsum(restarts, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+
+
 def changes(ids: jax.Array) -> jax.Array:
     """Returns bool [B, T]: whether the id differs from the previous one; true for the first."""
     changed = ids[:, 1:] != ids[:, :-1]

@@ -230,9 +230,9 @@ def test_other_orders_of_derivatives_say_what_to_do():
         return jnp.sum(_attend(q, k, v) ** 2)
 
     for forward in (lambda f: jax.jvp(f, (q,), (q,)), lambda f: jax.jacfwd(f)(q)):
-        with pytest.raises(NotImplementedError, match="for forward mode alone use"):
+        with pytest.raises(NotImplementedError, match="for forward mode alone"):
             jax.jit(lambda forward=forward: forward(jax.jit(loss))).lower()
-    with pytest.raises(NotImplementedError, match='implementation="reference"'):
+    with pytest.raises(NotImplementedError, match='implementation="dense"'):
         jax.jit(jax.grad(lambda q: jnp.sum(jax.grad(loss)(q) ** 2))).lower(q)
 
 

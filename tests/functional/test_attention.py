@@ -692,6 +692,11 @@ def content(heads=6, q_features=Q, k_features=None):
             ValueError,
             r"mask must be .*\(2, 6, 7, 7\), got \(7, 7",
         ),
+        (
+            {"mask": jnp.ones((2, 1, 1, 7), bool)},
+            ValueError,
+            r"mask must be .*; one row for all queries is no mask; padding goes into",
+        ),
         ({"mask": [[[[True] * 7] * 7]]}, TypeError, "mask must be an array, got list"),
         ({"q": [[[[0.0] * 8] * 6] * 7] * 2}, TypeError, "q must be an array, got list"),
         ({"window": 0}, ValueError, "window must be at least 1 token, got 0"),

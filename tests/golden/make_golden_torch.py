@@ -150,9 +150,7 @@ def grids(_):
         for size in [(8, 3), (5, 14), (1, 1), (2, 12)]:
             for align, antialias in [(False, False), (True, False), (False, True)]:
                 options = {"align_corners": align, "antialias": antialias}
-                got = torch.nn.functional.interpolate(
-                    grid[None], size=size, mode=method, **options
-                )
+                got = torch.nn.functional.interpolate(grid[None], size=size, mode=method, **options)
                 case = {"method": method, "size": size, **options}
                 cases.append(case | {"values": rounded(got[0])})
     return {"origin": f"torch {torch.__version__}, interpolate", "cases": cases}

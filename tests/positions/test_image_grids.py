@@ -12,7 +12,9 @@ GRID = np.sin(1 + np.arange(70)).reshape(2, 5, 7).astype(np.float32)
 
 
 @pytest.mark.parametrize(
-    "case", GOLDEN["cases"], ids=lambda c: f"{c['method']}-{c['size']}-{c['align_corners']}-{c['antialias']}"
+    "case",
+    GOLDEN["cases"],
+    ids=lambda c: f"{c['method']}-{c['size']}-{c['align_corners']}-{c['antialias']}",
 )
 def test_matches_torch(case):
     options = {name: case[name] for name in ("method", "align_corners", "antialias")}

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import posenc_jax as pe
 from posenc_jax import positions
 from posenc_jax.positions import count_up, from_padding_mask, from_segment_ids
 
@@ -59,6 +60,21 @@ def test_the_first_token_of_a_padded_row_has_position_zero(mask, positions):
         np.testing.assert_array_equal(got[0], positions)
         np.testing.assert_array_equal(segments[0], np.array(mask) - 1)
         assert got.dtype == segments.dtype == jnp.int32
+
+
+def test_positions_that_restart_separate_documents():
+    rng, inside = np.random.default_rng(0), np.array([0, 1, 2, 3, 0, 1, 2, 0, 0, 2, 4])
+    ids = positions.segment_ids_from_positions(jnp.asarray(inside)[None])
+    np.testing.assert_array_equal(ids, [[0, 0, 0, 0, 1, 1, 1, 2, 3, 3, 3]])
+    q, k, v = rng.normal(size=(3, 1, 11, 6, 8)).astype(np.float32)
+    out, _ = pe.scheme_attention(
+        pe.NoPE(), {}, q, k, v, positions=inside[None], segment_ids=ids, is_causal=True
+    )
+    for start, end in [(0, 4), (4, 7), (7, 8), (8, 11)]:  # Each document by itself, in float64.
+        logits = np.einsum("tnh,snh->nts", q[0, start:end], k[0, start:end], dtype=float) / 8**0.5
+        weights = np.tril(np.exp(logits))
+        want = np.einsum("nts,snh->tnh", weights / weights.sum(-1, keepdims=True), v[0, start:end])
+        np.testing.assert_allclose(out[0, start:end], want, atol=1e-6)
 
 
 def test_errors_name_the_argument_and_the_shape():

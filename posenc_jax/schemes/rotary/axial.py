@@ -18,7 +18,10 @@ on the offset in rows and the offset in columns. Models differ in other settings
 "half_per_axis" rotates the part of each axis as a separate head, with pairs (p, p + d / 2A).
 Tokens other than patches (CLS, registers) have coordinate 0 and are not rotated.
 `grid_coordinates` returns the coordinates of a grid, whole or centred. Coordinates [B, T] apply to
-all axes.
+all axes. Parts of unequal size, as in Wan and Flux, are a chain of RoPEs that each read one axis:
+
+    pe.chain(*(pe.on_axis(pe.RoPE(128, layout="interleaved", rotary_dim=d, rotary_start=s), a, 3)
+               for a, (d, s) in enumerate([(16, 0), (56, 16), (56, 72)])))          # Flux
 
 Papers: Heo et al. Rotary Position Embedding for Vision Transformer. 2024.
 https://arxiv.org/abs/2403.13298
@@ -62,7 +65,8 @@ def axial_frequencies(
     one_of("axial_rope", ("own", "dealt"), frequencies=frequencies)
     require(
         num_axes >= 1 and dim % (2 * num_axes) == 0,
-        f"axial_rope: {num_axes} axes need a multiple of {2 * num_axes} dimensions, got {dim}.",
+        f"axial_rope: {num_axes} axes need a multiple of {2 * num_axes} dimensions, got {dim}; "
+        "parts of unequal size are a chain of on_axis(RoPE(rotary_dim=, rotary_start=), axis).",
     )
     if frequencies == "dealt":
         return rope_frequencies(dim, theta)[0].reshape(-1, num_axes).T

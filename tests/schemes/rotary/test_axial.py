@@ -1,5 +1,6 @@
 """Axial RoPE against the vision models that use it, each written out from its own code."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -192,6 +193,23 @@ def test_three_axes_and_leading_dimensions_alone():
         part = pe.apply_rope(x[..., dims], coordinates[i], theta=100.0)
         np.testing.assert_allclose(out[..., dims], part, atol=1e-6)
     np.testing.assert_array_equal(out[..., 12:], x[..., 12:])
+
+
+def test_axes_of_unequal_size_are_a_chain():
+    parts = [(16, 0), (56, 16), (56, 72)]  # Flux, axes_dim: black-forest-labs/flux, math.py, rope.
+    options = {"layout": "interleaved", "theta": 1e4}
+    ropes = (pe.RoPE(128, rotary_dim=d, rotary_start=s, **options) for d, s in parts)
+    scheme = pe.chain(*(pe.on_axis(rope, axis, 3) for axis, rope in enumerate(ropes)))
+    rng = np.random.default_rng(0)
+    x, coordinates = rng.normal(size=(2, 5, 6, 128)), rng.integers(0, 4096, (3, 2, 5))
+    expected = x.copy()
+    for c, (d, start) in zip(coordinates, parts, strict=True):
+        z = x[..., start : start + d : 2] + 1j * x[..., start + 1 : start + d : 2]
+        turned = z * np.exp(1j * c[..., None, None] * 1e4 ** (-np.arange(0, d, 2) / d))
+        expected[..., start : start + d : 2] = turned.real
+        expected[..., start + 1 : start + d : 2] = turned.imag
+    got = query(scheme, scheme.init(jax.random.key(0)), x.astype("f4"), jnp.asarray(coordinates))
+    np.testing.assert_allclose(got, expected, atol=2e-6)
 
 
 @pytest.mark.parametrize(
