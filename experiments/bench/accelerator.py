@@ -7,7 +7,7 @@ beyond --minutes is recorded as skipped. A program that fails to compile or to r
 its error, and not tried at a larger T. One that does not answer in two minutes is recorded, and
 ends the measurements.
 
-1. Device, versions, and the steps of `experiments.bench.contact`, each family in a process of its
+1. Device, versions, and the steps of `posenc_jax.prove.contact`, each family in a process of its
    own: parts of the kernels, both passes and decoding against float64, and tiles of the default
    size. A failure is one line, with its first wrong row, head and tile. The lines are in FILE with
    the suffix .jsonl, what the processes print is in .txt.
@@ -31,9 +31,7 @@ import functools
 import json
 import math
 import os
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -47,16 +45,17 @@ import jax
 import jax.numpy as jnp
 
 import posenc_jax as pe
-from experiments.bench import anchors, contact, decode_peers
+from experiments.bench import anchors, decode_peers
 from experiments.bench.accelerator_peers import Case, peers
 from experiments.bench.anchors import BOTH, FORWARD
 from experiments.bench.cases import attend_with, positive, positives, sizes_of
 from experiments.bench.compile import compile_program, with_gradients
 from experiments.bench.decode import our_case
 from experiments.errors import ConfigError, ExperimentError
-from experiments.runs.environment import environment, usable_cores, versions
+from experiments.runs.environment import processor, usable_cores, versions
 from experiments.runs.files import to_json, write_whole
 from posenc_jax.engine.api import IMPLEMENTATIONS
+from posenc_jax.prove import contact
 
 SCHEMES = (
     *("none", "t5", "fox", "alibi", "inkling", "shaw_keys", "rope", "kerple", "fire"),
@@ -65,7 +64,7 @@ SCHEMES = (
 """In the order in which they are measured: the last are left out when time is short."""
 NO_ANSWER = 120.0
 """Seconds after which calls of a program are given up."""
-LIBRARIES = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "tokamax")
+LIBRARIES = ("numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "tokamax")
 
 
 class Job(NamedTuple):
@@ -137,7 +136,7 @@ def main(arguments: list[str]) -> int:
             draw(_read(options.replot), options.plot)
             return 0
         return run(options)
-    except ExperimentError as error:
+    except (ExperimentError, contact.DeviceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -188,7 +187,8 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         log = report.log or Path(folder, "steps.jsonl")
         chip = contact.Contact(log, min(options.steps_seconds, report.seconds))
-        report.numbers["machine"] = chip.machine()
+        report.numbers["machine"] = chip.machine() | versions(LIBRARIES)
+        report.numbers["machine"] |= {"processor": processor(), "cores": usable_cores()}
         platform = report.numbers["machine"]["device"].partition(":")[0]
         if options.on not in (None, platform):
             raise ConfigError(f"--on {options.on}: JAX runs on {platform} here")
@@ -218,21 +218,6 @@ def run(options: argparse.Namespace) -> int:
 def _lost_the_chip(row: dict[str, Any]) -> bool:
     """Returns whether a step ended in a way that may lose the numbers of this process too."""
     return row["outcome"] in ("hang", "died") or "CUDA_ERROR" in row.get("place", "")
-
-
-def machine() -> dict[str, Any]:
-    """Returns the device, its memory, and versions down to the driver."""
-    device, driver = jax.devices()[0], ""
-    if shutil.which("nvidia-smi"):
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return {
-        **environment(),
-        **versions(LIBRARIES),
-        "runtime": " ".join(device.client.platform_version.split()),
-        "driver": driver,
-        "memory GB": (device.memory_stats() or {}).get("bytes_limit", 0) / 1e9,
-    }
 
 
 def _scheme(name: str, options: argparse.Namespace) -> pe.Scheme:

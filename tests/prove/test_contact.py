@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from experiments.bench import contact
+from posenc_jax.prove import contact, steps
 
 FAKE = """
     import json, os, sys, time
@@ -161,18 +161,16 @@ def test_no_seconds_run_no_steps(fake):
 
 def test_a_device_that_does_not_start_is_an_error(fake, tmp_path):
     (tmp_path / "fake.py").write_text("import time; time.sleep(30)")
-    with pytest.raises(contact.ExperimentError, match=r"does not start: .*no end within"):
+    with pytest.raises(contact.DeviceError, match=r"does not start: .*no end within"):
         fake(patience=0.5).machine()
 
 
 def test_a_process_ends_when_its_chip_no_longer_answers(tmp_path, monkeypatch):
-    from posenc_jax.prove import steps
-
     def illegal():
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
 
     chosen = [steps.Step(x, "forward", "none", "bfloat16", 64, illegal) for x in ("first", "next")]
-    monkeypatch.setattr(steps, "steps", lambda *_, **__: chosen)
+    monkeypatch.setattr(contact, "steps", lambda *_, **__: chosen)
     monkeypatch.setattr(contact, "_answers", lambda: False)
     monkeypatch.setattr(contact.os, "_exit", sys.exit)
     log = tmp_path / "log"
@@ -184,8 +182,6 @@ def test_a_process_ends_when_its_chip_no_longer_answers(tmp_path, monkeypatch):
 
 
 def test_a_process_writes_before_and_after_each_step(tmp_path, monkeypatch):
-    from posenc_jax.prove import steps
-
     def refuses():
         raise NotImplementedError('attention: implementation="pallas": the platform is cpu')
 
@@ -196,7 +192,7 @@ def test_a_process_writes_before_and_after_each_step(tmp_path, monkeypatch):
     chosen = [
         steps.Step(name, "forward", "none", "bfloat16", 64, run) for name, run in runs.items()
     ]
-    monkeypatch.setattr(steps, "steps", lambda *_, **__: chosen)
+    monkeypatch.setattr(contact, "steps", lambda *_, **__: chosen)
     log = tmp_path / "log"
     assert contact.main([f"--log={log}", "--implementation=pallas", "--family=forward"]) == 0
     first, *rows = (json.loads(text) for text in log.read_text().splitlines())

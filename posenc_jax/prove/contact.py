@@ -7,13 +7,14 @@ after an error that leaves a GPU without answers. Two steps that hang, or four p
 lost, end the steps of an implementation. At the end, steps that failed run once more, on TPU with
 poisoned scratch memory and bounds checks, on GPU under compute-sanitizer if it is on PATH.
 
-    python3 -m experiments.bench.contact --log build/gpu.jsonl         the steps without the times
+    python3 -m posenc_jax.prove.contact --log build/gpu.jsonl
 """
 
 import argparse
 import dataclasses
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from experiments.errors import ExperimentError
+import jax
+import jax.numpy as jnp
+import jaxlib
+
+from posenc_jax.prove.steps import steps
 
 SHARES = (
     ("pallas", "primitives", 0.08),
@@ -49,6 +54,10 @@ LOST = 75
 ENOUGH = {"hang": (2, "steps hung"), "lost": (4, "processes were lost")}
 """After how many of these an implementation has no more steps."""
 _WAIT = 0.05  # Seconds between looks at the log.
+
+
+class DeviceError(RuntimeError):
+    """The device does not start."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +85,7 @@ class Contact:
     pause: float = 5.0
     again: float = 60.0
     arguments: tuple[str, ...] = ()
-    command: tuple[str, ...] = (sys.executable, "-m", "experiments.bench.contact")
+    command: tuple[str, ...] = (sys.executable, "-m", "posenc_jax.prove.contact")
     show: Callable[[str], None] = lambda text: print(text, flush=True)
 
     @property
@@ -88,7 +97,7 @@ class Contact:
         """Returns the machine as a process of its own sees it.
 
         Raises:
-          ExperimentError: if the device does not start.
+          DeviceError: if the device does not start.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.write_text("")
@@ -98,7 +107,7 @@ class Contact:
             if "machine" in row:
                 return row["machine"]
         words = ": ".join(filter(None, reason)) or self._last_words()
-        raise ExperimentError(f"the device does not start: {words}")
+        raise DeviceError(f"the device does not start: {words}")
 
     def run(self, platform: str) -> list[dict[str, Any]]:
         """Runs all steps of a platform, and returns a row for each."""
@@ -263,6 +272,24 @@ class Contact:
         return next((x.strip()[-300:] for x in reversed(lines) if x.strip()), "no message")
 
 
+def machine() -> dict[str, Any]:
+    """Returns the device, its memory, and versions down to the driver."""
+    device, driver = jax.devices()[0], ""
+    if shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "device": f"{device.platform}: {device.device_kind}",
+        "runtime": " ".join(device.client.platform_version.split()),
+        "driver": driver,
+        "memory GB": (device.memory_stats() or {}).get("bytes_limit", 0) / 1e9,
+    }
+
+
 def _end(lost: Mapping[str, int]) -> str:
     """Returns why an implementation has no more steps, in words; nothing if it has."""
     words = (f"{lost[x]} {what}" for x, (count, what) in ENOUGH.items() if lost[x] >= count)
@@ -314,8 +341,6 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 def child(options: argparse.Namespace) -> None:
     """Runs the steps of a family, a line in the log before and after each."""
-    from posenc_jax.prove.steps import steps
-
     chosen = steps(
         options.implementation,
         family=options.family,
@@ -352,9 +377,6 @@ def child(options: argparse.Namespace) -> None:
 
 def _answers() -> bool:
     """Returns whether the chip still computes; after an illegal access, a GPU does not."""
-    import jax
-    import jax.numpy as jnp
-
     try:
         return jax.device_get(jnp.ones(8)).sum() == 8
     except Exception:
@@ -372,7 +394,7 @@ def reason(error: Exception) -> dict[str, str]:
 def main(arguments: list[str]) -> int:
     """Runs all steps, or the steps of one process; returns 1 if one failed."""
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.bench.contact",
+        prog="python -m posenc_jax.prove.contact",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -386,8 +408,6 @@ def main(arguments: list[str]) -> int:
         add(f"--{name}", help=argparse.SUPPRESS, **kind)
     options = parser.parse_args(arguments)
     if options.machine:
-        from experiments.bench.accelerator import machine
-
         write(options.log, {"machine": machine()})
         return 0
     if options.family:
@@ -397,7 +417,7 @@ def main(arguments: list[str]) -> int:
     contact = Contact(options.log, options.seconds, arguments=more)
     try:
         device = contact.machine()["device"]
-    except ExperimentError as error:
+    except DeviceError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(device)
