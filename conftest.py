@@ -21,10 +21,6 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     compiled = tempfile.mkdtemp(prefix="posenc_jax-tests-")
     atexit.register(shutil.rmtree, compiled, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled
-# No verdict on kernels of this machine changes what tests see.
-os.environ["POSENC_JAX_CACHE_DIR"] = os.path.join(
-    os.environ["JAX_COMPILATION_CACHE_DIR"], "verdicts"
-)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 

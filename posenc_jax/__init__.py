@@ -31,7 +31,7 @@ Functions and modules that use schemes:
     parts of schemes     apply_rope, apply_rotation, cos_sin, rope_frequencies, alibi_slopes,
                          sinusoidal_encoding, t5_bucket, short_convolution, yarn_logit_scale
     your own schemes     Scheme, Rotary, Rule, Acts, Traits; testing.check
-    your own kernels     Implementation, Problem
+    kernels              kernels_by_default; your own: Implementation, Problem
     names of schemes     SCHEMES
 
 Letters, in all shapes: B batch, T queries, S keys, N query heads, K key/value heads,
@@ -40,7 +40,6 @@ H head dim, D model dim, A coordinate axes.
 
 import difflib
 import importlib
-import os
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -48,9 +47,9 @@ from posenc_jax import positions as positions
 from posenc_jax import sharding as sharding
 from posenc_jax.angles import cos_sin as cos_sin
 from posenc_jax.cache.kv_cache import KVCache as KVCache
-from posenc_jax.engine import verdicts as _verdicts
 from posenc_jax.engine.api import AttentionCall as AttentionCall
 from posenc_jax.engine.api import attention as attention
+from posenc_jax.engine.chips import kernels_by_default as kernels_by_default
 from posenc_jax.engine.problem import Implementation as Implementation
 from posenc_jax.engine.problem import Problem as Problem
 from posenc_jax.engine.rules import ContentBias as ContentBias
@@ -190,12 +189,6 @@ SCHEMES: dict[str, type[Scheme]] = _Schemes(
     if isinstance(thing, type) and issubclass(thing, Scheme) and thing.name
 )
 """Every exported scheme class by its `name`."""
-
-_PROVE = os.environ.get("POSENC_JAX_PROVE", "0")
-if _PROVE not in ("0", "1"):
-    raise ValueError(f"posenc_jax: POSENC_JAX_PROVE must be 0 or 1, got {_PROVE!r}.")
-if _PROVE == "1":
-    _verdicts.check = importlib.import_module("posenc_jax.prove.verdicts").make
 
 if not TYPE_CHECKING:  # A type checker would take every name for a module.
 

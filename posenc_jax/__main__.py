@@ -2,13 +2,12 @@
 
 import importlib.metadata
 import platform
-import time
 
 import jax
 import jax.numpy as jnp
 
 import posenc_jax as pe
-from posenc_jax.engine import verdicts
+from posenc_jax.engine import chips
 from posenc_jax.engine.api import IMPLEMENTATIONS
 
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
@@ -43,14 +42,12 @@ def main() -> None:
     lines["devices"] = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds))
     lines["backend"] = jax.devices()[0].client.platform_version.replace("\n", " ")
     lines |= {f'implementation="{name}"': runs(name) for name in IMPLEMENTATIONS}
+    if lines['implementation="pallas"'] == "runs":
+        dates = [chip.date for chip in chips.CHIPS if chip[:3] == chips.here()]
+        checked = f"on {dates[-1]}" if dates else "never; python -m posenc_jax.prove checks them"
+        lines["kernels checked here"] = checked
     for name, value in lines.items():
         print(f"{name:28}{value}")
-    if lines['implementation="pallas"'] == "runs":
-        print(f"{'verdicts':28}{verdicts.folder()}; python -m posenc_jax.prove makes them")
-        for subject, verdict in verdicts.here():
-            day = time.strftime("%Y-%m-%d", time.gmtime(verdict.time))
-            result = "right" if verdict.fault is None else f"wrong: {verdict.fault}"
-            print(f"{'':28}{subject}: {result} ({verdict.steps} steps, {day})")
 
 
 if __name__ == "__main__":

@@ -1,146 +1,182 @@
-"""Checks the kernels of this package on the chip that is there, and keeps the verdicts.
+"""Checks the kernels of this package on the TPU or GPU that is there, step by step.
 
-    python -m posenc_jax.prove                                   the usual dtype and head dims
-    python -m posenc_jax.prove --rule-class none distance        for T5 and ALiBi
-    python -m posenc_jax.prove --dtype float32 --head-dim 96     others
-    python -m posenc_jax.prove --list                            the steps, without running them
+    python -m posenc_jax.prove
 
-attention(implementation="pallas") runs kernels for TPU v5e, v5p, v6e and 7x and for H100 and H200.
-Compilers and interpreters checked them; whether a chip computes them right, only the chip can show.
-So implementation=None takes them only where this program saw that they are right:
+Compilers and interpreters check the kernels of implementation="pallas" everywhere; whether a chip
+computes them right, only the chip can show. Steps run single operations of the kernels first, then
+attention and its gradients, against numbers that are computed in another way: about ten minutes
+on an H100, mostly to compile. A step that fails is one line, with its first wrong row, head and
+tile, and runs once more with all checks of the platform. Steps that hang or crash cost themselves
+alone. The lines are in --log as JSON; what processes print is beside it with the suffix .txt.
 
-1. It runs each step on the chip: single operations of the kernels first, then the output and the
-   gradients of attention, against numbers that are computed in another way.
-2. It writes a verdict, right or wrong, for each rule class, dtype and head dim. Verdicts are about
-   one kind of chip and the versions of the compiler, of jax and of this package: after an update
-   of any of these, run it again.
-3. Programs that start later read the verdicts. They need the one of "none", for masks and grouped
-   heads, and one of each class of their rules: "distance" (T5, ALiBi, KERPLE), "separable" (FoX),
-   "product" (Inkling, Shaw, Transformer-XL, DeBERTa), "pair" (functions of two tokens, whose own
-   operations the steps do not run), "array" (biases of all pairs); or "decode" for a few tokens at
-   a time on TPU.
-   `python -m posenc_jax` prints the verdicts.
+If all steps that the kernels serve are right, the last line is the row of this chip for
+posenc_jax/engine/chips.py, whose chips implementation=None trusts.
 
-Verdicts lie in $POSENC_JAX_CACHE_DIR, else in $XDG_CACHE_HOME/posenc_jax or ~/.cache/posenc_jax;
-remove the files to forget them. A program of several processes reads them only if each process has
-POSENC_JAX_CACHE_DIR, naming a folder that they share, and only those made before it started: if
-processes chose differently, they would wait for each other forever.
-
-With POSENC_JAX_PROVE=1 in its environment, a program of one process runs the steps itself when it
-first traces attention of a class without a verdict; that takes minutes, once.
-
-Exit status: 0 if all that ran is right, 1 if something is wrong, 2 for a wrong call, or without a
-chip that there are kernels for.
+Exit status: 0 if nothing failed, 1 if something did, 2 for a wrong call, or without a chip that
+there are kernels for. It needs jax and numpy alone.
 """
 
 import argparse
-import itertools
+import datetime
 import os
+import platform
+import shutil
+import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import jaxlib
 
-from posenc_jax.__main__ import runs
-from posenc_jax.engine import verdicts
-from posenc_jax.engine.verdicts import Subject
-from posenc_jax.prove.steps import Step
-from posenc_jax.prove.verdicts import SECONDS, Outcome, plan, run, verdict_of
+from posenc_jax.engine.chips import Chip
+from posenc_jax.engine.pallas import Pallas
+from posenc_jax.prove.contact import FAILED, LOST, Contact, DeviceError, table, write
+from posenc_jax.prove.steps import FAMILIES, steps
+
+FIT = "for this chip"
+"""What `machine` says of the kernels where there are any."""
 
 
-def main(arguments: list[str] | None = None, **options: Any) -> int:
-    """Runs the program, and returns its exit status.
-
-    Args:
-      arguments: of the command line.
-      **options: of `posenc_jax.prove.steps.steps`.
-    """
+def main(arguments: list[str] | None = None) -> int:
+    """Runs all steps, or those of one process, and returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m posenc_jax.prove",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("--rule-class", nargs="+", metavar="CLASS", help="see above; default: all")
-    dtypes = "bfloat16", "float16", "float32"
-    add("--dtype", nargs="+", choices=dtypes, default=dtypes[:1], help="default: bfloat16")
-    add("--head-dim", nargs="+", type=_positive, default=(64, 128), help="default: 64 128")
-    add("--seconds", type=_positive, default=SECONDS, help=f"for a step; default: {SECONDS}")
-    add("--list", action="store_true", help="print the steps, and run none")
-    parsed = parser.parse_args(arguments)
-    groups = plan(parsed.rule_class, parsed.dtype, parsed.head_dim, **options)
-    known = {subject.rule_class for subject in groups if subject}
-    if unknown := {*(parsed.rule_class or ())} - known:
-        parser.error(f"there is no step of rule class {', '.join(sorted(unknown))}; see --list")
-    if parsed.list:
-        for subject, steps in groups.items():
-            print(subject or "for every rule class")
-            print(*(f"  {step.name}" for step in steps), sep="\n")
+    add, log = parser.add_argument, Path("prove.jsonl")
+    add("--log", type=Path, default=log, metavar="FILE", help=f"lines of JSON (default: {log})")
+    add("--seconds", type=float, default=1200.0, help="for all steps (default: 1200)")
+    add("--interpret", action="store_true", help="run small steps in Pallas' interpreter")
+    for name in ("machine", "implementation", "family", "first", "only", "ahead"):
+        kind: dict[str, Any] = {"action": "store_true"} if name in ("machine", "ahead") else {}
+        kind |= {"type": int, "default": 0} if name == "first" else {}
+        add(f"--{name}", help=argparse.SUPPRESS, **kind)
+    options = parser.parse_args(arguments)
+    if options.machine:
+        write(options.log, {"machine": machine()})
         return 0
-    if (reason := runs("pallas")) != "runs":
-        print(f"error: {reason}", file=sys.stderr)
-        return 2
+    if options.family:
+        run_family(options)
+        return 0
+    more = ("--interpret",) if options.interpret else ()
+    contact = Contact(options.log, options.seconds, arguments=more)
     try:
-        return _prove(groups, parsed.seconds)
-    except OSError as error:
-        print(f"error: verdicts cannot be written: {error}", file=sys.stderr)
+        about = contact.machine()
+        if about["kernels"] != FIT and not options.interpret:
+            raise DeviceError(about["kernels"])
+        print(about["device"])
+        rows = contact.run(about["device"].partition(":")[0])
+    except (DeviceError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nStopped. Verdicts so far are kept.", file=sys.stderr)
+        print("Stopped.", file=sys.stderr)
         return 130
+    print(*table(rows), sep="\n")
+    chip = passed(about, rows)
+    print(f"posenc_jax/engine/chips.py: {chip}" if chip else "Not all steps ran and were right.")
+    return int(any(row["outcome"] in FAILED for row in rows))
 
 
-def _prove(groups: dict[Subject | None, list[Step]], seconds: float) -> int:
-    """Runs the steps of all subjects, prints their outcomes, and writes the verdicts."""
-    total, counter = sum(map(len, groups.values())), itertools.count(1)
+def passed(about: dict[str, Any], rows: list[dict[str, Any]]) -> Chip | None:
+    """Returns the row of a chip on which all steps of the kernels passed; None for others.
 
-    def announce(step: Step) -> None:
-        print(f"{next(counter):3}/{total} {step.name} ... ", end="", flush=True)
-
-    verdicts.folder().mkdir(parents=True, exist_ok=True)
-    print(f"{jax.local_devices()[0].device_kind}: {total} steps; verdicts in {verdicts.folder()}")
-    shared: list[Outcome] = []
-    lines, ran, lost = [], [], False
-    for subject, steps in groups.items():
-        outcomes = []
-        for outcome in run([] if lost else steps, seconds, announce):
-            print(_words(outcome), flush=True)
-            outcomes.append(outcome)
-            lost = outcome.lost
-        ran += outcomes
-        if subject is None:
-            shared = outcomes
-        elif (verdict := verdict_of([*shared, *outcomes])) is not None:
-            verdicts.write(verdicts.key_of(subject), verdict)
-            lines.append(f"{'right' if verdict.fault is None else 'WRONG'}: {subject}")
-    print(*lines, sep="\n")
-    if lost:
-        print("The chip no longer answers, and other steps did not run.")
-    if not lines:
-        print("error: there are no kernels here for any of these steps", file=sys.stderr)
-        return 2
-    if any(outcome.fault is not None for outcome in ran):
-        print("What is wrong is not used. Please report this and `python -m posenc_jax`.")
-        return 1
-    return 0
+    Args:
+      about: the result of `machine`.
+      rows: the outcomes of all steps; refusals say nothing.
+    """
+    ran = [x for x in rows if x["implementation"] == "pallas" and x["outcome"] != "refused"]
+    right = [x for x in ran if x["outcome"] == "ok"]
+    complete = right == ran and {x["family"] for x in right} == {*FAMILIES}
+    if not complete or about["kernels"] != FIT or about["jax"] != about["jaxlib"]:
+        return None
+    kind = about["device"].partition(": ")[2]
+    dtypes = {x["dtype"] for x in right if x["family"] == "backward"}
+    today = datetime.date.today().isoformat()
+    return Chip(kind, about["jax"], about["runtime"], tuple(sorted(dtypes)), today, _commit())
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-    return int(text)
+def _commit() -> str:
+    """Returns the commit of the sources, marked if they have changed since; "" without git."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=8"]
+    try:
+        done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()
 
 
-def _words(outcome: Outcome) -> str:
-    """Returns an outcome for a line of the screen."""
-    if outcome.refused is not None:
-        return f"no kernel: {outcome.refused}"
-    if outcome.fault is not None:
-        return f"WRONG: {outcome.fault}"
-    return f"right, {outcome.seconds:.1f} s"
+def machine() -> dict[str, Any]:
+    """Returns the device, its memory, versions down to the driver, and why it has no kernels."""
+    device, driver = jax.devices()[0], ""
+    if shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "device": f"{device.platform}: {device.device_kind}",
+        "runtime": " ".join(device.client.platform_version.split()),
+        "driver": driver,
+        "memory GB": (device.memory_stats() or {}).get("bytes_limit", 0) / 1e9,
+        "kernels": Pallas().unfit() or FIT,
+    }
+
+
+def run_family(options: argparse.Namespace) -> None:
+    """Runs the steps of a family, a line in the log before and after each."""
+    small = options.interpret
+    chosen = steps(options.implementation, family=options.family, interpret=small, small=small)
+    write(options.log, {"steps": [step.name for step in chosen]})
+    if options.only:
+        chosen = [step for step in chosen if step.name == options.only]
+    chosen = chosen[options.first :]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        compiled: list[Any] = [None] * len(chosen)
+        if options.ahead:
+            compiled = [step.compile and pool.submit(step.compile) for step in chosen]
+        for step, ready in zip(chosen, compiled, strict=True):
+            write(options.log, {"running": step.name})
+            began, outcome = time.monotonic(), {"outcome": "ok"}
+            try:
+                if ready is not None:
+                    ready.result()
+                elif step.compile is not None:
+                    step.compile()
+                write(options.log, {"compiled": step.name})
+                place = step.run()
+                if place is not None:
+                    outcome = {"outcome": "wrong", "place": place}
+            except Exception as error:
+                outcome = _reason(error)
+            about = {"step": step.name, "dtype": step.dtype}
+            write(options.log, about | outcome | {"seconds": time.monotonic() - began})
+            if outcome["outcome"] == "error" and not _answers():
+                os._exit(LOST)  # Later steps would fail too.
+
+
+def _answers() -> bool:
+    """Returns whether the chip still computes; after an illegal access, a GPU does not."""
+    try:
+        return jax.device_get(jnp.ones(8)).sum() == 8
+    except Exception:
+        return False
+
+
+def _reason(error: Exception) -> dict[str, str]:
+    """Returns an error as an outcome; a refusal by an implementation is no failure."""
+    text = " ".join(f"{error}".split())
+    if isinstance(error, NotImplementedError) and text.startswith("attention: implementation="):
+        return {"outcome": "refused", "place": text.split(": ", 2)[-1][:200]}
+    return {"outcome": "error", "place": f"{type(error).__name__}: {text[:400]}"}
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    os._exit(status)  # A step without result would hold the interpreter at its exit.
+    raise SystemExit(main())

@@ -73,11 +73,6 @@ class Case:
     keys: int = 0
 
     @property
-    def rule_class(self) -> str:
-        """The class of the rule."""
-        return RULES[self.rule].rule_class
-
-    @property
     def key_count(self) -> int:
         """S."""
         return self.keys or self.length + self.later
@@ -120,14 +115,12 @@ class RuleCase(NamedTuple):
     """A rule, in JAX and in NumPy.
 
     Attributes:
-      rule_class: the kind of term that kernels evaluate.
       make: `make(random, case)` returns the parameters.
       rules: of the parameters.
       added: `added(params, distance)` returns logits [B, N, T, S]; distances are [B, T, S].
       pull: `pull(params, distance, ds)` returns the cotangents of the parameters.
     """
 
-    rule_class: str
     make: Callable[[np.random.Generator, Case], Arrays]
     rules: Callable[[Arrays], tuple]
     added: Callable[[Arrays, np.ndarray], Any]
@@ -151,7 +144,6 @@ def _table() -> RuleCase:
     """A learned number per head and distance, bounded: T5."""
     make = functools.partial(LogitBias, _of_table, relative=True, bounds=(_LOW, _HIGH))
     return RuleCase(
-        "distance",
         lambda random, c: {"table": random.normal(size=(c.heads, _HIGH - _LOW + 1))},
         lambda p: (make(heads=p["table"]),),
         lambda p, d: np.moveaxis(p["table"][:, _entry(d)], 0, 1),
@@ -166,7 +158,6 @@ def _slope(shared, head, q, k):
 def _slopes() -> RuleCase:
     """A number per head, times the distance: ALiBi."""
     return RuleCase(
-        "distance",
         lambda random, c: {"slopes": np.linspace(0.5, 2.0, c.heads)},
         lambda p: (LogitBias(_slope, heads=p["slopes"], relative=True),),
         lambda p, d: -p["slopes"][:, None, None] * np.abs(d)[:, None] / 64,
@@ -198,7 +189,6 @@ def _gathered(d_rows: np.ndarray, d_columns: np.ndarray) -> Arrays:
 def _separable() -> RuleCase:
     """A number per query plus a number per key: FoX."""
     return RuleCase(
-        "separable",
         _rows_and_columns,
         lambda p: (SeparableBias(q_features=p["rows"], k_features=p["columns"]),),
         lambda p, d: sum(_spread(p)),
@@ -223,7 +213,6 @@ def _pair() -> RuleCase:
         return {"gates": (ds * gate).sum((0, 2, 3))} | _gathered(slope, -slope)
 
     return RuleCase(
-        "pair",
         lambda random, c: {"gates": np.linspace(1.0, 2.0, c.heads)} | _rows_and_columns(random, c),
         lambda p: (
             ContentBias(_gate, heads=p["gates"], q_features=p["rows"], k_features=p["columns"]),
@@ -261,7 +250,6 @@ def _product(of_keys: bool, size: int | None = 16) -> RuleCase:
         }
 
     return RuleCase(
-        "product",
         make,
         lambda p: (
             DotBias(_vector, shared=p["vectors"], bounds=(_LOW, _HIGH), **{name: p["features"]}),
@@ -284,7 +272,6 @@ def _array(shared: int) -> RuleCase:
         return {"pairs": pairs.astype(jnp.dtype(c.dtype)) if shared == 1 else pairs}
 
     return RuleCase(
-        "array",
         make,
         lambda p: (DenseBias(p["pairs"]),),
         lambda p, d: p["pairs"],
@@ -293,9 +280,7 @@ def _array(shared: int) -> RuleCase:
 
 
 RULES = {
-    "none": RuleCase(
-        "none", lambda random, c: {}, lambda p: (), lambda p, d: 0.0, lambda p, d, ds: {}
-    ),
+    "none": RuleCase(lambda random, c: {}, lambda p: (), lambda p, d: 0.0, lambda p, d, ds: {}),
     "table": _table(),
     "slopes": _slopes(),
     "separable": _separable(),

@@ -1,20 +1,16 @@
-"""First contact: checks the kernels of attention on a chip, each family of steps in a process.
+"""The clock of the steps: runs each family in a process of `python -m posenc_jax.prove`.
 
-The steps come from `posenc_jax.prove.steps`. A process writes a line to the log before each of
-them and one after it; this one has the clock. A step that does not end within its time, or that
-takes its process with it, is one line of the table: the next process goes on after it, as it does
-after an error that leaves a GPU without answers. Two steps that hang, or four processes that are
-lost, end the steps of an implementation. At the end, steps that failed run once more, on TPU with
-poisoned scratch memory and bounds checks, on GPU under compute-sanitizer if it is on PATH.
-
-    python3 -m posenc_jax.prove.contact --log build/gpu.jsonl
+A process writes a line to the log before each step and one after it; this one has the clock. A step
+that does not end within its time, or that takes its process with it, is one line of the table: the
+next process goes on after it, as it does after an error that leaves a GPU without answers. Two
+steps that hang, or four processes that are lost, end the steps of an implementation. At the end,
+steps that failed run once more, on TPU with poisoned scratch memory and bounds checks, on GPU under
+compute-sanitizer if it is on PATH.
 """
 
-import argparse
 import dataclasses
 import json
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -22,15 +18,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-import jax
-import jax.numpy as jnp
-import jaxlib
-
-from posenc_jax.prove.steps import steps
 
 SHARES = (
     ("pallas", "primitives", 0.08),
@@ -43,8 +32,8 @@ SHARES = (
 )
 """Implementations, families, and the part of the time after which each ends.
 
-"library" is the default of the platform for calls without a rule, which needs no verdict: it comes
-early, so that no other step takes its time. The backward pass has the forward pass in it.
+"library" is the default of the platform for calls without a rule on any chip: it comes early, so
+that no other step takes its time. The backward pass has the forward pass in it.
 """
 LIBRARIES = {"tpu": "splash", "gpu": "cudnn"}
 CHECKS = "--xla_mosaic_on_device_checks=bounds --xla_jf_poison_vmem_allocations=true"
@@ -85,7 +74,7 @@ class Contact:
     pause: float = 5.0
     again: float = 60.0
     arguments: tuple[str, ...] = ()
-    command: tuple[str, ...] = (sys.executable, "-m", "posenc_jax.prove.contact")
+    command: tuple[str, ...] = (sys.executable, "-m", "posenc_jax.prove")
     show: Callable[[str], None] = lambda text: print(text, flush=True)
 
     @property
@@ -272,24 +261,6 @@ class Contact:
         return next((x.strip()[-300:] for x in reversed(lines) if x.strip()), "no message")
 
 
-def machine() -> dict[str, Any]:
-    """Returns the device, its memory, and versions down to the driver."""
-    device, driver = jax.devices()[0], ""
-    if shutil.which("nvidia-smi"):
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "platform": f"{platform.system()} {platform.machine()}",
-        "device": f"{device.platform}: {device.device_kind}",
-        "runtime": " ".join(device.client.platform_version.split()),
-        "driver": driver,
-        "memory GB": (device.memory_stats() or {}).get("bytes_limit", 0) / 1e9,
-    }
-
-
 def _end(lost: Mapping[str, int]) -> str:
     """Returns why an implementation has no more steps, in words; nothing if it has."""
     words = (f"{lost[x]} {what}" for x, (count, what) in ENOUGH.items() if lost[x] >= count)
@@ -337,94 +308,3 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         counts = ", ".join(f"{outcomes.count(x)} {x}" for x in dict.fromkeys(outcomes))
         lines.append(f"{implementation:7s} {family:12s} {counts}")
     return lines
-
-
-def child(options: argparse.Namespace) -> None:
-    """Runs the steps of a family, a line in the log before and after each."""
-    chosen = steps(
-        options.implementation,
-        family=options.family,
-        interpret=options.interpret,
-        small=options.interpret,
-    )
-    write(options.log, {"steps": [step.name for step in chosen]})
-    if options.only:
-        chosen = [step for step in chosen if step.name == options.only]
-    chosen = chosen[options.first :]
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        compiled: list[Any] = [None] * len(chosen)
-        if options.ahead:
-            compiled = [step.compile and pool.submit(step.compile) for step in chosen]
-        for step, ready in zip(chosen, compiled, strict=True):
-            write(options.log, {"running": step.name})
-            began, outcome = time.monotonic(), {"outcome": "ok"}
-            try:
-                if ready is not None:
-                    ready.result()
-                elif step.compile is not None:
-                    step.compile()
-                write(options.log, {"compiled": step.name})
-                place = step.run()
-                if place is not None:
-                    outcome = {"outcome": "wrong", "place": place}
-            except Exception as error:
-                outcome = reason(error)
-            seconds = {"seconds": time.monotonic() - began}
-            write(options.log, {"step": step.name} | outcome | seconds)
-            if outcome["outcome"] == "error" and not _answers():
-                os._exit(LOST)  # Later steps would fail too.
-
-
-def _answers() -> bool:
-    """Returns whether the chip still computes; after an illegal access, a GPU does not."""
-    try:
-        return jax.device_get(jnp.ones(8)).sum() == 8
-    except Exception:
-        return False
-
-
-def reason(error: Exception) -> dict[str, str]:
-    """Returns an error as an outcome; a refusal by an implementation is no failure."""
-    text = " ".join(f"{error}".split())
-    if isinstance(error, NotImplementedError) and text.startswith("attention: implementation="):
-        return {"outcome": "refused", "place": text.split(": ", 2)[-1][:200]}
-    return {"outcome": "error", "place": f"{type(error).__name__}: {text[:400]}"}
-
-
-def main(arguments: list[str]) -> int:
-    """Runs all steps, or the steps of one process; returns 1 if one failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m posenc_jax.prove.contact",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--log", type=Path, required=True, metavar="FILE", help="lines of JSON")
-    add("--seconds", type=float, default=240.0, help="for all steps (default: 240)")
-    add("--interpret", action="store_true", help="run small steps in Pallas' interpreter")
-    for name in ("machine", "implementation", "family", "first", "only", "ahead"):
-        kind: dict[str, Any] = {"action": "store_true"} if name in ("machine", "ahead") else {}
-        kind |= {"type": int, "default": 0} if name == "first" else {}
-        add(f"--{name}", help=argparse.SUPPRESS, **kind)
-    options = parser.parse_args(arguments)
-    if options.machine:
-        write(options.log, {"machine": machine()})
-        return 0
-    if options.family:
-        child(options)
-        return 0
-    more = ("--interpret",) if options.interpret else ()
-    contact = Contact(options.log, options.seconds, arguments=more)
-    try:
-        device = contact.machine()["device"]
-    except DeviceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(device)
-    rows = contact.run(device.partition(":")[0])
-    print(*table(rows), sep="\n")
-    return int(any(row["outcome"] in FAILED for row in rows))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

@@ -11,7 +11,7 @@ integers that name their place; tiles of the default size are compared with "xla
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -31,9 +31,7 @@ class Step:
     Attributes:
       name: unique among `steps`, such as "forward: segments".
       family: of `FAMILIES`.
-      rule_class: "none", "distance", "separable", "pair", "product" or "array"; "" for primitives.
       dtype: of q, k and v, or of a primitive's array.
-      head_dim: H, or 0 for primitives.
       run: checks. It returns None if all is right, else the first wrong place in words, and raises
         NotImplementedError if the implementation refuses the problem.
       compile: compiles what `run` needs, which it does itself otherwise; or None.
@@ -41,9 +39,7 @@ class Step:
 
     name: str
     family: str
-    rule_class: str
     dtype: str
-    head_dim: int
     run: Callable[[], str | None]
     compile: Callable[[], object] | None = None
 
@@ -52,9 +48,6 @@ def steps(
     implementation: Any = "pallas",
     *,
     family: str | None = None,
-    rule_class: str | None = None,
-    dtype: str | None = None,
-    head_dim: int | None = None,
     interpret: Any = False,
     small: bool = False,
 ) -> list[Step]:
@@ -64,9 +57,6 @@ def steps(
       implementation: a word or an object, as for `posenc_jax.attention`. "pallas" stands for the
         kernels of the platform with tiles of 128 x 128 on TPU, of the default size in "tiles".
       family: only this one of `FAMILIES`. Default: all.
-      rule_class: only steps of this class. Default: all.
-      dtype: of q, k and v. Default: bfloat16, and some steps in float32.
-      head_dim: H. Default: 128, and some steps with other sizes.
       interpret: as for `PallasTPU` and `PallasGPU`, which "pallas" stands for.
       small: fewer tokens and repetitions, for interpreters.
 
@@ -74,21 +64,11 @@ def steps(
       Steps; nothing is computed or compiled yet.
 
     >>> from posenc_jax.prove.steps import steps
-    >>> [step.name for step in steps(family="forward", rule_class="separable")]
-    ['forward: separable', 'forward: separable, segments, grouped heads']
+    >>> [step.name for step in steps(family="forward")][:2]
+    ['forward: no rule', 'forward: not causal']
     """
     families = FAMILIES if family is None else (family,)
-    chosen = [
-        step
-        for name in families
-        for step in _MAKERS[name](implementation, dtype, head_dim, interpret, small)
-    ]
-    wanted = {"rule_class": rule_class, "dtype": dtype, "head_dim": head_dim}
-    return [
-        step
-        for step in chosen
-        if all(x is None or getattr(step, name) == x for name, x in wanted.items())
-    ]
+    return [step for name in families for step in _MAKERS[name](implementation, interpret, small)]
 
 
 TRAINING = (
@@ -167,24 +147,11 @@ TILES = (
 _WITHOUT_LSE = ("splash", "jax", "cudnn")
 
 
-def _cases(
-    problems: Iterable[Case], dtype: str | None, head_dim: int | None, small: bool
-) -> Iterator[Case]:
-    """Yields problems with a dtype and a head dim, each once."""
-    seen = set()
-    for case in problems:
-        changes: dict[str, Any] = {}
-        if dtype is not None:
-            changes["dtype"] = dtype
-        if head_dim is not None:
-            changes["dim"] = head_dim
-        if small and not case.filled:
-            changes |= {"length": min(case.length, 300), "block": 128}
-        case = dataclasses.replace(case, **changes)
-        key = dataclasses.replace(case, name="")
-        if key not in seen:
-            seen.add(key)
-            yield case
+def _case(case: Case, small: bool) -> Case:
+    """Returns a problem, with `small` of fewer tokens; decode steps are small."""
+    if not small or case.filled:
+        return case
+    return dataclasses.replace(case, length=min(case.length, 300), block=128)
 
 
 def _kernels(implementation: Any, interpret: Any, default_tiles: bool) -> Any:
@@ -204,9 +171,10 @@ def _kernels(implementation: Any, interpret: Any, default_tiles: bool) -> Any:
 
 
 def _against_float64(family: str, problems: tuple[Case, ...], gradients: bool) -> Callable:
-    def make(implementation, dtype, head_dim, interpret, small):
+    def make(implementation, interpret, small):
         lse = implementation not in _WITHOUT_LSE
-        for case in _cases(problems, dtype, head_dim, small):
+        for case in problems:
+            case = _case(case, small)
 
             def run(check, case=case):
                 chosen = _kernels(
@@ -220,10 +188,8 @@ def _against_float64(family: str, problems: tuple[Case, ...], gradients: bool) -
 
 
 def _step(family: str, case: Case, run: Callable, check: Callable, compile: Callable) -> Step:
-    name = f"{family}: {case.name}"
     do = functools.partial
-    about = family, case.rule_class, case.dtype, case.dim
-    return Step(name, *about, do(run, check), do(run, compile))
+    return Step(f"{family}: {case.name}", family, case.dtype, do(run, check), do(run, compile))
 
 
 def _check(case: Case, implementation: Any, *, gradients: bool, lse: bool) -> str | None:
@@ -241,11 +207,12 @@ def _check(case: Case, implementation: Any, *, gradients: bool, lse: bool) -> st
     return None
 
 
-def _tiles(implementation, dtype, head_dim, interpret, small):
+def _tiles(implementation, interpret, small):
     """Yields steps with tiles of the default size, against "xla" and themselves."""
     if implementation == "xla":
         return
-    for case in _cases(TILES, dtype, head_dim, small):
+    for case in TILES:
+        case = _case(case, small)
         repeats = 2 if small or case.rule != "table" else 20
 
         def run(check, case=case):
@@ -278,7 +245,7 @@ def _check_tiles(repeats: int, case: Case, implementation: Any, **options: bool)
     return place
 
 
-def _primitives(implementation, dtype, head_dim, interpret, small):
+def _primitives(implementation, interpret, small):
     """Yields the steps of the kernels' parts."""
     if implementation != "pallas":
         return
@@ -287,7 +254,7 @@ def _primitives(implementation, dtype, head_dim, interpret, small):
     else:
         from posenc_jax.prove.tpu_primitives import primitives
     for x in primitives(interpret, small):
-        yield Step(f"primitives: {x.name}", "primitives", "", str(x.want.dtype), 0, x.run)
+        yield Step(f"primitives: {x.name}", "primitives", str(x.want.dtype), x.run)
 
 
 _MAKERS: dict[str, Callable[..., Iterator[Step]]] = {

@@ -13,6 +13,7 @@ import pytest
 from experiments.bench import accelerator, anchors
 from experiments.bench.accelerator_peers import Case, peers
 from posenc_jax.prove import contact
+from posenc_jax.prove.__main__ import machine
 
 TINY = ["--batch=1", "--heads=2", "--head-dim=8", "--slots=16", "--rounds=2", "--inner-ms=1"]
 TINY += ["--threads=2", "--pair-batch=1", "--pair-length=32"]
@@ -42,7 +43,7 @@ def some_peers(length, heads, table, platform):
 @pytest.fixture
 def right_steps(monkeypatch):
     """The processes of the steps have tests of their own."""
-    monkeypatch.setattr(contact.Contact, "machine", lambda self: contact.machine())
+    monkeypatch.setattr(contact.Contact, "machine", lambda self: machine())
     monkeypatch.setattr(contact.Contact, "run", lambda self, platform: STEPS[:1])
 
 
@@ -123,7 +124,7 @@ def test_a_call_without_an_answer_ends_the_measurements(monkeypatch, tmp_path, c
     stopped = threading.Event()
     monkeypatch.setattr(os, "_exit", lambda status: stopped.set())
     report = accelerator.Report(tmp_path / "cpu.json", minutes=1)
-    report.numbers["machine"] = contact.machine()
+    report.numbers["machine"] = machine()
     options = accelerator._parser().parse_args([*TINY, "--rounds=1"])
     rows = [{"name": n, "by": "x", "what": "decode", "T": 1, "bytes": 8} for n in ("ends", "waits")]
     calls = [lambda: jnp.zeros(2), lambda: stopped.wait(10)]
@@ -137,7 +138,7 @@ def test_a_call_without_an_answer_ends_the_measurements(monkeypatch, tmp_path, c
 
 
 def test_failed_steps_are_in_the_file_and_what_ended_is_not_timed(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(contact.Contact, "machine", lambda self: contact.machine())
+    monkeypatch.setattr(contact.Contact, "machine", lambda self: machine())
     monkeypatch.setattr(contact.Contact, "run", lambda self, platform: STEPS)
     cases = []
 

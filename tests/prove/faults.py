@@ -288,7 +288,7 @@ def selected(gpu: bool, names: tuple[str, ...]) -> list[Step]:
 
     checked = plgpu.InterpretGPUParams(detect_races=True)
     return [
-        Step(f"primitives: {x.name}", "primitives", "", str(x.want.dtype), 0, x.run)
+        Step(f"primitives: {x.name}", "primitives", str(x.want.dtype), x.run)
         for x in gpu_primitives.primitives(checked, small=True)
         if f"primitives: {x.name}" in names
     ]

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from posenc_jax.prove import __main__ as program
 from posenc_jax.prove import contact, steps
 
 FAKE = """
@@ -169,13 +170,13 @@ def test_a_process_ends_when_its_chip_no_longer_answers(tmp_path, monkeypatch):
     def illegal():
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
 
-    chosen = [steps.Step(x, "forward", "none", "bfloat16", 64, illegal) for x in ("first", "next")]
-    monkeypatch.setattr(contact, "steps", lambda *_, **__: chosen)
-    monkeypatch.setattr(contact, "_answers", lambda: False)
-    monkeypatch.setattr(contact.os, "_exit", sys.exit)
+    chosen = [steps.Step(x, "forward", "bfloat16", illegal) for x in ("first", "next")]
+    monkeypatch.setattr(program, "steps", lambda *_, **__: chosen)
+    monkeypatch.setattr(program, "_answers", lambda: False)
+    monkeypatch.setattr(program.os, "_exit", sys.exit)
     log = tmp_path / "log"
     with pytest.raises(SystemExit) as ended:
-        contact.main([f"--log={log}", "--implementation=pallas", "--family=forward"])
+        program.main([f"--log={log}", "--implementation=pallas", "--family=forward"])
     assert ended.value.code == contact.LOST
     rows = [json.loads(text) for text in log.read_text().splitlines()]
     assert [row["step"] for row in rows if "outcome" in row] == ["first"]
@@ -189,12 +190,10 @@ def test_a_process_writes_before_and_after_each_step(tmp_path, monkeypatch):
         raise NotImplementedError("Unimplemented primitive")
 
     runs = {"right": lambda: None, "wrong": lambda: "tile row 2", "refused": refuses, "x": lowering}
-    chosen = [
-        steps.Step(name, "forward", "none", "bfloat16", 64, run) for name, run in runs.items()
-    ]
-    monkeypatch.setattr(contact, "steps", lambda *_, **__: chosen)
+    chosen = [steps.Step(name, "forward", "bfloat16", run) for name, run in runs.items()]
+    monkeypatch.setattr(program, "steps", lambda *_, **__: chosen)
     log = tmp_path / "log"
-    assert contact.main([f"--log={log}", "--implementation=pallas", "--family=forward"]) == 0
+    assert program.main([f"--log={log}", "--implementation=pallas", "--family=forward"]) == 0
     first, *rows = (json.loads(text) for text in log.read_text().splitlines())
     assert first == {"steps": list(runs)}
     assert [row["running"] for row in rows[::3]] == list(runs)

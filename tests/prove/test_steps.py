@@ -52,14 +52,9 @@ def test_what_is_expected_equals_the_reference(case):
     assert places.first_wrong(case, got, cases.expected(case, x, gradients=True)) is None
 
 
-def test_names_are_unique_and_filters_leave_what_they_name():
+def test_names_are_unique():
     every = [(step.family, step.name) for step in steps()]
     assert len(every) == len({*every}) and [*dict.fromkeys(f for f, _ in every)] == [*FAMILIES]
-    some = steps(family="forward", rule_class="distance", dtype="bfloat16", head_dim=96)
-    assert {(step.rule_class, step.dtype, step.head_dim) for step in some} == {
-        ("distance", "bfloat16", 96)
-    }
-    assert len(some) > 4
 
 
 @pytest.mark.parametrize("rule", [name for name in cases.RULES if name != "none"])
@@ -85,10 +80,10 @@ def test_steps_are_right_in_the_interpreter(name):
 @pytest.mark.parametrize(("word", "name"), [("xla", "no rule"), ("jax", "float32")])
 def test_other_implementations_are_right(word, name):
     """The second returns no log-sum-exp; in bfloat16, `jax.nn` sums dv in bfloat16 on CPUs."""
-    (step,) = (s for s in steps(word, small=True, head_dim=32) if s.name == f"backward: {name}")
+    (step,) = (s for s in steps(word, small=True) if s.name == f"backward: {name}")
     with jax.numpy_dtype_promotion("standard"):  # As `jax.nn` needs.
         assert step.run() is None
-    refused = next(s for s in steps("jax", family="forward") if s.rule_class == "pair")
+    refused = next(s for s in steps("jax", family="forward") if s.name == "forward: pair")
     with pytest.raises(NotImplementedError):
         refused.run()
 

@@ -1,0 +1,83 @@
+"""The chips on which the kernels of this package were right, for `implementation=None`."""
+
+import contextlib
+from typing import NamedTuple
+
+import jax
+import jaxlib
+
+from posenc_jax.engine.problem import Problem
+
+
+class Chip(NamedTuple):
+    """A kind of chip on which every step of `python -m posenc_jax.prove` passed.
+
+    Attributes:
+      device_kind: as `jax.Device.device_kind` has it.
+      jax: the version of jax and jaxlib.
+      runtime: `platform_version` of JAX's client: the version of CUDA or libtpu.
+      dtypes: of q, k and v in the steps that ran.
+      date: of the run.
+      commit: of the kernels that ran.
+    """
+
+    device_kind: str
+    jax: str
+    runtime: str
+    dtypes: tuple[str, ...]
+    date: str
+    commit: str
+
+
+CHIPS = (
+    Chip("NVIDIA H100 80GB HBM3", "0.11.2", "cuda 13000", ("bfloat16",), "2026-11-26", "10da5e37"),
+)
+"""One row per run. Only the versions of a row count, not newer ones: each lowers the kernels anew.
+
+A change of the programs of a platform's kernels removes its rows until the steps have run again.
+"""
+
+_by_default = jax.make_user_context(None)
+
+
+def kernels_by_default(value: bool | None) -> contextlib.AbstractContextManager[None]:
+    """Sets whether `implementation=None` may take "pallas", in a `with` block of this thread.
+
+    Unset, it may on the chips and versions of `posenc_jax.engine.chips.CHIPS`. In both cases calls
+    that the kernels do not serve, and sizes for which they are not worth it, take what they took.
+    The value is read while tracing, and `jax.jit` traces again where it differs.
+
+    Args:
+      value: True for all chips that the kernels are for, also where nobody has checked them;
+        False for none; None for the chips of the table.
+
+    Raises:
+      TypeError: for another value.
+
+    >>> import posenc_jax as pe
+    >>> q = jnp.ones((1, 512, 2, 64), jnp.bfloat16)
+    >>> with pe.kernels_by_default(True):
+    ...     pe.attention(q, q, q, rules=pe.ALiBi(num_heads=2).rules({}), is_causal=True).shape
+    (1, 512, 2, 64)
+    """
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"kernels_by_default: value must be True, False or None, got {value!r}.")
+    return _by_default(value)
+
+
+def here() -> tuple[str, str, str]:
+    """Returns kind, version of jax and runtime of the device, as rows of `CHIPS` begin."""
+    device = jax.local_devices()[0]
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    runtime = " ".join(device.client.platform_version.split())
+    return (described or device).device_kind, jax.__version__, runtime
+
+
+def are_default(problem: Problem) -> bool:
+    """Returns whether `None` may take "pallas" for a problem on the device that is there."""
+    if _by_default.value is not None:
+        return _by_default.value
+    # No step has values of another head dim, or another jaxlib than jax.
+    same = problem.q.shape[3] == problem.v.shape[3] and jax.__version__ == jaxlib.__version__
+    dtype, device = problem.q.dtype.name, here()
+    return same and any(chip[:3] == device and dtype in chip.dtypes for chip in CHIPS)
