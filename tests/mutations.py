@@ -383,7 +383,7 @@ MUTATIONS = [
 def copy_of_tree(folder):
     """Copies what git tracks, and what it does not ignore, to a folder."""
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "--", ":!results"],
+        ["git", "ls-files", "-co", "--exclude-standard", "--", ":!results/s*"],
         cwd=ROOT,
         capture_output=True,
         text=True,
