@@ -43,8 +43,8 @@ _by_default = jax.make_user_context(None)
 def kernels_by_default(value: bool | None) -> contextlib.AbstractContextManager[None]:
     """Sets whether `implementation=None` may take "pallas", in a `with` block of this thread.
 
-    Unset, it may on the chips and versions of `posenc_jax.engine.chips.CHIPS`. In both cases calls
-    that the kernels do not serve, and sizes for which they are not worth it, take what they took.
+    Unset, it may on the chips and versions of `posenc_jax.engine.chips.CHIPS`. Calls that the
+    kernels do not serve, or for which another implementation is as fast, do not take them anyway.
     The value is read while tracing, and `jax.jit` traces again where it differs.
 
     Args:

@@ -7,7 +7,7 @@ computes them right, only the chip can show. Steps run single operations of the 
 attention and its gradients, against numbers that are computed in another way: about ten minutes
 on an H100, mostly to compile. A step that fails is one line, with its first wrong row, head and
 tile, and runs once more with all checks of the platform. Steps that hang or crash cost themselves
-alone. The lines are in --log as JSON; what processes print is beside it with the suffix .txt.
+alone. The lines are in --log as JSON, and the output of the processes is in a .txt of that name.
 
 If all steps that the kernels serve are right, the last line is the row of this chip for
 posenc_jax/engine/chips.py, whose chips implementation=None trusts.
