@@ -82,7 +82,7 @@ MUTATIONS = [
              "if _by_default.value is not None", "if _by_default.value",
              "tests/engine/test_chips.py"),
     Mutation("a chip gets a row without all families of steps", "prove/__main__.py",
-             "right == ran and {x", "right == ran or {x",
+             "if wrong or {x", "if wrong and {x",
              "tests/engine/test_chips.py"),
     # Masks and problems.
     Mutation("causal hides the query's own token", "engine/mask.py",

@@ -12,8 +12,8 @@ alone. The lines are in --log as JSON, and the output of the processes is in a .
 If all steps that the kernels serve are right, the last line is the row of this chip for
 posenc_jax/engine/chips.py, whose chips implementation=None trusts.
 
-Exit status: 0 if nothing failed, 1 if something did, 2 for a wrong call, or without a chip that
-there are kernels for. It needs jax and numpy alone.
+Exit status: 0 if all these ran and nothing failed, else 1; 2 for a wrong call, or without a chip
+that there are kernels for. It needs jax and numpy alone.
 """
 
 import argparse
@@ -78,27 +78,34 @@ def main(arguments: list[str] | None = None) -> int:
         print("Stopped.", file=sys.stderr)
         return 130
     print(*table(rows), sep="\n")
-    chip = passed(about, rows)
-    print(f"posenc_jax/engine/chips.py: {chip}" if chip else "Not all steps ran and were right.")
-    return int(any(row["outcome"] in FAILED for row in rows))
+    dtypes = passed(rows)
+    if not dtypes:
+        print("Not all steps of the kernels ran and were right.")
+    elif chip := chip_of(about, dtypes):
+        print(f"posenc_jax/engine/chips.py: {chip}")
+    return int(not dtypes or any(row["outcome"] in FAILED for row in rows))
 
 
-def passed(about: dict[str, Any], rows: list[dict[str, Any]]) -> Chip | None:
-    """Returns the row of a chip on which all steps of the kernels passed; None for others.
+def passed(rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Returns the dtypes in which all steps of the kernels passed; none if one did not.
 
     Args:
-      about: the result of `machine`.
       rows: the outcomes of all steps; refusals say nothing.
     """
     ran = [x for x in rows if x["implementation"] == "pallas" and x["outcome"] != "refused"]
-    right = [x for x in ran if x["outcome"] == "ok"]
-    complete = right == ran and {x["family"] for x in right} == {*FAMILIES}
-    if not complete or about["kernels"] != FIT or about["jax"] != about["jaxlib"]:
+    wrong = any(x["outcome"] != "ok" for x in ran)
+    if wrong or {x["family"] for x in ran} != {*FAMILIES}:
+        return ()
+    return tuple(sorted({x["dtype"] for x in ran if x["family"] == "backward"}))
+
+
+def chip_of(about: dict[str, Any], dtypes: tuple[str, ...]) -> Chip | None:
+    """Returns the row of a machine, of which `machine` tells; None without a chip for kernels."""
+    if about["kernels"] != FIT or about["jax"] != about["jaxlib"]:
         return None
     kind = about["device"].partition(": ")[2]
-    dtypes = {x["dtype"] for x in right if x["family"] == "backward"}
     today = datetime.date.today().isoformat()
-    return Chip(kind, about["jax"], about["runtime"], tuple(sorted(dtypes)), today, _commit())
+    return Chip(kind, about["jax"], about["runtime"], dtypes, today, _commit())
 
 
 def _commit() -> str:
