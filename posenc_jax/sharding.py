@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec
 from posenc_jax.checks import divides, one_of, require
 from posenc_jax.engine.api import AttentionCall, make_problem, run
 from posenc_jax.engine.derivatives import limit_derivatives
+from posenc_jax.engine.functions import Traced, trace_once
 from posenc_jax.engine.problem import Implementation, Problem, vary_over, with_sinks
 from posenc_jax.engine.rules import as_tuple
 from posenc_jax.engine.xla import FORWARD_MODE
@@ -197,7 +198,7 @@ class SequenceParallel(Implementation):
 
 
 def _over_shards(
-    problem: Problem, axis_name: str, method: str, implementation: "Choice"
+    problem: Problem, axis_name: str, method: str, implementation: str | Implementation | None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns output and log-sum-exp of this device's queries and the keys of all devices."""
     whole, problem = problem, dataclasses.replace(problem, sinks=None, needs_lse=True)
@@ -207,9 +208,11 @@ def _over_shards(
         )
         out, lse = run(problem.with_tokens("k", keys), implementation)
     else:
-        diff, nondiff = partition(vary_over(problem, frozenset((axis_name,))))
+        problem = vary_over(problem, frozenset((axis_name,)))
+        attend, captured = trace_once(lambda p: run(p, implementation), problem)
+        diff, nondiff = partition((problem, captured))
         diff = limit_derivatives(diff, forward=FORWARD_MODE)
-        out, lse = _ring(axis_name, implementation, diff, nondiff)
+        out, lse = _ring(axis_name, attend, diff, nondiff)
     return with_sinks(whole, out, lse)
 
 
@@ -219,34 +222,37 @@ def _onwards(tree: Any, axis_name: str) -> Any:
     return jax.lax.ppermute(tree, axis_name, [(i, (i + 1) % count) for i in range(count)])
 
 
-Choice = str | Implementation | None
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ring(axis_name: str, implementation: Choice, diff: Problem, nondiff: Problem) -> Any:
-    """Returns float32 output and log-sum-exp; keys go around once."""
-    problem = combine(diff, nondiff)
+def _ring(axis_name: str, attend: Traced, diff: Any, nondiff: Any) -> Any:
+    """Returns float32 output and log-sum-exp; keys go around once.
+
+    Args:
+      axis_name: the mesh axis.
+      attend: attention of a problem; it reads captured arrays.
+      diff, nondiff: the parts of the problem and of the captured arrays.
+    """
+    problem, captured = combine(diff, nondiff)
 
     def step(carry, _):
         keys, out, lse = carry
         keys = _onwards(keys, axis_name)
-        part, part_lse = run(problem.with_tokens("k", keys), implementation)
+        part, part_lse = attend(captured, problem.with_tokens("k", keys))
         out = merge_partial_softmax([out, part.astype(jnp.float32)], [lse, part_lse])
         return (keys, out, jnp.logaddexp(lse, part_lse)), None
 
-    out, lse = run(problem, implementation)
+    out, lse = attend(captured, problem)
     carry = problem.tokens("k"), out.astype(jnp.float32), lse
     rounds = jax.lax.axis_size(axis_name) - 1
     (_, out, lse), _ = jax.lax.scan(step, carry, length=rounds)
     return out, lse
 
 
-def _ring_forward(axis_name, implementation, diff, nondiff):
-    out, lse = _ring(axis_name, implementation, diff, nondiff)
+def _ring_forward(axis_name, attend, diff, nondiff):
+    out, lse = _ring(axis_name, attend, diff, nondiff)
     return (out, lse), (diff, nondiff, out, lse)
 
 
-def _ring_backward(axis_name, implementation, saved, cotangents):
+def _ring_backward(axis_name, attend, saved, cotangents):
     """Sends the keys around again, together with partial sums of their gradients.
 
     With w the share of a shard in the softmax, out = sum w out_s and w = exp(lse_s - lse),
@@ -258,11 +264,13 @@ def _ring_backward(axis_name, implementation, saved, cotangents):
     delta = (d_out * out).sum(-1)
 
     def step(keys, fixed_keys):
-        def attend(mine, keys):
-            problem = combine(mine.with_tokens("k", keys), nondiff.with_tokens("k", fixed_keys))
-            return run(problem, implementation)
+        def attend_to(diff, keys):
+            parts = zip((diff, nondiff), (keys, fixed_keys), strict=True)
+            trees = [(p.with_tokens("k", tokens), captured) for (p, captured), tokens in parts]
+            problem, captured = combine(*trees)
+            return attend(captured, problem)
 
-        (part, part_lse), pull = jax.vjp(attend, diff, keys)
+        (part, part_lse), pull = jax.vjp(attend_to, diff, keys)
         share = jnp.exp(part_lse - jnp.where(jnp.isneginf(lse), 0.0, lse))
         d_part = (share[..., None] * d_out).astype(part.dtype)
         gap = (d_out * part.astype(jnp.float32)).sum(-1) - delta
@@ -275,11 +283,12 @@ def _ring_backward(axis_name, implementation, saved, cotangents):
         d_mine, d_keys = jax.tree.map(jnp.add, (d_mine, d_keys), more)
         return (keys, fixed_keys, d_mine, d_keys), None
 
-    keys, fixed_keys = diff.tokens("k"), nondiff.tokens("k")
+    keys, fixed_keys = (p.tokens("k") for p, _ in (diff, nondiff))
     carry = keys, fixed_keys, *step(keys, fixed_keys)
     rounds = jax.lax.axis_size(axis_name) - 1
     (*_, d_mine, d_keys), _ = jax.lax.scan(again, carry, length=rounds)
-    return d_mine.with_tokens("k", _onwards(d_keys, axis_name)), None
+    d_problem, d_captured = d_mine
+    return (d_problem.with_tokens("k", _onwards(d_keys, axis_name)), d_captured), None
 
 
 _ring.defvjp(_ring_forward, _ring_backward)

@@ -75,7 +75,7 @@ def shapes_of(scheme):
 
 def runs(scheme, name):
     """Whether a property is measured without CASES=all."""
-    if name in ("jit_equals_eager", "second_eager_call_does_not_compile"):
+    if name == "jit_equals_eager":
         return kind_of(scheme) in EAGER
     if kind_of(scheme) in ONE_OF_EACH:
         return True

@@ -209,7 +209,6 @@ class MisspeltKey(Slopes):
 
 
 RAISING = {
-    ClosesOverParams: ["reads `steepness`, an array", "compiles", "heads=, shared="],
     WrittenForArrays: ["in rule: return -slope *", "q=int32[], k=int32[]", "one query and one key"],
     ForgetsHeads: ["slope_times_distance got", "`slope` is None: the rule has no heads="],
     SwapsArguments: ["order (shared, head, q, k), and rule takes (q, k, shared, head)"],
@@ -245,6 +244,10 @@ WRONG = {
     SumWithoutState: (
         ["a state that `features` returns but does not continue from"],
         "steps_from_an_empty_cache_equal_the_whole",
+    ),
+    ClosesOverParams: (
+        ["LogitBias.rule (tests", "is another function in each call", "heads=, shared="],
+        "second_eager_call_does_not_compile",
     ),
     LogOfZero: (["the output is not finite", "log(0)"], "jit_equals_eager"),
     MisspeltKey: (["is it a misspelt `key`?"], "adding_a_constant_changes_nothing"),
@@ -339,14 +342,6 @@ class OfOneObject(Slopes):
         return pe.LogitBias(TABLE.rule, heads=params["slopes"])
 
 
-class Lambda(Slopes):
-    def rules(self, params, q_features=None, k_features=None):
-        return pe.LogitBias(lambda s, slope, q, k: -slope * distance(q, k), heads=params["slopes"])
-
-
-@pytest.mark.parametrize("cls", [OfOneObject, Lambda], ids=lambda cls: cls.__name__)
-def test_equal_functions_compile_once(cls, monkeypatch):
-    names = ["hashable_and_equal_by_value", "second_eager_call_does_not_compile"]
-    some = {name: testing.PROPERTIES[name] for name in names}
-    monkeypatch.setattr(testing.properties, "PROPERTIES", some)
-    assert [row.error for row in testing.check(cls(6)).rows] == [None, 0]
+def test_equal_functions_compile_once():
+    prop = testing.PROPERTIES["second_eager_call_does_not_compile"]
+    assert prop.check(testing.Case(OfOneObject(6))) == 0

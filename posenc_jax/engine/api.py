@@ -15,7 +15,7 @@ from posenc_jax.checks import array_of_rank, coordinate_values, integer_position
 from posenc_jax.engine import chips
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.dropout import make_dropout_seeds
-from posenc_jax.engine.functions import static_functions, varying, with_functions_by_value
+from posenc_jax.engine.functions import static_functions
 from posenc_jax.engine.jax_nn import CuDNN, JaxNN
 from posenc_jax.engine.kernels import placement_is_known
 from posenc_jax.engine.mask import Window, window_sides
@@ -230,12 +230,7 @@ def run(
         reason = _symbolic(problem, chosen) or chosen.supports(problem)
         if reason is not None:
             raise NotImplementedError(f'attention: implementation="{chosen.name}": {reason}.')
-    try:
-        return _run(chosen, problem)
-    except Exception as error:
-        if type(error).__name__ == "CustomVJPException" and (reads := _read_by_rules(problem)):
-            raise TypeError(f"attention: {reads}; give it as heads= or shared=.") from error
-        raise
+    return _run(chosen, problem)
 
 
 def _symbolic(problem: Problem, chosen: Implementation | None = None) -> str | None:
@@ -248,15 +243,6 @@ def _symbolic(problem: Problem, chosen: Implementation | None = None) -> str | N
     if exports or all(isinstance(size, int) for size in sizes):
         return None
     return f'B, T and S are {sizes}, and symbolic sizes need "reference", "jax" or None'
-
-
-def _read_by_rules(problem: Problem) -> str:
-    """Returns which function of a rule reads a variable that is no constant, in words."""
-    for rule in problem.rules:
-        for field, function in static_functions(rule).items():
-            if name := varying(function):
-                return f"{type(rule).__name__}.{field} reads {name}"
-    return ""
 
 
 def _platform(q: jax.Array) -> str:
@@ -348,7 +334,6 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
     """Checks the arguments of `attention` and returns them in one form."""
     _check_arrays(q, k, v)
     _check_rules(rules)
-    rules = tuple(map(with_functions_by_value, rules))
     _check_numbers(call)
     batch, length, num_heads, dim = q.shape
     keys = k.shape[1]

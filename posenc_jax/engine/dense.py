@@ -7,19 +7,21 @@ grows with T + S. Gradients of shared arrays are summed over blocks in one fixed
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.blocks import join_blocks, pad_axis
 from posenc_jax.engine.dropout import keep_mask
+from posenc_jax.engine.functions import Traced, trace_once
 from posenc_jax.engine.one_query import (
     added_to_row,
     by_platform,
     products_of_token,
     sums_of_token,
 )
-from posenc_jax.engine.problem import Implementation, Problem, softmax, zero_where
+from posenc_jax.engine.problem import Implementation, Problem, softmax, vary_over, zero_where
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Dense(Implementation):
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         if problem.length == 1 and not problem.whole_rows:
-            return _decode(problem)
+            p = vary_over(problem)
+            return _decode(*trace_once(_attend_row, p), p)
         p = problem
         if p.whole_rows and not p.contiguous:
             p = p.sorted_keys()
@@ -48,28 +51,28 @@ class Dense(Implementation):
         return jnp.concatenate(outs, 1), jnp.concatenate(lses, 1)
 
 
-@jax.custom_jvp
-def _decode(p: Problem) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _decode(attend: Traced, captured: Any, p: Problem) -> tuple[jax.Array, jax.Array]:
     """Attention of one query, reading the cache once; zeroing unused slots takes ten times longer.
 
     Values that the query does not see may hold NaN, and 0 * NaN is NaN: if the output is not
     finite, it is computed again with these values zeroed. A cache has finite values and skips that
     test, which is an all-reduce where it is sharded. Derivatives always zero them.
     """
-    out, lse = _attend_row(p)
+    out, lse = attend(captured, p)
     if p.finite_values:
         return out, lse
     finite = jnp.isfinite(out).all()
-    return jax.lax.cond(finite, lambda p: (out, lse), _attend_cleaned_row, p)
+    return jax.lax.cond(finite, lambda p: (out, lse), lambda p: _cleaned(attend, captured, p), p)
 
 
 @_decode.defjvp
-def _decode_jvp(primals, tangents):
-    return jax.jvp(_attend_cleaned_row, primals, tangents)
+def _decode_jvp(attend, primals, tangents):
+    return jax.jvp(functools.partial(_cleaned, attend), primals, tangents)
 
 
-def _attend_cleaned_row(p: Problem) -> tuple[jax.Array, jax.Array]:
-    return _attend_row(p.without_unseen_keys())
+def _cleaned(attend: Traced, captured: Any, p: Problem) -> tuple[jax.Array, jax.Array]:
+    return attend(captured, p.without_unseen_keys())
 
 
 def _attend_row(p: Problem) -> tuple[jax.Array, jax.Array]:

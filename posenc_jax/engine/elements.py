@@ -5,12 +5,14 @@ operations on scalars. The kernels evaluate it on whole tiles, and differentiate
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from posenc_jax.engine.functions import trace_once
 from posenc_jax.engine.terms import STATIC, Term, Tokens
 
 _ELEMENTWISE = frozenset(
@@ -87,8 +89,11 @@ def element_of(
     arguments = (*((scalar,) * count for count in counts), coordinate, coordinate)
     if jax.eval_shape(rule, *arguments) is None:
         return "a rule that is no function of one query and one key"
-    jaxpr = jax.make_jaxpr(rule)(*arguments)
-    other = _missing_operation(jaxpr.jaxpr)
+    rule, _ = trace_once(rule, *arguments)
+    if rule.closed.consts:
+        return "a function that closes over an array"
+    jaxpr = rule.closed.jaxpr
+    other = _missing_operation(jaxpr)
     if other is not None:
         return f"a rule with the operation {other}, which the kernels do not have,"
     scalars = (*of_heads, *shared)
@@ -96,8 +101,8 @@ def element_of(
         scalars=tuple(jnp.broadcast_to(x.astype(jnp.float32), (heads,)) for x in scalars),
         q_scalars=tuple(_rows(x) for x in q_scalars),
         k_scalars=tuple(_rows(x) for x in k_scalars),
-        reads_coordinates=_reads(jaxpr.jaxpr, jaxpr.jaxpr.invars[-2:]),
-        rule=rule,
+        reads_coordinates=_reads(jaxpr, jaxpr.invars[-2:]),
+        rule=functools.partial(rule, ()),
     )
 
 

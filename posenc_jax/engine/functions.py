@@ -1,99 +1,68 @@
-"""Equality of functions: by code and constants where that is sound, else by identity.
+"""Static functions of rules: by field, and as jaxprs.
 
-`jax.jit` compares static functions by identity, and a lambda in a hook is another object in every
-call: calls outside of `jit` would compile each time. `by_value` wraps such a function, so that it
-equals another of the same place in the code if both close over equal constants. JAX does so for
-functions of its own (`HashableFunction` in jax/_src/util.py, whose caller declares the closure),
-and PyTorch's compiler guards functions by code and closure.
+Functions are compared as `jax.jit` compares static arguments: by `==`, which for functions and
+lambdas is identity.
 
-Constants are numbers, strings, types, modules, functions, and tuples and frozen dataclasses of
-these, in closures, in defaults and in globals that the code names. Numbers of different types
-differ: 1 is not 1.0. A function that reads anything else, such as an array, a list or a dict, whose
-content may change, is compared by identity. Named functions, types and modules are taken to stay as
-they are, as under `jax.jit`, but for functions of `__main__`: cells of a notebook define them anew.
+`jax.custom_vjp` and `jax.custom_jvp` trace derivatives after the function itself, and variables
+that a rule reads may have changed by then. A function that they call is therefore traced once,
+where the function itself is; its jaxpr serves the derivatives too.
 """
 
 import dataclasses
-import dis
-import enum
-import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
-
-_READS = "LOAD_GLOBAL", "LOAD_NAME"  # Other names in a code are attributes.
-
-
-class _Varies(Exception):
-    """Names a variable that is no constant."""
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 
-class _ByValue:
-    """A function that equals others with the same constants."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """A function that was traced: `traced(captured, *arguments)`.
 
-    def __init__(self, function: Callable, constants: Any):
-        functools.update_wrapper(self, function, updated=())  # Sets `__wrapped__`, for `inspect`.
-        self._constants = constants
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self.__wrapped__(*arguments)  # ty: ignore[missing-attribute]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByValue) and self._constants == other._constants
-
-    def __hash__(self) -> int:
-        return hash(self._constants)
-
-
-class _Same:
-    """An object that is compared by identity."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-
-def by_value(function: Callable) -> Callable:
-    """Returns a function that compares by code and constants; the same one if it cannot.
-
-    Constants are read now, and variables of a closure can be assigned later: call it right before
-    the function is traced.
+    Attributes:
+      closed: the jaxpr; constants that are None are the arrays `captured`.
+      structure: of the result.
     """
-    if not (_is_remade(function) or _is_of_main(function)):
-        return function
-    try:
-        return _ByValue(function, _constants(function, "", ()))
-    except _Varies:
-        return function
+
+    closed: ClosedJaxpr
+    structure: Any
+
+    def __call__(self, captured: tuple[jax.Array, ...], *arguments: Any) -> Any:
+        arrays = iter(captured)
+        consts = [next(arrays) if x is None else x for x in self.closed.consts]
+        leaves = map(_like, jax.tree.leaves(arguments), self.closed.in_avals)
+        out = jaxpr_as_fun(ClosedJaxpr(self.closed.jaxpr, consts))(*leaves)
+        return jax.tree.unflatten(self.structure, out)
 
 
-def varying(function: Callable) -> str | None:
-    """Names a variable of a function that is no constant; None if it compares by value."""
-    if isinstance(function, _ByValue) or not _is_remade(function):
-        return None
-    try:
-        _constants(function, "", ())
-    except _Varies as varies:
-        return str(varies)
-    return None
+def trace_once(function: Callable, *arguments: Any) -> tuple[Traced, tuple[jax.Array, ...]]:
+    """Returns a function as a jaxpr, and the traced arrays that it closes over.
+
+    These become arguments, so that they have gradients: a custom derivative has none with respect
+    to what its functions close over.
+
+    Args:
+      function: the function.
+      *arguments: arrays, or their types; later ones are cast to their dtypes.
+    """
+    closed, out = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    varying = frozenset().union(*(x.mat.varying for x in closed.in_avals))
+
+    def is_captured(x):  # Under `shard_map`, others have no type that a custom derivative allows.
+        return isinstance(x, Tracer) and jax.typeof(x).mat.varying == varying
+
+    captured = tuple(filter(is_captured, closed.consts))
+    consts = [None if is_captured(x) else x for x in closed.consts]
+    return Traced(ClosedJaxpr(closed.jaxpr, consts), jax.tree.structure(out)), captured
 
 
-def with_functions_by_value(rule: Any) -> Any:
-    """Returns a rule whose static functions compare `by_value`."""
-    changes = {}
-    for name, function in static_functions(rule).items():
-        comparable = by_value(function)
-        if comparable is not function:
-            changes[name] = comparable
-    return dataclasses.replace(rule, **changes) if changes else rule
+def _like(x: Any, aval: Any) -> jax.Array:
+    """Casts an argument to a dtype, and makes it vary over the same mesh axes."""
+    x = x if x.dtype == aval.dtype else x.astype(aval.dtype)
+    missing = tuple(aval.mat.varying - jax.typeof(x).mat.varying)
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def static_functions(rule: Any) -> dict[str, Callable]:
@@ -103,114 +72,3 @@ def static_functions(rule: Any) -> dict[str, Callable]:
     fields = (x.name for x in dataclasses.fields(rule) if x.metadata.get("static"))
     values = {name: getattr(rule, name) for name in fields}
     return {name: value for name, value in values.items() if callable(value)}
-
-
-def _is_local(value: Any) -> bool:
-    return isinstance(value, types.FunctionType) and "<locals>" in value.__qualname__
-
-
-def _is_of_main(value: Any) -> bool:
-    return isinstance(value, types.FunctionType) and value.__module__ == "__main__"
-
-
-def _is_frozen(value: Any) -> bool:
-    cls = type(value)
-    return dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen
-
-
-def _is_remade(value: Any) -> bool:
-    """Whether Python makes a function in each call, so that equal ones differ."""
-    if _is_frozen(value):
-        return any(_is_remade(getattr(value, x.name)) for x in dataclasses.fields(value))
-    return _is_local(value) or isinstance(value, types.MethodType | functools.partial)
-
-
-def _constants(value: Any, name: str, within: tuple[int, ...]) -> Any:
-    """Returns a hashable key that is equal for equal constants; raises `_Varies` for others.
-
-    Args:
-      value: the constant.
-      name: its name in the code.
-      within: ids of the values that this one is in.
-    """
-    if id(value) in within:
-        raise _Varies(f"`{name}`, which holds itself")
-    within = (*within, id(value))
-    kind = type(value)
-    if value is None or kind in (bool, int, str, bytes, type(...)) or isinstance(value, enum.Enum):
-        return kind, value
-    if kind in (float, complex) or isinstance(value, np.number | np.bool_):
-        return kind, np.asarray(value).tobytes()  # -0.0 is not 0.0, and NaN is itself.
-    if kind is tuple:
-        return kind, *(_constants(x, name, within) for x in value)
-    if isinstance(value, _ByValue):
-        return kind, value
-    if kind is functools.partial and not vars(value):
-        parts = value.func, value.args, tuple(value.keywords), tuple(value.keywords.values())
-        return kind, _constants(parts, name, within)
-    if kind is types.MethodType:
-        return kind, _constants((value.__func__, value.__self__), name or "self", within)
-    if _is_local(value) or _is_of_main(value):
-        return _of_function(value, name, within)
-    if _is_unchanging(value):
-        return kind, _Same(value)
-    if _is_frozen(value) and all(_is_derived(kind, x) for x in _others(value)):
-        fields = {x.name: getattr(value, x.name) for x in dataclasses.fields(value)}
-        return kind, *(_constants(x, field, within) for field, x in fields.items())
-    raise _Varies(f"`{name}`, {described(value)}")
-
-
-def _is_unchanging(value: Any) -> bool:
-    """Whether an object is a type, a module or a function that is made once."""
-    if isinstance(value, types.BuiltinFunctionType):
-        return isinstance(value.__self__, types.ModuleType | type | None)
-    of_jax = type(value).__module__.partition(".")[0] in ("jax", "jaxlib")
-    if of_jax and callable(value) and not isinstance(value, functools.partial):
-        return True  # Results of jax.jit, jax.custom_jvp and the like.
-    return isinstance(value, types.FunctionType | type | types.ModuleType | np.dtype | np.ufunc)
-
-
-def _is_derived(cls: type, name: str) -> bool:
-    return isinstance(getattr(cls, name, None), functools.cached_property)
-
-
-def _others(value: Any) -> list[str]:
-    """Returns the attributes of a dataclass that are no fields."""
-    fields = {x.name for x in dataclasses.fields(value)}
-    return [name for name in getattr(value, "__dict__", {}) if name not in fields]
-
-
-def described(value: Any) -> str:
-    """Returns the kind of a value, with an article."""
-    if isinstance(value, jax.Array | np.ndarray):
-        return "an array"
-    article = "an" if type(value).__name__[0].lower() in "aeiou" else "a"
-    return f"{article} {type(value).__name__}"
-
-
-def _of_function(function: types.FunctionType, name: str, within: tuple[int, ...]) -> Any:
-    """Returns the constants of a local function: its code, defaults, closure and globals."""
-    code, namespace = function.__code__, function.__globals__
-    if vars(function):
-        raise _Varies(f"`{name or function.__name__}`, which has attributes")
-    try:
-        cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    except ValueError:
-        raise _Varies("a variable without a value") from None
-    read = dict(zip(code.co_freevars, cells, strict=True))
-    read |= {x: namespace[x] for x in sorted(_names(code)) if x in namespace}
-    defaults = function.__defaults__ or (), tuple((function.__kwdefaults__ or {}).items())
-    return (
-        types.FunctionType,
-        _Same(code),  # Codes of equal text at one line of two files are equal.
-        _Same(namespace),
-        _constants(defaults, "a default", within),
-        *((x, _constants(value, x, within)) for x, value in read.items()),
-    )
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Returns the names of globals that a function and the functions inside it read."""
-    inner = (_names(x) for x in code.co_consts if isinstance(x, types.CodeType))
-    reads = (x.argval for x in dis.get_instructions(code) if x.opname in _READS)
-    return {*reads}.union(*inner)

@@ -2,8 +2,8 @@
 
 Each is written for one head, one query and one key, and serves every implementation of
 attention. Rules are pytrees: arrays are leaves, and the functions that read them are static. A
-function is one of a module, a frozen dataclass with `__call__`, or a local function or lambda that
-closes over numbers and the like; over an array, each call outside of `jit` would compile its own.
+function is one of a module or a frozen dataclass with `__call__`; a lambda is another function in
+each call, which compiles again outside of `jit`.
 
     LogitBias        a number per pair of coordinates               ALiBi, T5, FIRE
     ContentBias      a number per pair, from features too           GRAPE-A
@@ -28,7 +28,6 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import coordinate_values, require
-from posenc_jax.engine.functions import with_functions_by_value
 from posenc_jax.engine.terms import (
     STATIC,
     AllPairsTerm,
@@ -412,7 +411,7 @@ class LogitBias(Rule):
             f"{caller}: q_positions and k_positions must be [T] and [S], [B, T] and [B, S], or "
             f"[A, B, T] and [A, B, S], got {q.shape} and {k.shape}.",
         )
-        return with_functions_by_value(self)._dense(q, k)
+        return self._dense(q, k)
 
     @functools.partial(jax.jit, inline=True)  # One program to compile, not one an operation.
     def _dense(self, q: jax.Array, k: jax.Array) -> jax.Array:

@@ -74,8 +74,8 @@ def score_mod(
 
     Args:
       function: `function(score, b, h, q_idx, kv_idx, *arrays) -> score`, for scalars: the score is
-        float32, after the logit scale; the others are int32. Equal calls share one compilation
-        if it closes over numbers and the like alone, not over arrays.
+        float32, after the logit scale; the others are int32. Calls outside of `jit` share one
+        compilation if it is a function of a module.
       q: the queries [B, T, N, H]; only the shape is read.
       *arrays: captured arrays, as pytrees. They have gradients.
 

@@ -14,10 +14,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+
+from posenc_jax.engine.functions import Traced, trace_once
 
 STATIC = {"static": True}  # Marks fields that are part of a pytree's structure.
 _PART = 128  # Tokens whose products with vectors per distance are computed at once.
@@ -164,6 +166,14 @@ class Term(abc.ABC):
           in_vjp: whether `jax.vjp` is applied at once.
         """
 
+    def traced(self, q: Tokens, k: Tokens) -> Self:
+        """Returns the term with its functions traced, so that the backward pass uses these traces.
+
+        Args:
+          q, k: types of the coordinates and features of one token and head.
+        """
+        return self
+
     def pair(self, q: Tokens, k: Tokens) -> jax.Array | None:
         """Returns the float32 number of one query and one key; None if there is no such rule.
 
@@ -221,6 +231,14 @@ class PairTerm(Term):
     of_content: bool = dataclasses.field(metadata=STATIC)
     pairs_at_once: int = dataclasses.field(metadata=STATIC)
 
+    def traced(self, q, k):
+        head = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], self.heads))
+        features = (q.features, k.features) if self.of_content else ()
+        arguments = self.shared, head, *features, q.coordinates, k.coordinates
+        rule, captured = trace_once(self.rule, *arguments)
+        rule = functools.partial(_with_captured, rule)
+        return dataclasses.replace(self, rule=rule, shared=(captured, self.shared))
+
     def pair(self, q, k):
         out = self._rule(q, k).astype(jnp.float32)
         if self.horizon is not None:
@@ -257,6 +275,11 @@ class PairTerm(Term):
     def _far(self, head, dtype):
         distance, zero = jnp.asarray(self.horizon, dtype), jnp.zeros((), dtype)
         return self.rule(self.shared, head, distance, zero).astype(jnp.float32)
+
+
+def _with_captured(rule: Traced, shared: Any, *arguments: Any) -> jax.Array:
+    captured, shared = shared
+    return rule(captured, shared, *arguments)
 
 
 @jax.tree_util.register_dataclass
@@ -304,6 +327,7 @@ class DotTerm(Term):
     Attributes:
       heads, shared: {"vectors": [N, R, F], "far": [N, F]}, in `shared` without the head
         axis: a table of the vectors, and the vector beyond the horizon for features of keys.
+        `shared` may hold {"captured": arrays} that a traced `transform` reads.
       of_keys: whether features belong to keys.
       distances: of the table. None: there is no table, and tiles get a strip of vectors.
       horizon: beyond it a query adds nothing (its constant is dropped), and a key one number.
@@ -320,6 +344,14 @@ class DotTerm(Term):
     def has_interior(self):
         return self.of_keys
 
+    def traced(self, q, k):
+        if self.transform is None:
+            return self
+        transform, captured = trace_once(self.transform, q.coordinates)
+        return dataclasses.replace(
+            self, transform=transform, shared=self.shared | {"captured": captured}
+        )
+
     def tile(self, strip, q, k, *, in_vjp):
         # The tokens with the features are in the place of the queries.
         tokens, others = (k, q) if self.of_keys else (q, k)
@@ -329,6 +361,9 @@ class DotTerm(Term):
             out = out.T if self.of_keys else out
         else:
             table = _products(tokens.features, self._array("vectors"), transposed=self.of_keys)
+            transform = self.transform
+            if isinstance(transform, Traced):
+                transform = functools.partial(transform, self.shared["captured"])
             out = table_tile(
                 table,
                 tokens,
@@ -336,7 +371,7 @@ class DotTerm(Term):
                 self.distances,
                 transposed=self.of_keys,
                 in_vjp=in_vjp,
-                transform=self.transform,
+                transform=transform,
             )
         return self.factor * out
 
@@ -359,11 +394,20 @@ class ValueTable:
       table: float32, per distance or per bucket.
       distances: of the table, whose last value is zero; None: `bucket` returns the entry.
       bucket: `bucket(q, k) -> int32`.
+      captured: arrays that a traced `bucket` reads.
     """
 
     table: jax.Array
     distances: DistanceRange | None = dataclasses.field(metadata=STATIC)
     bucket: Callable = dataclasses.field(metadata=STATIC)
+    captured: tuple[jax.Array, ...] = ()
+
+    def traced(self, q: Any, k: Any) -> Self:
+        """Returns the table with its bucket function traced, for types of two coordinates."""
+        if self.distances is not None:
+            return self
+        bucket, captured = trace_once(self.bucket, q, k)
+        return dataclasses.replace(self, bucket=bucket, captured=captured)
 
     @property
     def horizon(self) -> int | None:
@@ -376,7 +420,10 @@ class ValueTable:
         """Expands [Q, R] to [Q, K]."""
         if self.distances is not None:
             return table_tile(entries, q, k, self.distances, transposed=False, in_vjp=in_vjp)
-        of_pairs = jax.vmap(jax.vmap(self.bucket, (None, 0)), (0, None))
+        bucket = self.bucket
+        if isinstance(bucket, Traced):
+            bucket = functools.partial(bucket, self.captured)
+        of_pairs = jax.vmap(jax.vmap(bucket, (None, 0)), (0, None))
         return gather_tile(entries, of_pairs(q.coordinates, k.coordinates), transposed=False)
 
     def collect(self, tile: jax.Array, q: Tokens, k: Tokens) -> jax.Array:

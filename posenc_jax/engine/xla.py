@@ -174,6 +174,10 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
 
         return jax.tree.map(padded, tuple(features))
 
+    def one_token(tree, axes):
+        return jax.eval_shape(lambda: jax.tree.map(lambda x: x[(0,) * axes], tree))
+
+    q_coordinate, k_coordinate = (one_token(x, 2) for x in (p.q_coordinates, p.k_coordinates))
     mask = p.mask
     if mask is not None:
         mask = pad_axis(pad_axis(mask, 2, length), 3, keys)
@@ -207,8 +211,14 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
             dataclasses.replace(x, pairs=pad_axis(pad_axis(x.pairs, 2, length), 3, keys))
             for x in pairs
         ),
-        terms=tuple(x.term for x in terms),
-        values=lowered.values,
+        terms=tuple(
+            x.term.traced(
+                Tokens(None, q_coordinate, one_token(x.q_features, 3)),
+                Tokens(None, k_coordinate, one_token(x.k_features, 3)),
+            )
+            for x in terms
+        ),
+        values=lowered.values and lowered.values.traced(q_coordinate, k_coordinate),
         queries=queries._replace(features=padded_features((x.q_features for x in terms), length)),
         keys=key_tokens._replace(features=padded_features((x.k_features for x in terms), keys)),
         mask=mask,
@@ -382,7 +392,10 @@ def _backward(diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Oper
         strips=strips,
         pairs=_cast(grads.pairs, diff.pairs),
         terms=_cast(grads.terms, diff.terms),
-        values=None if values is None else dataclasses.replace(values, table=grads.table),
+        values=values
+        and dataclasses.replace(
+            values, table=grads.table, captured=jax.tree.map(jnp.zeros_like, values.captured)
+        ),
         queries=_cast(grads.tokens, diff.queries),
         keys=jax.tree.map(lambda y: join_blocks(y, 2), key_grads.tokens),
     )

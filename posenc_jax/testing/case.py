@@ -169,16 +169,27 @@ class Case:
         calls["with a cache, and one more token"] = functools.partial(self._trace, cached=True)
         return calls
 
-    def _trace(self, dtype: Any = jnp.float32, cached: bool = False, **options: Any) -> None:
+    def traced_functions(self, scheme: Scheme) -> list[list[tuple[str, Callable]]]:
+        """Returns what the recorder keeps of a small call with a scheme, if it is traced anew."""
+        count = len(self.recorder.traced)
+        self._trace(scheme=scheme)
+        return self.recorder.traced[count:]
+
+    def _trace(
+        self,
+        dtype: Any = jnp.float32,
+        cached: bool = False,
+        scheme: Scheme | None = None,
+        **options: Any,
+    ) -> None:
         options["implementation"] = self.recorder
+        model = functools.partial(self.model, scheme or self.scheme)
 
         def run(params, weights, x):
             cache = self.cache(FIRST + 1) if cached else None
-            out, cache = self.model(self.scheme, params, weights, x, cache=cache, **options)
+            out, cache = model(params, weights, x, cache=cache, **options)
             if cached:
-                out, cache = self.model(
-                    self.scheme, params, weights, x[:, :1], cache=cache, **options
-                )
+                out, cache = model(params, weights, x[:, :1], cache=cache, **options)
             return out
 
         check_hooks("check", self.scheme)

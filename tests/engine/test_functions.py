@@ -1,6 +1,6 @@
-"""Functions are equal by code and constants where that is sound, and calls then compile once."""
+"""Functions of rules: compared by identity, traced once, with gradients of captured arrays."""
 
-import dataclasses
+import enum
 import functools
 import types
 
@@ -8,219 +8,254 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import posenc_jax as pe
-from posenc_jax.engine.functions import by_value, varying
+from posenc_jax import testing
+from posenc_jax.engine.api import _run
+from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.tpu.implementation import PallasTPU
+from posenc_jax.sharding import sequence_parallel_attention
 
-traces = 0
+T, N, H, R = 18, 2, 8, 9
+TPU = PallasTPU(Blocks(128, 128), Blocks(128, 128), interpret=True)
+QKV = jax.random.normal(jax.random.key(0), (3, 1, T, N, H))
+TABLE = jax.random.normal(jax.random.key(1), (N, R, H))
+ONES = jnp.ones((1, T, N, 1))
 
 
-def trace():
-    global traces
-    traces += 1
+def distance(q, k):
+    return 0.1 * jnp.abs(q - k).astype(jnp.float32)
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    value: object
+def opposite(shared, head, q, k):
+    return -distance(q, k)
 
-    def method(self, x):
-        return x + self.value
 
-    @functools.cached_property
-    def derived(self):
-        return self.value
+def opposite_vector(shared, head, d):
+    return -distance(d, 0)[None]
 
 
-def closed(value):
-    return lambda x: x + value
+# Rules that read a number s from a variable: each adds -0.1 s |q - k|, "values" s |q - k| // 2.
+RULES = {
+    "logit": lambda s: pe.LogitBias(lambda shared, head, q, k: -s() * distance(q, k)),
+    "on": lambda s: pe.LogitBias(opposite).on(lambda x: s() * x.astype(jnp.float32)),
+    "content": lambda s: pe.ContentBias(
+        lambda shared, head, row, col, q, k: -s() * distance(q, k) * col[0], k_features=ONES
+    ),
+    "dot": lambda s: pe.DotBias(
+        lambda shared, head, d: -s() * distance(d, 0)[None], q_features=ONES
+    ),
+    "transform": lambda s: pe.DotBias(
+        opposite_vector, q_features=ONES, bounds=(-999, 999), transform=lambda x: s() * x
+    ),
+    "values": lambda s: pe.ValueBias(lambda q, k: s() * jnp.abs(q - k) // 2, TABLE),
+    "rows": lambda s: pe.LogitsTransform(
+        lambda shared, heads, row, cols, logits, seen, q, k: logits - s() * distance(q, k)[None]
+    ),
+    "score_mod": lambda s: pe.score_mod(
+        lambda score, b, h, q, k: score - s() * distance(q, k), QKV[0]
+    ),
+}
 
 
-def defaulted(value):
-    return lambda x, y=value: x + y
+@jax.numpy_rank_promotion("allow")
+@jax.numpy_dtype_promotion("standard")
+def plain(q, k, v, s, name="logit"):
+    """The formula, for queries at the last positions."""
+    i = jnp.arange(k.shape[1])
+    d = jnp.abs(i[-q.shape[1] :, None] - i)
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k) / H**0.5
+    weights = jax.nn.softmax(logits if name == "values" else logits - 0.1 * s * d)
+    out = jnp.einsum("bnts,bsnv->btnv", weights, v)
+    if name == "values":
+        out += jnp.einsum("bnts,ntsv->btnv", weights, TABLE[:, jnp.minimum(s * d // 2, R - 1)])
+    return out
 
 
-def keyword(value):
-    def function(x, *, y=value):
-        return x + y
+def positions(length):
+    at = jnp.arange(T, dtype=jnp.int32)[None]
+    return {"q_positions": at[:, T - length :], "k_positions": at}
 
-    return function
 
+def inputs(length=T):
+    q, k, v = QKV
+    return q[:, T - length :], k, v
 
-def nested(value):
-    inner = closed(value)
-    return lambda x: inner(x)
 
+def pull_of(function, *arrays):
+    """Returns the cotangents of a cotangent that is no constant."""
+    out, pull = jax.vjp(function, *arrays)
+    weights = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+    return lambda: pull(weights)
 
-def partial(value):
-    return functools.partial(add, value)
 
+def assert_close(got, expected):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, np.abs(b).max()))
 
-def method(value):
-    return Setting(value).method
 
+class Config:
+    slope = 1
 
-def transformed(value):
-    return Composed(closed(value))
 
+class Level(enum.Enum):
+    A = 1
 
-def add(x, y):
-    return x + y
 
+class Items(tuple):
+    pass
 
-@dataclasses.dataclass(frozen=True)
-class Composed:
-    function: object
 
-    def __call__(self, x):
-        return self.function(x)
+module = types.ModuleType("module")
 
 
-def equal(a, b):
-    a, b = by_value(a), by_value(b)
-    same = a == b
-    assert not same or hash(a) == hash(b)
-    return same
+def of_class(x):
+    Config.slope = x
+    return lambda: Config.slope
 
 
-MAKERS = [closed, defaulted, keyword, nested, partial, method, transformed]
+def of_module(x):
+    module.slope = x
+    return lambda: module.slope
 
 
-class Word(str):
-    """A string that may have attributes."""
+def of_enum(x):
+    Level.A.slope = x
+    return lambda: Level.A.slope
 
 
-@pytest.mark.parametrize("make", MAKERS, ids=lambda f: f.__name__)
-def test_equal_constants_give_equal_functions(make):
-    for value in (2, 2.5, float("nan"), "w", None, (1, (2.0, "a")), np.float32(2), Setting(3), jnp):
-        assert equal(make(value), make(value)), value
-        assert by_value(make(value)) != make(value)
-    assert by_value(make(2))(3) == 5
+def of_globals(x):
+    globals()["SLOPE"] = x
+    return lambda: globals()["SLOPE"]
 
 
-@pytest.mark.parametrize("make", MAKERS, ids=lambda f: f.__name__)
-def test_other_constants_give_other_functions(make):
-    pairs = [(1, 2), (1, 1.0), (1, True), (0.0, -0.0), ((1,), (1.0,)), (Setting(1), Setting(1.0))]
-    pairs += [(np.float32(1), np.float64(1)), (np, jnp), (closed(1), closed(2)), (add, closed(1))]
-    for a, b in pairs:
-        assert not equal(make(a), make(b)), (a, b)
+def of_items(x):
+    items = Items((x,))
+    return lambda: items[0]
 
 
-@pytest.mark.parametrize("make", MAKERS, ids=lambda f: f.__name__)
-def test_what_may_change_is_never_equal(make):
-    changing = [[1], {"a": 1}, {1}, np.ones(2), jnp.ones(2), object(), bytearray(2), [1].count]
-    changing += [types.SimpleNamespace(a=1), Setting([1]), (1, [2]), np.poly1d([1]), Word("w")]
-    for value in changing:
-        assert not equal(make(value), make(value)), value
-        assert varying(make(value))
-    cached = Setting(1)
-    assert cached.derived == 1
-    assert equal(make(cached), make(Setting(1)))
-    object.__setattr__(cached, "other", 2)
-    assert not equal(make(cached), make(cached))
+SOURCES = of_class, of_module, of_enum, of_globals, of_items
 
-
-def test_code_and_globals_count():
-    assert not equal(lambda x: x, lambda x: x)  # At two places.
-    code = compile("def make():\n    return lambda x: x + strength", "rules.py", "exec")
-    spaces = [{"strength": 1}, {"strength": 1}]
-    for space in spaces:
-        exec(code, space)
-    one, another = (space["make"] for space in spaces)
-    assert equal(one(), one())
-    assert not equal(one(), another())
-    before = by_value(one())
-    spaces[0]["strength"] = 2
-    assert before != by_value(one())
-    spaces[0]["strength"] = [2]
-    assert not equal(one(), one())
-    assert varying(one()) == "`strength`, a list"
-
-
-def test_functions_without_constants_are_returned():
-    def of_itself(x):
-        return of_itself(x)
-
-    def with_attribute(x):
-        return x
-
-    with_attribute.strength = 2
-    assert by_value(add) is add
-    for function in (of_itself, with_attribute):
-        assert by_value(function) is function
-        assert varying(function)
-    assert varying(add) is None
-    assert by_value(by_value(closed(1))) == by_value(closed(1))
-    if False:
-        later = 1
-    assert varying(lambda x: x + later) == "a variable without a value"
-
-
-def bias(power):
-    def rule(shared, slope, q, k):
-        trace()
-        return -slope * jnp.abs(q - k).astype(jnp.float32) ** power
-
-    return pe.LogitBias(rule, heads=pe.alibi_slopes(2))
-
-
-def test_a_second_call_outside_of_jit_does_not_trace():
-    q = jnp.ones((1, 4, 2, 8), jnp.float32)
-
-    def attention(rule):
-        before = traces
-        out = pe.attention(q, q, q, rules=rule, is_causal=True)
-        return out, traces - before
-
-    out, count = attention(bias(1.5))
-    assert count > 0
-    again, count = attention(bias(1.5))
-    assert count == 0
-    np.testing.assert_array_equal(again, out)
-    _, count = attention(bias(0.5))
-    assert count > 0
-
-
-shape = []  # A global with the name of an attribute.
-
-
-def test_attributes_are_no_globals():
-    def make():
-        return lambda shared, head, q, k: jnp.zeros(q.shape)
-
-    assert equal(make(), make())
-
-
-def test_score_mods_compare_by_value():
-    def rule(slope):
-        def mod(score, b, h, q_idx, kv_idx):
-            return score - slope * (q_idx - kv_idx).astype(jnp.float32)
-
-        return pe.score_mod(mod, jnp.ones((1, 4, 2, 8), jnp.float32)).rule
-
-    assert equal(rule(1.0), rule(1.0))
-    assert not equal(rule(1.0), rule(2.0))
-
-
-def test_dense_does_not_trace_again():
-    at = jnp.arange(4)
-    before = traces
-    bias(1.5).dense(at, at)
-    between = traces
-    bias(1.5).dense(at, at)
-    assert before < between == traces
-
-
-def test_gradients_of_what_a_function_closes_over():
-    """It is no constant, so that its value is not kept from another call."""
-    q = jnp.ones((1, 4, 2, 8), jnp.float32)
-    v = q * jnp.arange(4.0)[None, :, None, None]
-
-    def loss(slope):
-        rule = lambda shared, head, q, k: slope * (q - k).astype(jnp.float32)  # noqa: E731
-        out = pe.attention(q, q, v, rules=pe.LogitBias(rule))
-        return out.sum()
-
-    for slope in (0.1, 0.2):
-        numeric = (loss(jnp.float32(slope + 1e-2)) - loss(jnp.float32(slope - 1e-2))) / 2e-2
-        np.testing.assert_allclose(jax.grad(loss)(jnp.float32(slope)), numeric, rtol=2e-2)
+
+@pytest.mark.parametrize("name", RULES)
+def test_other_functions_are_never_taken_for_equal(name):
+    source = SOURCES[[*RULES].index(name) % len(SOURCES)]
+    for s in (1, 4):
+        out = pe.attention(*inputs(), rules=RULES[name](source(s)))
+        assert_close(out, plain(*inputs(), s, name))
+
+
+CALLS = {
+    **{f"{name}, xla": (name, T, "xla") for name in ("logit", "content", "dot")},
+    **{f"{name}, xla": (name, T, "xla") for name in ("transform", "values")},
+    "logit, one query": ("logit", 1, "dense"),
+    "logit, decode kernel": ("logit", 1, TPU),
+    "logit, kernels": ("logit", T, TPU),
+}
+
+
+@pytest.mark.parametrize("name, length, implementation", CALLS.values(), ids=CALLS)
+def test_derivatives_are_of_the_forward_pass(name, length, implementation):
+    """Also if a variable changes before the pullback, or between two uses of a program."""
+    arrays, number = inputs(length), [1]
+
+    def attend(q, k, v):
+        rule = RULES[name](lambda: number[0])
+        rule = rule.with_features(*features(rule, length))
+        options = positions(length) | {"contiguous": False}
+        return pe.attention(q, k, v, rules=rule, implementation=implementation, **options)
+
+    program = jax.jit(attend)
+    jax.eval_shape(program, *arrays)
+
+    @testing.jit_fast
+    def cotangents(*arrays):
+        pulls = []
+        number[0] = 4
+        first = pull_of(program, *arrays)()
+        for number[0] in (2, 3):
+            pulls.append(pull_of(attend, *arrays))
+        expected = [pull_of(lambda *a, x=x: plain(*a, x, name), *arrays)() for x in (1, 2, 3)]
+        return [first, *(pull() for pull in pulls)], expected
+
+    assert_close(*cotangents(*arrays))
+
+
+def features(rule, length):
+    """Returns the features of the last queries."""
+    q, k = rule.q_features, rule.k_features
+    return None if q is None else q[:, T - length :], k
+
+
+def test_derivatives_of_a_ring_are_of_the_forward_pass():
+    mesh = jax.make_mesh((2,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = PartitionSpec(None, "sequence")
+    at, number = jnp.arange(T, dtype=jnp.int32)[None], [1]
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(spread,) * 4, out_specs=spread)
+    def attend(q, k, v, at):
+        options = {"q_positions": at, "k_positions": at, "axis_name": "sequence"}
+        rule = RULES["logit"](lambda: number[0])
+        return sequence_parallel_attention(q, k, v, rules=rule, **options)
+
+    @testing.jit_fast
+    def cotangents(*arrays):
+        pulls = []
+        for number[0] in (1, 4):
+            pulls.append(pull_of(lambda *a: attend(*a, at), *arrays))
+        _run.clear_cache()  # Both passes may share its trace.
+        return [pull() for pull in pulls]
+
+    expected = [pull_of(lambda *a, x=x: plain(*a, x), *inputs())() for x in (1, 4)]
+    assert_close(cotangents(*inputs()), expected)
+
+
+@pytest.mark.parametrize("name, length, implementation", [*CALLS.values()][:-1], ids=[*CALLS][:-1])
+def test_gradients_of_what_a_function_closes_over(name, length, implementation):
+    """In a loop of layers, whose derivatives JAX traces outside of the loop."""
+    arrays, options = inputs(length), positions(length) | {"contiguous": False}
+
+    def attend(s, q, k, v):
+        rule = RULES[name](lambda: s)
+        rule = rule.with_features(*features(rule, length))
+        return pe.attention(q, k, v, rules=rule, implementation=implementation, **options)
+
+    def layers(s, *arrays):
+        def layer(out, s):
+            return out + jax.checkpoint(attend)(s, *arrays), None
+
+        return jax.lax.scan(layer, jnp.zeros_like(arrays[0]), s)[0]
+
+    def both(s, *arrays):
+        return plain(*arrays, s[0], name) + plain(*arrays, s[1], name)
+
+    is_integer = name in ("values", "transform")
+    s = jnp.array([1, 4], jnp.int32 if is_integer else jnp.float32)
+
+    @testing.jit_fast
+    def gradients(s):
+        if is_integer:
+            return [pull_of(functools.partial(f, s), *arrays)() for f in (layers, both)]
+        return [pull_of(f, s, *arrays)() for f in (layers, both)]
+
+    assert_close(*gradients(s))
+
+
+def test_gradients_of_what_a_function_closes_over_outside_of_jit():
+    def attend(s):
+        rule = RULES["logit"](lambda: s)
+        return pe.attention(*inputs(), rules=rule, implementation="xla")
+
+    s = jnp.array([1.0, 4.0])
+    for f in (lambda f: pull_of(f, s[1])(), lambda f: jax.vmap(f)(s)):
+        assert_close(f(attend), f(lambda s: plain(*inputs(), s)))
+
+
+def test_kernels_refuse_functions_that_close_over_arrays():
+    @jax.jit
+    def attend(s):
+        return pe.attention(*inputs(), rules=RULES["logit"](lambda: s), implementation=TPU)
+
+    with pytest.raises(NotImplementedError, match="a function that closes over an array needs"):
+        attend(1.0)

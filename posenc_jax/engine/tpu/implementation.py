@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from posenc_jax.checks import require
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.dense import Dense
+from posenc_jax.engine.functions import Traced, trace_once
 from posenc_jax.engine.kernels import Kernels, padded, refusal, without_hidden
 from posenc_jax.engine.problem import Problem, with_sinks
 from posenc_jax.engine.tpu.backward import backward, backward_refusal
@@ -87,8 +88,13 @@ class PallasTPU(Kernels):
 
     def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         if decodes(problem):
-            return _decode(self, problem)
+            step, dense = (trace_once(f, problem) for f in (self._decode_step, Dense()))
+            return _decode(*zip(step, dense, strict=True), problem)
         return self.run(without_hidden(problem))
+
+    def _decode_step(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+        out, lse = decode(problem, self.decode, self.interpret, self._limit)
+        return with_sinks(problem, out, lse)
 
     def make_spec(self, problem: Problem, **fields: Any) -> TPUSpec:
         p = problem
@@ -114,15 +120,14 @@ class PallasTPU(Kernels):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _decode(settings: PallasTPU, p: Problem) -> tuple[jax.Array, jax.Array]:
-    """Computes a decode step; derivatives are computed by `Dense`."""
-    out, lse = decode(p, settings.decode, settings.interpret, settings._limit)
-    return with_sinks(p, out, lse)
+def _decode(traced: tuple[Traced, Traced], captured: tuple, p: Problem) -> Any:
+    """Returns the first of two functions of a problem, with the derivatives of the second."""
+    return traced[0](captured[0], p)
 
 
 @_decode.defjvp
-def _(settings, primals, tangents):
-    return jax.jvp(Dense(), primals, tangents)
+def _(traced, primals, tangents):
+    return jax.jvp(lambda captured, p: traced[1](captured[1], p), primals, tangents)
 
 
 def _known_from_shapes(question: Callable[[Problem], str | None], p: Problem) -> str | None:
