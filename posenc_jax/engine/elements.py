@@ -87,9 +87,9 @@ def element_of(
     rule = _Scalars(jax.tree.structure(term), structure_q, structure_k)
     counts = len(of_heads) + len(shared), len(q_scalars), len(k_scalars)
     arguments = (*((scalar,) * count for count in counts), coordinate, coordinate)
-    if jax.eval_shape(rule, *arguments) is None:
-        return "a rule that is no function of one query and one key"
     rule, _ = trace_once(rule, *arguments)
+    if not rule.closed.out_avals:
+        return "a rule that is no function of one query and one key"
     if rule.closed.consts:
         return "a function that closes over an array"
     jaxpr = rule.closed.jaxpr

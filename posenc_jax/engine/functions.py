@@ -32,7 +32,8 @@ class Traced:
     def __call__(self, captured: tuple[jax.Array, ...], *arguments: Any) -> Any:
         arrays = iter(captured)
         consts = [next(arrays) if x is None else x for x in self.closed.consts]
-        leaves = map(_like, jax.tree.leaves(arguments), self.closed.in_avals)
+        typed = zip(jax.tree.leaves(arguments), self.closed.in_avals, strict=True)
+        leaves = [_like(x, aval) for x, aval in typed]
         out = jaxpr_as_fun(ClosedJaxpr(self.closed.jaxpr, consts))(*leaves)
         return jax.tree.unflatten(self.structure, out)
 
@@ -41,7 +42,7 @@ def trace_once(function: Callable, *arguments: Any) -> tuple[Traced, tuple[jax.A
     """Returns a function as a jaxpr, and the traced arrays that it closes over.
 
     These become arguments, so that they have gradients: a custom derivative has none with respect
-    to what its functions close over.
+    to arrays that its functions close over.
 
     Args:
       function: the function.
