@@ -230,7 +230,15 @@ def run(
         reason = _symbolic(problem, chosen) or chosen.supports(problem)
         if reason is not None:
             raise NotImplementedError(f'attention: implementation="{chosen.name}": {reason}.')
-    return _run(chosen, problem)
+    try:
+        return _run(chosen, problem)
+    except Exception as error:
+        if type(error).__name__ == "CustomVJPException":
+            raise TypeError(
+                "attention: a function of a rule closes over an array from outside of "
+                "jax.shard_map; give it as heads= or shared=."
+            ) from error
+        raise
 
 
 def _symbolic(problem: Problem, chosen: Implementation | None = None) -> str | None:

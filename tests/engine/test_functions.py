@@ -252,6 +252,28 @@ def test_gradients_of_what_a_function_closes_over_outside_of_jit():
         assert_close(f(attend), f(lambda s: plain(*inputs(), s)))
 
 
+def test_gradients_under_shard_map_are_of_arrays_of_the_device():
+    """A custom derivative has no type for a gradient that devices share."""
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    heads = PartitionSpec(None, None, "heads")
+
+    def attend(s, *arrays):
+        rule = RULES["logit"](lambda: s[0])
+        return pe.attention(*arrays, rules=rule, implementation="xla")
+
+    def gradients(spec, s):
+        specs = (spec, heads, heads, heads)
+        spread = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=heads)
+        return testing.jit_fast(lambda s, *a: pull_of(spread, s, *a)())(s, *inputs())
+
+    s = jnp.array([2.0, 2.0])
+    got, *others = gradients(PartitionSpec("heads"), s)
+    expected, *other = pull_of(lambda s, *a: plain(*a, s), s[0], *inputs())()
+    assert_close([got.sum(), *others], [expected, *other])
+    with pytest.raises(TypeError, match=r"outside of jax.shard_map; give it as"):
+        gradients(PartitionSpec(), s)
+
+
 def test_kernels_refuse_functions_that_close_over_arrays():
     @jax.jit
     def attend(s):
