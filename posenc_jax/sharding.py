@@ -30,10 +30,9 @@ from posenc_jax.checks import divides, one_of, require
 from posenc_jax.engine.api import AttentionCall, make_problem, run
 from posenc_jax.engine.derivatives import limit_derivatives
 from posenc_jax.engine.functions import Traced, trace_once
-from posenc_jax.engine.problem import Implementation, Problem, vary_over, with_sinks
+from posenc_jax.engine.problem import Implementation, LogSumExp, Problem, vary_over, with_sinks
 from posenc_jax.engine.rules import as_tuple
 from posenc_jax.engine.xla import FORWARD_MODE
-from posenc_jax.ops.lse import merge_partial_softmax
 from posenc_jax.ops.partition import combine, partition
 
 __all__ = ["SequenceParallel", "carried_in", "sequence_parallel_attention", "zigzag"]
@@ -237,8 +236,9 @@ def _ring(axis_name: str, attend: Traced, diff: Any, nondiff: Any) -> Any:
         keys, out, lse = carry
         keys = _onwards(keys, axis_name)
         part, part_lse = attend(captured, problem.with_tokens("k", keys))
-        out = merge_partial_softmax([out, part.astype(jnp.float32)], [lse, part_lse])
-        return (keys, out, jnp.logaddexp(lse, part_lse)), None
+        share, part_share, lse = lse.merge(part_lse)
+        out = share[..., None] * out + part_share[..., None] * part.astype(jnp.float32)
+        return (keys, out, lse), None
 
     out, lse = attend(captured, problem)
     carry = problem.tokens("k"), out.astype(jnp.float32), lse
@@ -260,21 +260,23 @@ def _ring_backward(axis_name, attend, saved, cotangents):
     w (d_out . (out_s - out) + d_lse).
     """
     diff, nondiff, out, lse = saved
-    d_out, d_lse = cotangents
+    d_out, d_lse = cotangents  # The derivative of `d_lse.total` is that of `d_lse.top`.
     delta = (d_out * out).sum(-1)
+    total = jnp.where(lse.total == 0, 1.0, lse.total)
 
     def step(keys, fixed_keys):
         def attend_to(diff, keys):
             parts = zip((diff, nondiff), (keys, fixed_keys), strict=True)
             trees = [(p.with_tokens("k", tokens), captured) for (p, captured), tokens in parts]
             problem, captured = combine(*trees)
-            return attend(captured, problem)
+            out, lse = attend(captured, problem)
+            return (out, lse.value), lse
 
-        (part, part_lse), pull = jax.vjp(attend_to, diff, keys)
-        share = jnp.exp(part_lse - jnp.where(jnp.isneginf(lse), 0.0, lse))
+        (part, _), pull, part_lse = jax.vjp(attend_to, diff, keys, has_aux=True)
+        share = part_lse.total * jnp.exp(part_lse.top - lse.top) / total
         d_part = (share[..., None] * d_out).astype(part.dtype)
         gap = (d_out * part.astype(jnp.float32)).sum(-1) - delta
-        return pull((d_part, share * (gap + d_lse)))
+        return pull((d_part, share * (gap + d_lse.top)))
 
     def again(carry, _):
         keys, fixed_keys, d_mine, d_keys = carry

@@ -20,7 +20,7 @@ from posenc_jax.engine.jax_nn import CuDNN, JaxNN
 from posenc_jax.engine.kernels import placement_is_known
 from posenc_jax.engine.mask import Window, window_sides
 from posenc_jax.engine.pallas import Pallas
-from posenc_jax.engine.problem import Implementation, Problem, with_sinks, zero_where
+from posenc_jax.engine.problem import Implementation, LogSumExp, Problem, with_sinks, zero_where
 from posenc_jax.engine.reference import Reference
 from posenc_jax.engine.rules import Rule, as_tuple
 from posenc_jax.engine.splash import Splash
@@ -208,7 +208,7 @@ class AttentionCall:
             )
         problem = dataclasses.replace(problem, needs_lse=self.return_lse)
         out, lse = run(problem, self.implementation)
-        return (out, lse) if self.return_lse else out
+        return (out, lse.value) if self.return_lse else out
 
     def replace(self, **changes: Any) -> Self:
         """Returns the call with some arguments changed."""
@@ -217,7 +217,7 @@ class AttentionCall:
 
 def run(
     problem: Problem, implementation: str | Implementation | None = None
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, LogSumExp]:
     """Returns output and log-sum-exp of a problem; see `Implementation.__call__`.
 
     Raises:
@@ -265,7 +265,7 @@ def _platform(q: jax.Array) -> str:
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _run(implementation: Implementation, problem: Problem) -> tuple[jax.Array, jax.Array]:
+def _run(implementation: Implementation, problem: Problem) -> tuple[jax.Array, LogSumExp]:
     """Runs an implementation. Jitted, so that calls outside of `jit` compile once."""
     sizes = problem.sizes()
     for rule in problem.rules:
@@ -273,7 +273,7 @@ def _run(implementation: Implementation, problem: Problem) -> tuple[jax.Array, j
     shape = (*problem.q.shape[:3], sizes.value_dim)
     if 0 in (*shape[:3], sizes.keys):
         out, lse = jnp.zeros(shape, problem.q.dtype), jnp.full(shape[:3], -jnp.inf, jnp.float32)
-        return with_sinks(problem, out, lse)
+        return with_sinks(problem, out, LogSumExp.of(lse))
     if sizes.value_dim == 0:  # The caller wants the log-sum-exp.
         v = jnp.zeros((*problem.v.shape[:3], 1), problem.v.dtype)
         out, lse = _run(implementation, dataclasses.replace(problem, v=v))
@@ -281,8 +281,10 @@ def _run(implementation: Implementation, problem: Problem) -> tuple[jax.Array, j
     problem = problem.without_padding_queries()
     sharding = jax.typeof(problem.q).sharding
     if not any(sharding.spec):
-        return implementation(problem)
-    return implementation.on_mesh(problem, sharding.mesh, sharding.spec)
+        out, lse = implementation(problem)
+    else:
+        out, lse = implementation.on_mesh(problem, sharding.mesh, sharding.spec)
+    return out, LogSumExp.of(lse)
 
 
 def find(implementation: str | Implementation) -> Implementation:

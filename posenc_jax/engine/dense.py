@@ -21,7 +21,14 @@ from posenc_jax.engine.one_query import (
     products_of_token,
     sums_of_token,
 )
-from posenc_jax.engine.problem import Implementation, Problem, softmax, vary_over, zero_where
+from posenc_jax.engine.problem import (
+    Implementation,
+    LogSumExp,
+    Problem,
+    softmax,
+    vary_over,
+    zero_where,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Dense(Implementation):
     block: int = 2**20
     name = "dense"
 
-    def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, problem: Problem) -> tuple[jax.Array, LogSumExp]:
         if problem.length == 1 and not problem.whole_rows:
             p = vary_over(problem)
             return _decode(*trace_once(_attend_row, p), p)
@@ -47,12 +54,11 @@ class Dense(Implementation):
             keys = jax.tree.map(lambda x, a=low, b=high: x[:, a:b], p.tokens("k"))
             band = (p.with_tokens("k", keys) if (low, high) != (0, p.keys) else p).per_query_head()
             parts.append(_by_blocks(band, start, end, self.block))
-        outs, lses = zip(*parts, strict=True)
-        return jnp.concatenate(outs, 1), jnp.concatenate(lses, 1)
+        return jax.tree.map(lambda *x: jnp.concatenate(x, 1), *parts)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _decode(attend: Traced, captured: Any, p: Problem) -> tuple[jax.Array, jax.Array]:
+def _decode(attend: Traced, captured: Any, p: Problem) -> tuple[jax.Array, LogSumExp]:
     """Attention of one query, reading the cache once; zeroing unused slots takes ten times longer.
 
     Values that the query does not see may hold NaN, and 0 * NaN is NaN: if the output is not
@@ -71,11 +77,11 @@ def _decode_jvp(attend, primals, tangents):
     return jax.jvp(functools.partial(_cleaned, attend), primals, tangents)
 
 
-def _cleaned(attend: Traced, captured: Any, p: Problem) -> tuple[jax.Array, jax.Array]:
+def _cleaned(attend: Traced, captured: Any, p: Problem) -> tuple[jax.Array, LogSumExp]:
     return attend(captured, p.without_unseen_keys())
 
 
-def _attend_row(p: Problem) -> tuple[jax.Array, jax.Array]:
+def _attend_row(p: Problem) -> tuple[jax.Array, LogSumExp]:
     return _attend(p.per_query_head(), (None,) * len(p.rules))
 
 
@@ -104,6 +110,9 @@ def _row_features(p: Problem) -> tuple:
         seen = jnp.any(p.visible(), axis=(1, 2))
     if p.mask is not None:
         seen &= jnp.any(p.mask, axis=(1, 2))
+    for rule in p.rules:
+        if rule.pairs is not None:
+            seen &= ~jnp.all(jnp.isneginf(rule.pairs), axis=(1, 2))
     if p.k_segment_ids is not None:
         seen &= p.k_segment_ids >= 0
     if p.is_causal and p.prefix_length is None:
@@ -116,7 +125,7 @@ def _row_features(p: Problem) -> tuple:
     return tuple(row_features)
 
 
-def _by_blocks(p: Problem, start: int, end: int, block: int) -> tuple[jax.Array, jax.Array]:
+def _by_blocks(p: Problem, start: int, end: int, block: int) -> tuple[jax.Array, LogSumExp]:
     """Attention of the queries from `start` to `end` to all keys of the problem."""
     length = end - start
     size = max(1, min(length, block // max(p.q.shape[0] * p.num_heads * p.keys, 1)))
@@ -173,7 +182,7 @@ def _sums(p: Problem, weights: jax.Array) -> jax.Array:
     return jnp.swapaxes(out.reshape(batch, heads, length, -1), 1, 2)
 
 
-def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, jax.Array]:
+def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, LogSumExp]:
     """Attention of all queries of a problem; `row_features` has an entry for each rule."""
     seen, coordinates = p.visible(), (p.q_coordinates, p.k_coordinates)
     scaled, unscaled = _products(p), None
@@ -210,4 +219,4 @@ def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, jax.Array]:
     for rule in p.rules:
         values = jax.vmap(rule.added_values)(weights, *coordinates)
         out = out if values is None else out + values
-    return out.astype(p.q.dtype), jnp.moveaxis(lse, 1, 2)
+    return out.astype(p.q.dtype), jax.tree.map(lambda x: jnp.moveaxis(x, 1, 2), lse)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from posenc_jax.engine.kernels import divides_heads
 from posenc_jax.engine.lower import lower
-from posenc_jax.engine.mask import MASK_VALUE
+from posenc_jax.engine.mask import LEAST_LOGIT
 from posenc_jax.engine.problem import Implementation, Problem, lacking
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.engine.toeplitz import toeplitz_tile, toeplitz_tile_vjp
@@ -59,8 +59,10 @@ class JaxNN(Implementation):
             # A query that sees no key gets the mean of all values there, and 0 * NaN is NaN.
             visible = p.visible()
             if bias is not None:  # A rule may hide keys, by -inf.
-                visible &= ~jnp.isneginf(bias)
-                bias = jnp.maximum(bias, MASK_VALUE)
+                hidden = jnp.isneginf(bias)
+                visible &= ~hidden
+                # JAX hides keys by 0.7 times the least logit.
+                bias = jnp.where(hidden, LEAST_LOGIT, jnp.maximum(bias, LEAST_LOGIT / 2))
             sees = jnp.moveaxis(visible.any(-1), 1, 2)
             used = visible.any((1, 2))[:, :, None, None]
             k, v = (jnp.where(used, x, jnp.zeros((), x.dtype)) for x in (k, v))

@@ -16,15 +16,15 @@ from posenc_jax.checks import require
 from posenc_jax.engine.derivatives import limit_derivatives
 from posenc_jax.engine.elements import element_of
 from posenc_jax.engine.lower import Lowered, lower
-from posenc_jax.engine.operands import Grads, Operands, prepare, spec_fields
+from posenc_jax.engine.operands import LOG2E, Grads, Operands, prepare, spec_fields
 from posenc_jax.engine.problem import (
     Implementation,
+    LogSumExp,
     Problem,
     lse_and_delta,
     vary_over,
     with_sinks,
     without_tiles,
-    zero_where,
 )
 from posenc_jax.engine.terms import AllPairsTerm, DotTerm
 from posenc_jax.ops.partition import combine, partition
@@ -57,7 +57,7 @@ class ShardMapped(Implementation):
         """Returns why one device cannot compute its part, given as types of arrays, or None."""
 
     @abc.abstractmethod
-    def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    def on_device(self, problem: Problem) -> tuple[jax.Array, Any]:
         """Computes a problem on one device, or one device's part of it."""
 
     def supports(self, problem: Problem) -> str | None:
@@ -100,7 +100,7 @@ class ShardMapped(Implementation):
 
         return problem.map_arrays(divided)
 
-    def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, jax.Array]:
+    def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, Any]:
         batch, _, heads = (*spec, None, None, None)[:3]
         specs = problem_specs(problem, mesh, batch, heads)
         with jax.sharding.use_abstract_mesh(mesh):
@@ -123,7 +123,7 @@ class ShardMapped(Implementation):
         )
         return run(problem)
 
-    def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, problem: Problem) -> tuple[jax.Array, Any]:
         mesh = mesh_of(problem)
         if open_axes(mesh, AxisType.Explicit):  # And q is whole on every device.
             return self.on_mesh(problem, mesh, PartitionSpec())
@@ -149,8 +149,11 @@ class Kernels(ShardMapped):
         """Returns the platform's `Spec`, with the fields of `spec_fields`."""
 
     @abc.abstractmethod
-    def run_forward(self, spec: Any, x: Operands) -> tuple[jax.Array, jax.Array]:
-        """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
+    def run_forward(self, spec: Any, x: Operands) -> tuple[jax.Array, LogSumExp]:
+        """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T].
+
+        Its `top` is in units of log 2.
+        """
 
     @abc.abstractmethod
     def run_backward(
@@ -162,7 +165,8 @@ class Kernels(ShardMapped):
           spec: the static part.
           x: the operands.
           d_out: cotangent of the output, [B, T, N, V], in the dtype of v.
-          lse: float32 [B, N, T], finite. With dropout at rate r, log(1 - r) is added.
+          lse: float32 [B, N, T] in units of log 2, finite. With dropout at rate r, log(1 - r) is
+            added.
           delta: float32 [B, N, T]: the sum of d_out * out over V minus the cotangent of the
             log-sum-exp. With dropout, times 1 - r.
         """
@@ -174,16 +178,15 @@ class Kernels(ShardMapped):
         spec = self.make_spec(p, **spec_fields(p, lowered))
         return *prepare(p, lowered, elements, spec, self.mask_by_distance), lowered
 
-    def run(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    def run(self, problem: Problem) -> tuple[jax.Array, LogSumExp]:
         """Computes a problem of one device by the kernels of both passes."""
         p = problem
         spec, operands, lowered = self.prepared(p)
         diff, nondiff = partition(operands)
         out, lse = _attend(self, spec, limit_derivatives(diff, forward=_FIRST_ORDER), nondiff)
-        out, lse = out[:, : p.length], jnp.swapaxes(lse, 1, 2)[:, : p.length]
-        if lowered.lse_shift is not None:
-            lse += lowered.lse_shift
-        return with_sinks(p, out, lse)
+        top, total = (jnp.swapaxes(x, 1, 2)[:, : p.length] for x in lse)
+        top = top if lowered.lse_shift is None else top + lowered.lse_shift
+        return with_sinks(p, out[:, : p.length], LogSumExp(top, total), LOG2E)
 
     def supports(self, problem: Problem) -> str | None:
         if problem.whole_rows or not problem.normalized:
@@ -302,13 +305,38 @@ def _with_local_key_head(p: Problem, specs: Any, heads: Any) -> Problem:
 
 def without_hidden(p: Problem) -> Problem:
     """Returns the problem with zeros for keys that no query sees: NaN times zero is NaN."""
+    if any(rule.pairs is not None for rule in p.rules):
+        return p.without_keys(~_seen_if_not_finite(p))
     if not p.contiguous:
         return p.without_unseen_keys()
-    if p.k_segment_ids is None:
-        return p
+    return p if p.k_segment_ids is None else p.without_keys(p.k_segment_ids < 0)
+
+
+def _seen_if_not_finite(p: Problem) -> jax.Array:
+    """Returns bool [B, S], the keys that some query sees; all keys if their arrays are finite.
+
+    An array of all pairs is read once more, a block of queries at a time, if they are not.
+    """
+    p = jax.lax.stop_gradient(p)
     keys = p.tokens("k")
-    cleaned = {name: keys[name] for name in ("k", "v", "features")}
-    return p.with_tokens("k", keys | zero_where(p.k_segment_ids < 0, cleaned))
+    leaves = jax.tree.leaves([keys[name] for name in ("k", "v", "features")])
+    finite = functools.reduce(jnp.logical_and, (jnp.isfinite(x).all() for x in leaves))
+    names = "q_positions", "q_segment_ids", "mask", "pairs"
+    queries = {name: x if name in names else None for name, x in p.tokens("q").items()}
+    queries["features"] = (None,) * len(p.rules)
+    size = min(p.length, 256)
+
+    def seen_by(block):
+        # The last block overlaps the one before.
+        part = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, block * size, size, 1), queries
+        )
+        return p.with_tokens("q", part).visible().any((1, 2))
+
+    count = jnp.where(finite, 1, -(-p.length // size)).astype(jnp.int32)
+    first, zero = jnp.int32(1), jnp.int32(0)
+    seen = jax.lax.fori_loop(first, count, lambda n, seen: seen | seen_by(n), seen_by(zero))
+    return seen | finite
 
 
 def refusal(p: Problem, no_room: Callable[[list[int]], str | None]) -> str | None:
@@ -374,7 +402,7 @@ _FIRST_ORDER = first_order_only("pallas")
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
     kernels: Kernels, spec: Any, diff: Operands, nondiff: Operands
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, LogSumExp]:
     """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
     return _attend_forward(kernels, spec, diff, nondiff)[0]
 
@@ -382,16 +410,17 @@ def _attend(
 def _attend_forward(kernels, spec, diff, nondiff):
     operands = combine(limit_derivatives(diff, both=_FIRST_ORDER), nondiff)
     out, lse = kernels.run_forward(spec, operands)
-    return (out, lse), (diff, nondiff, out, lse)
+    return (out, lse.divided(LOG2E)), (diff, nondiff, out, lse)
 
 
 def _attend_backward(kernels, spec, saved, cotangents):
     diff, nondiff, out, lse = saved
-    d_out, d_lse = cotangents
+    d_out, d_lse = cotangents  # The derivative of `d_lse.total` is that of `d_lse.top`.
     x = combine(limit_derivatives(diff, both=_FIRST_ORDER), nondiff)
-    lse, delta = lse_and_delta(out, lse, d_out, d_lse)
-    if x.dropped is not None:
-        lse, delta = lse + math.log1p(-spec.dropout_rate), delta * (1.0 - spec.dropout_rate)
+    kept_share = 1.0 if x.dropped is None else 1.0 - spec.dropout_rate
+    lse = lse._replace(total=kept_share * lse.total)
+    lse, delta, d_out = lse_and_delta(out, lse, d_out, d_lse.top, LOG2E)
+    delta *= kept_share
     of_queries = d_out.astype(x.v.dtype), lse, delta
     grads = kernels.run_backward(spec, x, *limit_derivatives(of_queries, both=_FIRST_ORDER))
     return dataclasses.replace(diff, **grads._asdict()), None

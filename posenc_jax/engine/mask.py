@@ -12,8 +12,28 @@ import numpy as np
 
 Window = int | tuple[int, int] | None
 
-MASK_VALUE = -1e30
-"""Finite mask value: exp underflows to 0; -inf would give NaN in inf - inf."""
+MASK_VALUE = float("-inf")
+"""The logit of a hidden key. Every finite logit is legal, however low: see `LEAST_LOGIT`."""
+
+LEAST_LOGIT = float(np.finfo(np.float32).min)
+"""The least logit of a key that is not hidden, -3.4e38, where running maxima start.
+
+Masks by numbers, such as -1e9, -1e30 or this one, are logits: a query whose keys all have one gets
+the mean of their values, as by `jax.nn.dot_product_attention`. The sum of the terms of a logit must
+be finite too. Kernels multiply logits by log2(e), and take those below -2.3e38 for -2.3e38.
+"""
+
+
+def in_units(x: jax.Array, unit: float) -> jax.Array:
+    """Returns logits times a factor. Finite ones stay finite, -inf stays -inf."""
+    if unit <= 1.0:
+        return unit * x
+    return jnp.where(x == MASK_VALUE, MASK_VALUE, jnp.maximum(unit * x, LEAST_LOGIT))
+
+
+differentiable_in_units = jax.custom_jvp(in_units, nondiff_argnums=(1,))
+"""`in_units` with the derivative of the product also where that would overflow."""
+differentiable_in_units.defjvp(lambda unit, x, d_x: (in_units(*x, unit), unit * d_x[0]))
 
 
 def add_saturated(x: Any, number: int) -> Any:

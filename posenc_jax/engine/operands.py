@@ -11,6 +11,7 @@ from posenc_jax.engine.blocks import Blocks, TokenArrays, Visibility, pad_axis, 
 from posenc_jax.engine.dropout import dropout_rows
 from posenc_jax.engine.elements import Element, scalar_per_key
 from posenc_jax.engine.lower import Lowered, masked_by_order
+from posenc_jax.engine.mask import differentiable_in_units
 from posenc_jax.engine.problem import Problem, repeat_heads
 from posenc_jax.engine.terms import STATIC, AllPairsTerm, DotTerm
 
@@ -271,7 +272,7 @@ def _distinct_padding(keys: TokenArrays) -> dict[str, jax.Array]:
 def _bias(p: Problem, lowered: Lowered, spec: Spec, first: int) -> jax.Array | None:
     """Returns `Operands.bias`, of distances first to T - 1."""
     if lowered.bias is not None:
-        return spec.unit * lowered.bias(first, p.length)
+        return differentiable_in_units(lowered.bias(first, p.length), spec.unit)
     if not spec.visibility.mask_in_bias:
         return None
     distances = jnp.arange(first, p.length, dtype=jnp.int32)

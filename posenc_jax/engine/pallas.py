@@ -39,8 +39,8 @@ class Pallas(Implementation):
         kernels, mesh = self._kernels, mesh_of(problem)
         return kernels.supports(problem) or unshardable(problem, mesh, *kernels.axes(problem))
 
-    def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, jax.Array]:
+    def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, Any]:
         return self._kernels.on_mesh(problem, mesh, spec)
 
-    def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, problem: Problem) -> tuple[jax.Array, Any]:
         return self._kernels(problem)

@@ -4,12 +4,12 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.mask import MASK_VALUE, visible
+from posenc_jax.engine.mask import LEAST_LOGIT, differentiable_in_units, visible
 from posenc_jax.engine.rules import STATIC, Rule, Sizes
 
 _SIDES = {
@@ -169,7 +169,10 @@ class Problem:
         return dataclasses.replace(_map_fields(self, _AXES, function, ("rules",)), rules=rules)
 
     def visible(self) -> jax.Array:
-        """Returns bool [B, 1 or N, T, S], true where the query sees the key."""
+        """Returns bool [B, 1 or N, T, S], true where the query sees the key.
+
+        Arrays of all pairs hide keys too, by -inf; rules that are functions are not evaluated.
+        """
         seen = visible(
             self.q_positions,
             self.k_positions,
@@ -179,6 +182,8 @@ class Problem:
             window=self.window,
             prefix_length=self.prefix_length,
         )[:, None]
+        for rule in self.rules:
+            seen = seen if rule.pairs is None else seen & ~jnp.isneginf(rule.pairs)
         return seen if self.mask is None else seen & self.mask
 
     def without_padding_queries(self) -> Self:
@@ -197,10 +202,13 @@ class Problem:
 
         They may hold anything, and 0 * NaN is NaN.
         """
-        unseen = ~jnp.any(self.visible(), axis=(1, 2))
+        return self.without_keys(~jnp.any(self.visible(), axis=(1, 2)))
+
+    def without_keys(self, hidden: jax.Array) -> Self:
+        """Returns the problem with zeros for keys, values and features, bool [1 or B, S]."""
         keys = self.tokens("k")
         cleaned = {name: keys[name] for name in ("k", "v", "features")}
-        return self.with_tokens("k", keys | zero_where(unseen, cleaned))
+        return self.with_tokens("k", keys | zero_where(hidden, cleaned))
 
     def sorted_keys(self) -> Self:
         """Returns the problem with its keys sorted by segment and position."""
@@ -228,6 +236,46 @@ def without_tiles(problem: Problem) -> str | None:
     return name and f'{name} defines no `lower`, so it needs implementation="dense"'
 
 
+class LogSumExp(NamedTuple):
+    """The log-sum-exp of the logits of each query, top + log(total), both float32.
+
+    Their float32 sum lacks log(total) where logits are near -1e9.
+
+    Attributes:
+      top: the greatest logit, finite.
+      total: the sum of exp(logit - top); 0 for a query that sees no key.
+    """
+
+    top: jax.Array
+    total: jax.Array
+
+    @classmethod
+    def of(cls, x: "jax.Array | LogSumExp") -> "LogSumExp":
+        """Returns a log-sum-exp that may be one array."""
+        if isinstance(x, LogSumExp):
+            return x
+        return cls(jnp.maximum(x, LEAST_LOGIT), jnp.where(jnp.isneginf(x), 0.0, 1.0))
+
+    def divided(self, unit: float) -> "LogSumExp":
+        """Returns the log-sum-exp for `top` in a unit."""
+        # A selection last: a product that fuses with the sums after it would not be rounded.
+        return LogSumExp(jnp.where(self.total == 0, LEAST_LOGIT, self.top / unit), self.total)
+
+    @property
+    def value(self) -> jax.Array:
+        """The sum, -inf for a query that sees no key."""
+        blind = self.total == 0
+        return jnp.where(blind, -jnp.inf, self.top + jnp.log(jnp.where(blind, 1.0, self.total)))
+
+    def merge(self, other: Self) -> tuple[jax.Array, jax.Array, "LogSumExp"]:
+        """Returns the shares of two parts of the keys in their softmax, and its log-sum-exp."""
+        top = jax.lax.stop_gradient(jnp.maximum(self.top, other.top))
+        first, second = (x.total * jnp.exp(x.top - top) for x in (self, other))
+        total = first + second
+        safe = jnp.where(total == 0, 1.0, total)
+        return first / safe, second / safe, LogSumExp(top, total)
+
+
 @dataclasses.dataclass(frozen=True)
 class Implementation(abc.ABC):
     """One way to compute attention. Fields are its settings, such as block sizes.
@@ -243,7 +291,7 @@ class Implementation(abc.ABC):
         """Returns None, or why the problem is not supported and the remedy."""
         return None
 
-    def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, jax.Array]:
+    def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, Any]:
         """Computes a problem on an explicit mesh; q and the results are sharded by `spec`.
 
         By default the compiler partitions the computation: rules are written for scalars and have
@@ -255,8 +303,11 @@ class Implementation(abc.ABC):
             return jax.sharding.auto_axes(self.__call__, out_sharding=(out, rows))(problem)
 
     @abc.abstractmethod
-    def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array | LogSumExp]:
         """Returns the output, [B, T, N, V] in q's dtype, and the log-sum-exp, float32 [B, T, N].
+
+        One array of the log-sum-exp has no digits for the number of keys where logits are near
+        -1e9; a `LogSumExp` has.
 
         A query that sees no key gets zeros and a log-sum-exp of -inf. Without a softmax
         (`problem.normalized` is false), and where it is not asked for (`problem.needs_lse`),
@@ -310,58 +361,65 @@ def vary_over(tree: Any, axes: frozenset[str] | None = None) -> Any:
     return jax.tree.map(vary, tree) if axes else tree
 
 
-def softmax(logits: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def softmax(logits: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, LogSumExp]:
     """Returns weights [..., S] and log-sum-exp [...] of logits, with sinks [...] if there are any.
 
-    Weights are not exp(logits - lse): the log-sum-exp of logits near -1e9 has no digits for the
-    number of keys. A row of -inf has weights of zero.
+    A row of -inf has weights of zero.
     """
-    greatest = jax.lax.stop_gradient(logits.max(-1, initial=-jnp.inf))
+    top = jax.lax.stop_gradient(logits.max(-1, initial=LEAST_LOGIT))
     if sinks is not None:
-        greatest = jnp.maximum(greatest, jax.lax.stop_gradient(sinks))
-    shift = jnp.where(jnp.isneginf(greatest), 0.0, greatest)
-    weights = jnp.exp(logits - shift[..., None])
+        top = jnp.maximum(top, jax.lax.stop_gradient(sinks))
+    weights = jnp.exp(logits - top[..., None])
     total = weights.sum(-1)
     if sinks is not None:
-        total += jnp.exp(sinks - shift)
-    blind = total == 0
-    total = jnp.where(blind, 1.0, total)
-    lse = jnp.where(blind, -jnp.inf, shift + jnp.log(total))
-    return weights / total[..., None], lse
+        total += jnp.exp(sinks - top)
+    return weights / jnp.where(total == 0, 1.0, total)[..., None], LogSumExp(top, total)
 
 
-def with_sinks(p: Problem, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+def with_sinks(
+    p: Problem, out: jax.Array, lse: LogSumExp, unit: float = 1.0
+) -> tuple[jax.Array, LogSumExp]:
     """Returns output and log-sum-exp after the sinks of a problem took their share.
 
     Args:
       p: the problem.
       out: the output without sinks, [B, T, N, V].
-      lse: its log-sum-exp, float32 [B, T, N].
+      lse: its log-sum-exp.
+      unit: the factor of the logits inside, so that sinks of -1e30 are rounded as logits are.
     """
     if p.sinks is None:
         return out.astype(p.q.dtype), lse
-    blind = jnp.isneginf(lse) & jnp.isneginf(p.sinks)  # Their log-sum-exp has no derivative.
-    sinks = jnp.where(blind, 0.0, p.sinks)
-    total = jnp.where(blind, -jnp.inf, jnp.logaddexp(jnp.where(blind, 0.0, lse), sinks))
-    share = jnp.exp(lse - jnp.where(blind, 0.0, total))
-    return (out.astype(jnp.float32) * share[..., None]).astype(p.q.dtype), total
+    # A selection last: a product that fuses with the sums after it would not be rounded.
+    sinks = jnp.where(jnp.isneginf(p.sinks), -jnp.inf, differentiable_in_units(p.sinks, unit) / unit)
+    share, _, lse = lse.merge(LogSumExp(sinks, jnp.ones_like(sinks)))
+    return (out.astype(jnp.float32) * share[..., None]).astype(p.q.dtype), lse
 
 
 def lse_and_delta(
-    out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the numbers per query that tiles of the backward pass read, float32 [B, N, T].
+    out: jax.Array, lse: LogSumExp, d_out: jax.Array, d_lse: jax.Array, unit: float = 1.0
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns what tiles of the backward pass read: lse and delta, float32 [B, N, T], and d_out.
 
     With weights p = exp(logits - lse) and their cotangent dp, the cotangent of the logits is
-    p * (dp - delta). A query that sees no key has lse = -MASK_VALUE, so that its weights are 0.
+    p * (dp - delta). The rounded lse lacks a rest, all of log(total) where logits are near -1e9:
+    its factor exp(-rest) on the weights is on d_out and delta instead, and costs nothing per pair.
+    A query that sees no key has the greatest lse, so that its weights are 0.
 
     Args:
       out, d_out: output and its cotangent, [B, T, N, V].
-      lse, d_lse: log-sum-exp and its cotangent, float32 [B, N, T].
+      lse: log-sum-exp, float32 [B, N, T].
+      d_lse: its cotangent.
+      unit: logits, top and the result are multiplied by it.
     """
-    products = (x.astype(jnp.float32) for x in (d_out, out))
-    delta = jnp.einsum("btnv,btnv->bnt", *products, precision="highest") - d_lse
-    return jnp.where(jnp.isneginf(lse), -MASK_VALUE, lse), delta
+    blind = lse.total == 0
+    log_total = unit * jnp.log(jnp.where(blind, 1.0, lse.total))
+    rounded = lse.top + log_total
+    factor = jnp.exp((rounded - lse.top - log_total) / unit)
+    d_out = d_out.astype(jnp.float32)
+    delta = jnp.einsum("btnv,btnv->bnt", d_out, out.astype(jnp.float32), precision="highest")
+    delta = factor * (delta - d_lse)
+    d_out = d_out * jnp.swapaxes(factor, 1, 2)[..., None]
+    return jnp.where(blind, -LEAST_LOGIT, rounded), delta, d_out
 
 
 def repeat_heads(x: jax.Array, num_heads: int, axis: int = 2) -> jax.Array:

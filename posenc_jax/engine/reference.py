@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.dropout import keep_mask
-from posenc_jax.engine.problem import Implementation, Problem, repeat_heads, softmax
+from posenc_jax.engine.problem import Implementation, LogSumExp, Problem, repeat_heads, softmax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Reference(Implementation):
 
     name = "reference"
 
-    def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, problem: Problem) -> tuple[jax.Array, LogSumExp]:
         p = problem.sorted_keys() if problem.whole_rows and not problem.contiguous else problem
         p = p.per_query_head().without_unseen_keys()
         q, k, v = (repeat_heads(x, p.num_heads).astype(jnp.float32) for x in (p.q, p.k, p.v))
@@ -51,7 +51,7 @@ class Reference(Implementation):
         for rule in p.rules:
             values = jax.vmap(rule.added_values)(weights, p.q_coordinates, p.k_coordinates)
             out = out if values is None else out + values
-        return out.astype(p.q.dtype), jnp.moveaxis(lse, 1, 2)
+        return out.astype(p.q.dtype), jax.tree.map(lambda x: jnp.moveaxis(x, 1, 2), lse)
 
 
 def _transformed(p: Problem, logits: jax.Array, seen: jax.Array) -> jax.Array:

@@ -40,9 +40,10 @@ from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.derivatives import limit_derivatives
 from posenc_jax.engine.dropout import keep_mask
 from posenc_jax.engine.lower import Lowered, lower
-from posenc_jax.engine.mask import MASK_VALUE, visible
+from posenc_jax.engine.mask import LEAST_LOGIT, MASK_VALUE, visible
 from posenc_jax.engine.problem import (
     Implementation,
+    LogSumExp,
     Problem,
     lse_and_delta,
     repeat_heads,
@@ -91,7 +92,7 @@ class XLA(Implementation):
     def supports(self, problem: Problem) -> str | None:
         return without_tiles(problem)
 
-    def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, problem: Problem) -> tuple[jax.Array, LogSumExp]:
         p = vary_over(problem)
         if p.whole_rows:
             return Dense(self.row_block)(p)
@@ -100,10 +101,9 @@ class XLA(Implementation):
         lowered = lower(p, max_table=plan.max_table, pairs_at_once=self.pairs_at_once)
         diff, nondiff = partition(_prepare(p, lowered, plan))
         out, lse = _attend(limit_derivatives(diff, forward=FORWARD_MODE), nondiff)
-        out, lse = out[:, : p.length], jnp.moveaxis(lse, 1, 2)[:, : p.length]
-        if lowered.lse_shift is not None:
-            lse += lowered.lse_shift
-        return with_sinks(p, out, lse)
+        top, total = (jnp.moveaxis(x, 1, 2)[:, : p.length] for x in lse)
+        top = top if lowered.lse_shift is None else top + lowered.lse_shift
+        return with_sinks(p, out[:, : p.length], LogSumExp(top, total))
 
 
 @jax.tree_util.register_dataclass
@@ -247,7 +247,9 @@ def _attend_forward(diff, nondiff):
 
 def _attend_backward(saved, cotangents):
     # The loops of the backward pass cannot be transposed.
-    return limit_derivatives(_backward(*saved, *cotangents), reverse=_REVERSE_OVER_REVERSE), None
+    d_out, d_lse = cotangents  # The derivative of `d_lse.total` is that of `d_lse.top`.
+    grads = _backward(*saved, d_out, d_lse.top)
+    return limit_derivatives(grads, reverse=_REVERSE_OVER_REVERSE), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -261,7 +263,7 @@ class Softmax(NamedTuple):
     out: jax.Array
 
 
-def _forward(x: Operands) -> tuple[jax.Array, jax.Array]:
+def _forward(x: Operands) -> tuple[jax.Array, LogSumExp]:
     """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
     tiles = Tiles(x, x.plan.forward, backward=False)
 
@@ -273,20 +275,16 @@ def _forward(x: Operands) -> tuple[jax.Array, jax.Array]:
 
         shape = q.shape[:3]
         state = Softmax(
-            zeros(x.q, shape, MASK_VALUE),
+            zeros(x.q, shape, LEAST_LOGIT),
             zeros(x.q, shape),
             zeros(x.q, (*shape, x.v.shape[3])),
         )
         m, l, out = tiles.visit("k", i, key_block, state)
-        # jnp.maximum drops NaN, the sum keeps it.
-        blind = ((m <= MASK_VALUE / 2) | (l == 0)) & ~jnp.isnan(l)
-        l = jnp.where(blind, 1.0, l)
-        out = jnp.where(blind[..., None], 0.0, out / l[..., None])
-        lse = jnp.where(blind, -jnp.inf, m + jnp.log(l))
-        return None, (jnp.swapaxes(out, 1, 2).astype(x.dtype), lse)
+        out = out / jnp.where(l == 0, 1.0, l)[..., None]
+        return None, (jnp.swapaxes(out, 1, 2).astype(x.dtype), LogSumExp(m, l))
 
     _, (out, lse) = _scan_blocks(query_block, None, x.plan.length // tiles.blocks.q)
-    return join_blocks(out, 1), join_blocks(lse, 2)
+    return join_blocks(out, 1), jax.tree.map(lambda y: join_blocks(y, 2), lse)
 
 
 def _forward_tile(tiles: "Tiles", i, j, q, state: Softmax, *, interior: bool) -> Softmax:
@@ -345,7 +343,7 @@ def _backward(diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Oper
     """Returns the cotangents of `diff`."""
     x = combine(diff, nondiff)
     tiles = Tiles(x, x.plan.backward, backward=True)
-    lse, delta = lse_and_delta(out, lse, d_out, d_lse)
+    lse, delta, d_out = lse_and_delta(out, lse, d_out, d_lse)
     d_out = jnp.swapaxes(d_out, 1, 2).astype(x.v.dtype)
     q = tiles.scaled(x.q)
     # Transposed once: the products with them are twice as fast.
@@ -613,6 +611,9 @@ class Tiles:
             mask = take_block(self.operands.mask, 2, i, self.blocks.q)
             mask = take_block(mask, 3, j, self.blocks.k)
             out = mask if out is None else out & mask
+        for term in self.pairs(i, j):
+            finite = ~jnp.isneginf(term.pairs)
+            out = finite if out is None else out & finite
         return out
 
     def live_keys(self, seen: jax.Array | None) -> jax.Array | None:
@@ -621,7 +622,8 @@ class Tiles:
         None where every key is visible to the query in its own slot.
         """
         see = self.operands.visibility
-        if seen is None or (see.by_slot and not see.segments and not see.mask):
+        known = see.by_slot and not see.segments and not see.mask and not self.operands.pairs
+        if seen is None or known:
             return None
         return jnp.any(seen, axis=2)
 

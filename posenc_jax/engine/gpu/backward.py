@@ -23,7 +23,7 @@ from posenc_jax.engine.gpu.by_query import ByQuery
 from posenc_jax.engine.gpu.pipe import Warpgroup, launch, matrix, most_slots, operand, vector
 from posenc_jax.engine.gpu.spec import ROW, ROWS, Cotangents, GPUSpec, Int, Ref
 from posenc_jax.engine.gpu.tile import d_logits, row_scalar_count, rows_to_tile, zeros
-from posenc_jax.engine.operands import LOG2E, Grads, Operands, Product, out_struct
+from posenc_jax.engine.operands import Grads, Operands, Product, out_struct
 
 
 def backward(
@@ -31,7 +31,7 @@ def backward(
 ) -> Grads:
     """Returns the cotangents of the operands; see `Kernels.run_backward`."""
     scale: Any = d_logits_scale(x, d_out, delta) if x.products else None
-    cotangents = Cotangents(d_out, lse * LOG2E, delta, scale)
+    cotangents = Cotangents(d_out, lse, delta, scale)
     d_q, sums_of_q, q_features = _query_grads(spec, x, cotangents)
     d_k, d_v, sums_of_k, k_features = key_grads(spec, x, cotangents)
     d_bias = None

@@ -16,14 +16,16 @@ from posenc_jax.engine.gpu.by_query import ByQuery
 from posenc_jax.engine.gpu.pipe import Warpgroup, launch, matrix, most_slots, operand, vector
 from posenc_jax.engine.gpu.spec import ROW, ROWS, TILE, GPUSpec, Int
 from posenc_jax.engine.gpu.tile import rows_to_tile, zeros
-from posenc_jax.engine.mask import MASK_VALUE
-from posenc_jax.engine.operands import LOG2E, Operands, out_struct
+from posenc_jax.engine.mask import LEAST_LOGIT
+from posenc_jax.engine.operands import Operands, out_struct
+from posenc_jax.engine.problem import LogSumExp
 
 
-def forward(spec: GPUSpec, x: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(spec: GPUSpec, x: Operands) -> tuple[jax.Array, LogSumExp]:
     """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
     kernel = Forward(spec, x, spec.forward, x.schedules[0])
     shape = spec.batch, spec.length, spec.heads, spec.value_dim
+    row = out_struct(x.q, (spec.batch, spec.heads, spec.length))
     results = launch(
         "attention_forward",
         kernel.compute,
@@ -32,12 +34,12 @@ def forward(spec: GPUSpec, x: Operands) -> tuple[jax.Array, jax.Array]:
         inputs=kernel.inputs,
         out_types={
             "out": out_struct(x.q, shape, x.q.dtype),
-            "lse": out_struct(x.q, (spec.batch, spec.heads, spec.length)),
+            **dict.fromkeys(LogSumExp._fields, row),
         },
         scratch_types=kernel.scratch_types,
         interpret=spec.interpret,
     )
-    return results["out"], results["lse"]
+    return results["out"], LogSumExp(results["top"], results["total"])
 
 
 class _Softmax(NamedTuple):
@@ -64,7 +66,7 @@ class Forward(ByQuery):
         spec, dtype = self.spec, self.x.q.dtype
         types = {
             "q": matrix(spec, 2, ROWS, spec.dim, dtype=dtype),
-            "lse": vector(2, ROWS),
+            **dict.fromkeys(LogSumExp._fields, vector(2, ROWS)),
             "ready": plgpu.Barrier(num_arrivals=1 + len(self.bands.resident), num_barriers=2),
             "turn": plgpu.Barrier(num_arrivals=2),
         }
@@ -92,25 +94,25 @@ class Forward(ByQuery):
         self.bands.copy_rows(wg, b, head, q0)
         plgpu.barrier_wait(wg.part("ready"))
         pl.when(wg.number == 1)(lambda: _next_turn(wg))
-        lowest = plgpu.layout_cast(jnp.full((ROWS,), MASK_VALUE, jnp.float32), ROW)
+        lowest = plgpu.layout_cast(jnp.full((ROWS,), LEAST_LOGIT, jnp.float32), ROW)
         empty = [zeros((ROWS, part.size), TILE) for part in self.parts]
         start = jnp.int32(0), _Softmax(empty, lowest, zeros((ROWS,), ROW))
         _, softmax = jax.lax.fori_loop(
             jnp.int32(0), count, lambda n, carry: self._add_tile(wg, n, *carry), start
         )
         pl.when(wg.number == 0)(lambda: _next_turn(wg))
-        blind = softmax.top <= MASK_VALUE / 2  # Then all pairs that were summed are hidden.
-        weight = jnp.where(blind, 1.0, softmax.weight)
-        share = jnp.where(blind, 0.0, 1.0 / weight)
+        share = 1.0 / jnp.where(softmax.weight == 0.0, 1.0, softmax.weight)
         out = wg.part("out" if "out" in wg.scratch else "q")
         for part, total in zip(self.parts, softmax.out, strict=True):
             total = total * rows_to_tile(share, total.shape)
             out.at[:, part][...] = total.astype(self.x.q.dtype)
-        lse = jnp.where(blind, -jnp.inf, softmax.top * (1 / LOG2E) + jnp.log(weight))
-        wg.part("lse")[...] = lse
+        lse = {"top": softmax.top, "total": softmax.weight}
+        for name, rows in lse.items():
+            wg.part(name)[...] = rows
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out, wg.out_refs["out"].at[of_head])
-        plgpu.copy_smem_to_gmem(wg.part("lse"), wg.out_refs["lse"].at[b, head, pl.ds(q0, ROWS)])
+        for name in lse:
+            plgpu.copy_smem_to_gmem(wg.part(name), wg.out_refs[name].at[b, head, pl.ds(q0, ROWS)])
         plgpu.wait_smem_to_gmem(0)
 
     def _add_tile(

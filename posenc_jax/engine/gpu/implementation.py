@@ -61,7 +61,7 @@ class PallasGPU(Kernels):
             return 'dropout needs implementation="xla" on GPUs'
         return _pairs_refusal(p) or refusal(p, functools.partial(_no_room, p))
 
-    def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    def on_device(self, problem: Problem) -> tuple[jax.Array, Any]:
         from posenc_jax.engine.rules import DotBias
 
         p = without_hidden(problem)

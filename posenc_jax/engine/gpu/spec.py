@@ -172,7 +172,7 @@ def line(
 
 def bias_line(spec: GPUSpec, bias: jax.Array, first: int, blocks: Blocks) -> jax.Array:
     """Returns the `line` of the bias, [N or 1, L]."""
-    fill = spec.unit * MASK_VALUE if spec.visibility.mask_in_bias else 0.0
+    fill = MASK_VALUE if spec.visibility.mask_in_bias else 0.0
     return line(spec, bias, first, blocks, fill)
 
 

@@ -20,7 +20,7 @@ from posenc_jax.engine.elements import Element, evaluate, inner_jaxpr
 from posenc_jax.engine.gpu.gather import by_distance, indices
 from posenc_jax.engine.gpu.spec import COLUMN, ROW, GPUSpec, Int, Ref, has_rules, load
 from posenc_jax.engine.kinds import MASKED, PLAIN, kinds
-from posenc_jax.engine.mask import MASK_VALUE, add_saturated
+from posenc_jax.engine.mask import MASK_VALUE, add_saturated, in_units
 from posenc_jax.engine.operands import LOG2E, Operands
 
 
@@ -140,16 +140,17 @@ class Tile:
         for logits in self.band_logits if ruled else ():
             s = s + logits()
         if self.pairs is not None:
-            tile = self.pairs() * (self.spec.unit * self.x.pairs[0].factor)
+            tile = self.pairs()
             if masked and self.spec.softcap is not None:
                 # Hidden entries may be NaN, and so would be the derivative of the softcap.
                 tile = jnp.where(self._visible(), tile, 0.0)
-            s = s + tile
+            s = s + in_units(tile, self.spec.unit * self.x.pairs[0].factor)
+            s = jnp.where(tile == MASK_VALUE, MASK_VALUE, s)  # Also where s is NaN.
         for element in self.x.elements:
             if not (ruled or element.everywhere):
                 continue
             term = inlined(lambda *x, e=element: evaluate(e, self.shape, *x)[0])
-            s = s + self.spec.unit * term(*self._scalars(element))
+            s = s + in_units(term(*self._scalars(element)), self.spec.unit)
         return s
 
     def _hide(self, ruled: bool, masked: bool, s: jax.Array) -> jax.Array:

@@ -20,7 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.elements import Element, evaluate
 from posenc_jax.engine.kinds import MASKED, PLAIN, kinds
-from posenc_jax.engine.operands import LOG2E, Grads, Operands, out_struct
+from posenc_jax.engine.mask import in_units
+from posenc_jax.engine.operands import Grads, Operands, out_struct
 from posenc_jax.engine.tpu import schedule
 from posenc_jax.engine.tpu.backward_pairs import pair_grads, pairs_refusal
 from posenc_jax.engine.tpu.bands import (
@@ -45,10 +46,10 @@ from posenc_jax.engine.tpu.block_specs import (
 from posenc_jax.engine.tpu.spec import TPUSpec, bias_line, heads_before_tokens, heads_first
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear, sum_diagonals
 from posenc_jax.engine.tpu.tile import (
+    add_pairs,
     dot,
     kept_pairs,
     lanes,
-    pair_logits,
     poison,
     poisons,
     soft_cap,
@@ -481,7 +482,7 @@ class BackwardStep:
         refs, scratch = self.refs, self.scratch
         q, d_out = refs["q"][...], refs["d_out"][...]
         logits = self._logits(q, ruled, masked)
-        p = jnp.exp2(logits.s - refs["lse"][...] * LOG2E)
+        p = jnp.exp2(logits.s - refs["lse"][...])
         if logits.see is not None:
             p = jnp.where(logits.see, p, 0.0)
         keep = None
@@ -546,7 +547,7 @@ class BackwardStep:
         if masked:
             see = visible(self.spec, s.shape, 1, self.offset, q_tokens, k_tokens, self.limit)
         for term in refs["pairs"]:
-            s += pair_logits(self.spec, term, jnp.swapaxes(term.pairs[...], 0, 1), see)
+            s = add_pairs(self.spec, s, term, jnp.swapaxes(term.pairs[...], 0, 1), see)
         pulls = []
         for e, element in enumerate(refs["elements"]):
             if not (ruled or element.everywhere):
@@ -557,7 +558,7 @@ class BackwardStep:
             term, pull = evaluate(
                 element, s.shape, scalars, q_scalars, k_scalars, q_tokens, k_tokens
             )
-            s += self.spec.unit * term
+            s += in_units(term, self.spec.unit)
             pulls.append((e, pull))
         slope = None
         if self.spec.softcap is not None:

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.kinds import EMPTY, MASKED, PLAIN, kinds
-from posenc_jax.engine.operands import LOG2E, Operands, out_struct
+from posenc_jax.engine.operands import Operands, out_struct
 from posenc_jax.engine.terms import AllPairsTerm
 from posenc_jax.engine.tpu.bands import BandInputs, BandStrip
 from posenc_jax.engine.tpu.block_specs import (
@@ -242,5 +242,5 @@ class _Step(ForwardStep):
         d_p = self.without_dropped(
             start, dot(self.refs["d_out"][...], self.refs["v"][keys], (1, 1))
         )
-        ds = jnp.exp2(s - lse * LOG2E) * (d_p - delta)
+        ds = jnp.exp2(s - lse) * (d_p - delta)
         self.scratch["acc"][:, keys] += ds if slope is None else ds * slope

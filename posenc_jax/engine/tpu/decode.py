@@ -16,9 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.blocks import pad_axis
-from posenc_jax.engine.mask import MASK_VALUE
+from posenc_jax.engine.mask import MASK_VALUE, in_units
 from posenc_jax.engine.operands import LOG2E, out_struct
-from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.problem import LogSumExp, Problem
 from posenc_jax.engine.rules import Rule
 from posenc_jax.engine.tpu.block_specs import memory_refusal
 from posenc_jax.engine.tpu.strip import LANES
@@ -48,7 +48,7 @@ def decodes(p: Problem) -> bool:
 
 def decode(
     p: Problem, block: int | None, interpret: Any, vmem_limit: int
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, LogSumExp]:
     """Returns the output, float32 [B, T, N, V], and the log-sum-exp, float32 [B, T, N].
 
     Sinks are left to the caller.
@@ -62,9 +62,9 @@ def decode(
     batch, length, heads, _ = p.q.shape
     value_dim = p.v.shape[3]
     out_shapes = tuple(
-        out_struct(p.q, (batch, heads * length, width)) for width in (value_dim, LANES)
+        out_struct(p.q, (batch, heads * length, width)) for width in (value_dim, LANES, LANES)
     )
-    out, lse = pl.pallas_call(
+    out, *lse = pl.pallas_call(
         functools.partial(_kernel, x.grid, p.softcap),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -83,8 +83,8 @@ def decode(
         name="attention_decode",
     )(x.schedule, x.arrays)
     out = out.reshape(batch, heads, length, value_dim)
-    lse = lse[..., 0].reshape(batch, heads, length)
-    return jnp.swapaxes(out, 1, 2), jnp.swapaxes(lse, 1, 2)
+    top, total = (jnp.swapaxes(y[..., 0].reshape(batch, heads, length), 1, 2) for y in lse)
+    return jnp.swapaxes(out, 1, 2), LogSumExp(top, total).divided(LOG2E)
 
 
 def decode_refusal(p: Problem, block: int | None, vmem_limit: int) -> str | None:
@@ -189,7 +189,8 @@ def _kernel(
     schedule_ref: Any,
     refs: dict[str, Any],
     out_ref: Any,
-    lse_ref: Any,
+    top_ref: Any,
+    total_ref: Any,
     scratch: dict[str, Any],
 ) -> None:
     """Computes a step of the grid.
@@ -199,7 +200,7 @@ def _kernel(
       softcap: as in `attention`.
       schedule_ref: the schedule, in SMEM.
       refs: blocks of the inputs, by name.
-      out_ref, lse_ref: blocks of the results.
+      out_ref, top_ref, total_ref: blocks of the results.
       scratch: memory, by name.
     """
     b, j = pl.program_id(0), pl.program_id(1)
@@ -213,7 +214,7 @@ def _kernel(
 
     @pl.when(j == pl.num_programs(1) - 1)
     def _():
-        lse_ref[...] = finish_softmax(scratch, out_ref)
+        top_ref[...], total_ref[...] = finish_softmax(scratch, out_ref)
 
 
 def _attend(
@@ -269,7 +270,7 @@ def _added(p: Problem, unit: float) -> jax.Array:
         if term is None:
             term = rule.added_to_rows(*coordinates)
         if term is not None:
-            total += unit * (p.scale if rule.scaled else 1.0) * term
+            total += in_units(term, unit * (p.scale if rule.scaled else 1.0))
     return total
 
 
@@ -295,13 +296,15 @@ def _from_table(rule: Rule, q: jax.Array, k: jax.Array) -> jax.Array | None:
     entry = jnp.clip(q[:, :, None] - k[:, None], low, high) - low
     entries = jax.lax.broadcasted_iota(jnp.int32, (1, 1, len(distances), 1), 2)
     one_hot = (entry[:, :, None] == entries).astype(jnp.float32)
-    table, parts = jnp.maximum(table, MASK_VALUE), []  # -inf times zero is NaN.
+    # -inf times zero is NaN: it is the least number of 8 bits, and others are at least its half.
+    hidden, parts = float(jnp.finfo(jnp.bfloat16).min), []
+    table = jnp.where(table == MASK_VALUE, hidden, jnp.maximum(table, hidden / 2))
     for _ in range(3):  # 8 of the 24 bits at a time, as products of default precision have.
         parts.append(jax.lax.reduce_precision(table, exponent_bits=8, mantissa_bits=7))
         table -= parts[-1]
     subscripts = f"p{axes},btrs->pbnts"
     out = jnp.einsum(subscripts, jnp.stack(parts), one_hot, precision="default").sum(0)
-    return jnp.where(out <= MASK_VALUE / 2, -jnp.inf, out)
+    return jnp.where(out == hidden, MASK_VALUE, out)
 
 
 def _schedule(seen: jax.Array, size: int, steps: int) -> tuple[jax.Array, jax.Array]:

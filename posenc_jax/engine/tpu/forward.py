@@ -16,8 +16,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.elements import evaluate
 from posenc_jax.engine.kinds import MASKED, PLAIN, kinds
-from posenc_jax.engine.mask import MASK_VALUE
+from posenc_jax.engine.mask import MASK_VALUE, in_units
 from posenc_jax.engine.operands import Operands, out_struct
+from posenc_jax.engine.problem import LogSumExp
 from posenc_jax.engine.tpu import schedule
 from posenc_jax.engine.tpu.bands import (
     BandInputs,
@@ -36,11 +37,11 @@ from posenc_jax.engine.tpu.block_specs import (
 from posenc_jax.engine.tpu.spec import TPUSpec, bias_line, heads_before_tokens, heads_first
 from posenc_jax.engine.tpu.strip import LANES, Strip, shear
 from posenc_jax.engine.tpu.tile import (
+    add_pairs,
     dot,
     finish_softmax,
     kept_pairs,
     lanes,
-    pair_logits,
     poison,
     poisons,
     soft_cap,
@@ -54,15 +55,15 @@ from posenc_jax.engine.tpu.tile import (
 _MAX_SLICE = 512  # Keys of one product.
 
 
-def forward(spec: TPUSpec, x: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(spec: TPUSpec, x: Operands) -> tuple[jax.Array, LogSumExp]:
     """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
     x = heads_first(x)
     grid = ForwardGrid.of(spec, x)
     bands = grid.band_inputs(x)
     arrays, specs = inputs(grid, x, bands)
     out = out_struct(x.q, (spec.batch, spec.heads, spec.length, spec.value_dim), spec.dtype)
-    lse = out_struct(x.q, (spec.batch, spec.heads, 1, spec.length))
-    out, lse = pl.pallas_call(
+    row = out_struct(x.q, (spec.batch, spec.heads, 1, spec.length))
+    out, *lse = pl.pallas_call(
         functools.partial(_kernel, grid, tuple(bands.strips)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
@@ -70,11 +71,11 @@ def forward(spec: TPUSpec, x: Operands) -> tuple[jax.Array, jax.Array]:
             in_specs=[specs],
             out_specs=(
                 matrix_spec(out, spec.forward.q, grid.query_block),
-                feature_spec(lse, spec.forward.q, grid.query_block),
+                *(feature_spec(row, spec.forward.q, grid.query_block),) * 2,
             ),
             scratch_shapes=[_scratch_shapes(grid, x, bands)],
         ),
-        out_shape=(out, lse),
+        out_shape=(out, row, row),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=spec.vmem_limit,
@@ -82,7 +83,7 @@ def forward(spec: TPUSpec, x: Operands) -> tuple[jax.Array, jax.Array]:
         interpret=spec.interpret,
         name="attention_forward",
     )(x.schedules[0].reshape(-1), x.prefix, arrays)
-    return heads_before_tokens(out), lse[:, :, 0]
+    return heads_before_tokens(out), LogSumExp(*(y[:, :, 0] for y in lse))
 
 
 def forward_refusal(spec: TPUSpec, x: Operands) -> str | None:
@@ -213,7 +214,8 @@ def _kernel(
     prefix_ref: Any,
     refs: dict[str, Any],
     out_ref: Any,
-    lse_ref: Any,
+    top_ref: Any,
+    total_ref: Any,
     scratch: dict[str, Any],
 ) -> None:
     """Computes a step of the grid.
@@ -223,7 +225,7 @@ def _kernel(
       bands: the geometry of the products.
       schedule_ref, prefix_ref: the schedule and the prefix lengths, in SMEM.
       refs: blocks of the inputs, by name.
-      out_ref, lse_ref: blocks of the output and the log-sum-exp.
+      out_ref, top_ref, total_ref: blocks of the output and the log-sum-exp.
       scratch: memory, by name.
     """
     spec = grid.spec
@@ -250,7 +252,7 @@ def _kernel(
     @pl.when(schedule.is_last(entry))
     def _():
         rate = spec.dropout_rate if "dropped" in refs else None
-        lse_ref[...] = to_row(finish_softmax(scratch, out_ref, rate))
+        top_ref[...], total_ref[...] = map(to_row, finish_softmax(scratch, out_ref, rate))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,7 +366,7 @@ class ForwardStep:
             offset = self.offset - start
             see = visible(spec, s.shape, 0, offset, q_tokens, k_tokens, self.limit)
         for term in refs["pairs"]:
-            s += pair_logits(spec, term, term.pairs[:, start : start + size], see)
+            s = add_pairs(spec, s, term, term.pairs[:, start : start + size], see)
         for element, columns in zip(refs["elements"], scratch["q_scalars"], strict=True):
             if ruled or element.everywhere:
                 scalars = [y[self.h] for y in element.scalars]
@@ -373,7 +375,7 @@ class ForwardStep:
                 term, _ = evaluate(
                     element, s.shape, scalars, q_scalars, k_scalars, q_tokens, k_tokens
                 )
-                s += spec.unit * term
+                s += in_units(term, spec.unit)
         if spec.softcap is not None:
             may_hide = ruled and (spec.rules_in_bias or spec.pairs or bool(refs["elements"]))
             bounded = jnp.tanh(s)

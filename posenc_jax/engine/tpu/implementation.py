@@ -13,7 +13,8 @@ from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.functions import Traced, trace_once
 from posenc_jax.engine.kernels import Kernels, padded, refusal, without_hidden
-from posenc_jax.engine.problem import Problem, with_sinks
+from posenc_jax.engine.operands import LOG2E
+from posenc_jax.engine.problem import LogSumExp, Problem, with_sinks
 from posenc_jax.engine.tpu.backward import backward, backward_refusal
 from posenc_jax.engine.tpu.chip import default_vmem_limit, unknown_kind
 from posenc_jax.engine.tpu.decode import decode, decode_refusal, decodes
@@ -86,15 +87,15 @@ class PallasTPU(Kernels):
     def _limit(self) -> int:
         return default_vmem_limit() if self.vmem_limit is None else self.vmem_limit
 
-    def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    def on_device(self, problem: Problem) -> tuple[jax.Array, LogSumExp]:
         if decodes(problem):
             step, dense = (trace_once(f, problem) for f in (self._decode_step, Dense()))
             return _decode(*zip(step, dense, strict=True), problem)
         return self.run(without_hidden(problem))
 
-    def _decode_step(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    def _decode_step(self, problem: Problem) -> tuple[jax.Array, LogSumExp]:
         out, lse = decode(problem, self.decode, self.interpret, self._limit)
-        return with_sinks(problem, out, lse)
+        return with_sinks(problem, out, lse, LOG2E)
 
     def make_spec(self, problem: Problem, **fields: Any) -> TPUSpec:
         p = problem

@@ -52,5 +52,5 @@ def heads_before_tokens(x: jax.Array) -> jax.Array:
 
 def bias_line(spec: TPUSpec, bias: jax.Array, first: int, strip: Strip, sign: int) -> jax.Array:
     """Returns the line of the bias of `Operands`, [N or 1, 1, L]."""
-    fill = spec.unit * MASK_VALUE if spec.visibility.mask_in_bias else 0.0
+    fill = MASK_VALUE if spec.visibility.mask_in_bias else 0.0
     return line_of(bias[:, None], first, strip, sign, fill)

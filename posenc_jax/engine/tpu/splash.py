@@ -13,7 +13,6 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from posenc_jax.engine.blocks import pad_axis
 from posenc_jax.engine.derivatives import limit_derivatives
 from posenc_jax.engine.kernels import first_order_only, padded
-from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.problem import Problem
 from posenc_jax.engine.tpu.chip import device_kind
 from posenc_jax.engine.tpu.implementation import tile_size
@@ -77,8 +76,8 @@ def attend(p: Problem, block: int | None, interpret: bool) -> jax.Array:
     sinks = None if p.sinks is None else p.sinks[0, 0]  # All queries have the same.
     if p.q_segment_ids is not None:
         # A sink that takes nothing from visible keys, and all from the others, gives queries that
-        # see no key zeros. Without it they get the mean of the values.
-        least = jnp.full((p.num_heads,), MASK_VALUE, jnp.float32)
+        # see no key zeros. Without it they get the mean of the values. JAX hides keys by -2.4e38.
+        least = jnp.full((p.num_heads,), -1e30, jnp.float32)
         sinks = least if sinks is None else jnp.maximum(sinks, least)
     if sinks is not None:
         arrays["sinks"] = sinks

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.dropout import is_kept
-from posenc_jax.engine.mask import MASK_VALUE, add_saturated
+from posenc_jax.engine.mask import LEAST_LOGIT, MASK_VALUE, add_saturated, in_units
 from posenc_jax.engine.operands import LOG2E, Spec
+from posenc_jax.engine.problem import LogSumExp
 from posenc_jax.engine.terms import AllPairsTerm
 from posenc_jax.engine.tpu.strip import LANES
 
@@ -69,20 +70,24 @@ def kept_pairs(spec: Spec, rows: jax.Array, slots: jax.Array) -> jax.Array:
     return is_kept(rows, jax.lax.bitcast_convert_type(slots, jnp.uint32), spec.dropout_rate)
 
 
-def pair_logits(
-    spec: Spec, term: AllPairsTerm, tile: jax.Array, see: jax.Array | None
+def add_pairs(
+    spec: Spec, s: jax.Array, term: AllPairsTerm, tile: jax.Array, see: jax.Array | None
 ) -> jax.Array:
-    """Returns the logits that an array of all pairs adds to a tile, in units of `spec.unit`.
+    """Adds an array of all pairs to the logits of a tile; its -inf hides keys, NaN or not.
 
     Args:
       spec: the static part.
+      s: logits in units of `spec.unit`.
       term: has the factor.
       tile: of the array.
       see: `visible`, or None where all pairs are. Hidden entries may be NaN, and so would be the
         derivative of a softcap.
     """
-    tile = tile.astype(jnp.float32) * (spec.unit * term.factor)
-    return tile if see is None or spec.softcap is None else jnp.where(see, tile, 0.0)
+    tile = tile.astype(jnp.float32)
+    if see is not None and spec.softcap is not None:
+        tile = jnp.where(see, tile, 0.0)
+    s = s + in_units(tile, spec.unit * term.factor)
+    return jnp.where(tile == MASK_VALUE, MASK_VALUE, s)
 
 
 def soft_cap(softcap: float, s: jax.Array, bounded: jax.Array, may_hide: bool) -> jax.Array:
@@ -100,7 +105,7 @@ def soft_cap(softcap: float, s: jax.Array, bounded: jax.Array, may_hide: bool) -
 
 def start_softmax(scratch: dict[str, Any]) -> None:
     """Sets the running maximum, sum and output before the first key."""
-    scratch["m"][...] = jnp.full(scratch["m"].shape, MASK_VALUE, jnp.float32)
+    scratch["m"][...] = jnp.full(scratch["m"].shape, LEAST_LOGIT, jnp.float32)
     for name in ("l", "out"):
         scratch[name][...] = jnp.zeros(scratch[name].shape, jnp.float32)
 
@@ -122,15 +127,13 @@ def update_softmax(scratch: dict[str, Any], s: jax.Array) -> tuple[jax.Array, ja
 
 def finish_softmax(
     scratch: dict[str, Any], out_ref: Any, dropout_rate: float | None = None
-) -> jax.Array:
-    """Writes the output, and returns the log-sum-exp, [T, 128]."""
+) -> LogSumExp:
+    """Writes the output, and returns the log-sum-exp, [T, 128], with `top` in units of log 2."""
     m, total = scratch["m"][...], scratch["l"][...]
-    blind = m <= MASK_VALUE / 2
-    total = jnp.where(blind, 1.0, total)
-    share = jnp.where(blind, 0.0, 1.0 / total)
+    share = 1.0 / jnp.where(total == 0.0, 1.0, total)
     share = share if dropout_rate is None else share / (1.0 - dropout_rate)
     out_ref[...] = (scratch["out"][...] * lanes(share, out_ref.shape[1])).astype(out_ref.dtype)
-    return jnp.where(blind, -jnp.inf, (m + jnp.log2(total)) / LOG2E)
+    return LogSumExp(m, total)
 
 
 def visible(

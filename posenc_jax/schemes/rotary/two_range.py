@@ -17,7 +17,7 @@ import numpy as np
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.engine.mask import MASK_VALUE
+from posenc_jax.engine.mask import LEAST_LOGIT
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.ops.lse import merge_partial_softmax
 from posenc_jax.schemes.rotary.base import AttendRotary, check_coordinates
@@ -37,10 +37,10 @@ class OutOfRange:
     index: int
 
     def __call__(self, shared, head, q, k):
-        """Returns 0 or the mask value."""
+        """Returns 0 or the least logit."""
         inside = self.range_of(q, k) == self.index
         # Finite: a query may have no key in a range.
-        return jnp.where(inside, 0.0, MASK_VALUE).astype(jnp.float32)
+        return jnp.where(inside, 0.0, LEAST_LOGIT).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 from support import BATCH, LENGTH, close, decode, empty_cache, make_batch, one_of_all, output
 
 import posenc_jax as pe
-from posenc_jax.engine.mask import MASK_VALUE
+from posenc_jax.engine.mask import LEAST_LOGIT
 from posenc_jax.positions import from_segment_ids
 from posenc_jax.schemes.rotary.two_range import Far, OutOfRange
 
@@ -168,7 +168,7 @@ def test_a_head_of_another_size_is_refused(scheme):
 def test_the_rule_masks_the_keys_of_other_ranges():
     bias = pe.LogitBias(OutOfRange(Far(2), 1), heads=jnp.zeros(1))
     row = bias.dense(jnp.array([3]), jnp.arange(4))[0, 0]
-    np.testing.assert_array_equal(row, np.array([0, 0, MASK_VALUE, MASK_VALUE], "f4"))
+    np.testing.assert_array_equal(row, np.array([0, 0, LEAST_LOGIT, LEAST_LOGIT], "f4"))
 
 
 def test_rotation_at_a_slope_and_an_offset_is_exact_at_any_distance():
