@@ -318,20 +318,17 @@ def _seen_if_not_finite(p: Problem) -> jax.Array:
     An array of all pairs is read once more, a block of queries at a time, if they are not.
     """
     p = jax.lax.stop_gradient(p)
-    keys = p.tokens("k")
-    leaves = jax.tree.leaves([keys[name] for name in ("k", "v", "features")])
+    leaves = jax.tree.leaves((p.k, p.v, [rule.k_features for rule in p.rules]))
     finite = functools.reduce(jnp.logical_and, (jnp.isfinite(x).all() for x in leaves))
-    names = "q_positions", "q_segment_ids", "mask", "pairs"
-    queries = {name: x if name in names else None for name, x in p.tokens("q").items()}
-    queries["features"] = (None,) * len(p.rules)
     size = min(p.length, 256)
 
     def seen_by(block):
-        # The last block overlaps the one before.
-        part = jax.tree.map(
-            lambda x: jax.lax.dynamic_slice_in_dim(x, block * size, size, 1), queries
-        )
-        return p.with_tokens("q", part).visible().any((1, 2))
+        def part(x, axis=1):  # The last block overlaps the one before.
+            return None if x is None else jax.lax.dynamic_slice_in_dim(x, block * size, size, axis)
+
+        queries = {name: part(getattr(p, name)) for name in ("q_positions", "q_segment_ids")}
+        rules = tuple(rule.with_pairs(part(rule.pairs, 2)) for rule in p.rules)
+        return dataclasses.replace(p, rules=rules, **queries).visible().any((1, 2))
 
     count = jnp.where(finite, 1, -(-p.length // size)).astype(jnp.int32)
     first, zero = jnp.int32(1), jnp.int32(0)

@@ -206,9 +206,11 @@ class Problem:
 
     def without_keys(self, hidden: jax.Array) -> Self:
         """Returns the problem with zeros for keys, values and features, bool [1 or B, S]."""
-        keys = self.tokens("k")
-        cleaned = {name: keys[name] for name in ("k", "v", "features")}
-        return self.with_tokens("k", keys | zero_where(hidden, cleaned))
+        features = tuple(rule.k_features for rule in self.rules)
+        k, v, features = zero_where(hidden, (self.k, self.v, features))
+        pairs = zip(self.rules, features, strict=True)
+        rules = tuple(rule.with_features(rule.q_features, new) for rule, new in pairs)
+        return dataclasses.replace(self, k=k, v=v, rules=rules)
 
     def sorted_keys(self) -> Self:
         """Returns the problem with its keys sorted by segment and position."""

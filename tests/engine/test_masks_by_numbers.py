@@ -90,7 +90,7 @@ def _oracle(arrays, added, seen, sinks, d_out, d_lse):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _results(implementation, arrays, rule, sinks, d_out, d_lse, is_causal=False):
+def _results(implementation, arrays, rule, sinks, d_out, d_lse):
     def attend(arrays, rule, sinks):
         out, lse = pe.attention(
             *arrays, rules=rule, sinks=sinks, return_lse=True, implementation=implementation
@@ -144,7 +144,30 @@ def test_rows_masked_by_a_number(implementation, rule, length):
     for number in (-50.0, -1e9, -1e30, 0.7 * LEAST, LEAST):
         added = np.where(hidden, np.float32(number), np.float32(0))
         sinks = np.array([number, 0.0, -np.inf, -3.0, -1e9, number], "f4")
+        masked = _rule(rule, number, length)
         for some in (None, sinks):
-            _compare(
-                implementation, arrays, _rule(rule, number, length), added, seen, some, d_out, d_lse
-            )
+            _compare(implementation, arrays, masked, added, seen, some, d_out, d_lse)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("implementation", ["reference", Dense(block=2**12), TILES, KERNELS], ids=str)
+def test_minus_infinity_of_an_array_hides_any_key(implementation, bad):
+    """NaN and inf in a key that it hides reach no output and no gradient; blind rows are zero."""
+    length = 63
+    arrays, d_out, d_lse = _inputs(length)
+    hidden = _hidden(_near, length)
+    hidden[:, [5, 40]] = True
+    added = np.where(hidden, -np.inf, np.random.default_rng(1).normal(size=hidden.shape))
+    added = added.astype("f4")
+    q, *keys = arrays
+    for x in keys:
+        x[:, [5, 40]] = 0.0
+    want = _oracle((q, *keys), np.where(hidden, 0.0, added), ~hidden, None, d_out, d_lse)
+    for x in keys:
+        x[:, [5, 40]] = bad
+    rule = pe.DenseBias(jnp.asarray(added)[None, None])
+    out, lse, d_q, d_k, d_v, d_rule, _ = _results(
+        implementation, (q, *keys), rule, None, d_out, d_lse
+    )
+    assert_close((out, d_q, d_k, d_v, d_rule.pairs[0, 0]), (want[0], *want[2:6]))
+    np.testing.assert_allclose(lse, want[1], rtol=1e-6, atol=1e-5)
