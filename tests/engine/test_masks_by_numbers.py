@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from engine.kernel_cases import assert_close
 from oracle import qkv
+from jax.sharding import AxisType
 from support import one_of_all
 
 import posenc_jax as pe
@@ -21,6 +22,7 @@ from posenc_jax.engine.gpu.implementation import PallasGPU
 from posenc_jax.engine.operands import LOG2E
 from posenc_jax.engine.tpu.implementation import PallasTPU
 from posenc_jax.engine.xla import XLA
+from posenc_jax.sharding import SequenceParallel
 
 N, PAD = 6, 3
 SCALE = np.float32(8**-0.5)
@@ -139,6 +141,10 @@ def _compare(implementation, arrays, rule, added, seen, sinks, d_out, d_lse):
 )
 def test_rows_masked_by_a_number(implementation, rule, length):
     """Output, log-sum-exp and all gradients; sinks of the number are logits too."""
+    _compare_numbers(implementation, rule, length)
+
+
+def _compare_numbers(implementation, rule, length):
     arrays, d_out, d_lse = _inputs(length)
     hidden, seen = _hidden(rule, length), np.ones((length, length), bool)
     for number in (-50.0, -1e9, -1e30, 0.7 * LEAST, LEAST):
@@ -147,6 +153,13 @@ def test_rows_masked_by_a_number(implementation, rule, length):
         masked = _rule(rule, number, length)
         for some in (None, sinks):
             _compare(implementation, arrays, masked, added, seen, some, d_out, d_lse)
+
+
+@pytest.mark.parametrize("inner", [TILES, pytest.param("dense", marks=one_of_all)], ids=str)
+def test_rows_masked_by_a_number_over_a_ring(inner):
+    """Devices have different numbers of keys in a row, and all tops are -1e9."""
+    with jax.set_mesh(jax.make_mesh((8,), ("sequence",), axis_types=(AxisType.Auto,))):
+        _compare_numbers(SequenceParallel("sequence", "ring", inner), _later_or_padding, 64)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
