@@ -163,7 +163,7 @@ class SequenceParallel(Implementation):
                 return f"{name} goes by slots, and tokens may be in any order"
         return _WHOLE_ROWS if self.method == "ring" and problem.whole_rows else None
 
-    def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, problem: Problem) -> tuple[jax.Array, LogSumExp]:
         """Returns output and log-sum-exp, both sharded over the axis."""
         mesh = jax.sharding.get_abstract_mesh()
         require(
@@ -198,7 +198,7 @@ class SequenceParallel(Implementation):
 
 def _over_shards(
     problem: Problem, axis_name: str, method: str, implementation: str | Implementation | None
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, LogSumExp]:
     """Returns output and log-sum-exp of this device's queries and the keys of all devices."""
     whole, problem = problem, dataclasses.replace(problem, sinks=None, needs_lse=True)
     if method == "all_gather":

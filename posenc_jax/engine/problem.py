@@ -392,7 +392,8 @@ def with_sinks(
     if p.sinks is None:
         return out.astype(p.q.dtype), lse
     # A selection last: a product that fuses with the sums after it would not be rounded.
-    sinks = jnp.where(jnp.isneginf(p.sinks), -jnp.inf, differentiable_in_units(p.sinks, unit) / unit)
+    rounded = differentiable_in_units(p.sinks, unit) / unit
+    sinks = jnp.where(jnp.isneginf(p.sinks), -jnp.inf, rounded)
     share, _, lse = lse.merge(LogSumExp(sinks, jnp.ones_like(sinks)))
     return (out.astype(jnp.float32) * share[..., None]).astype(p.q.dtype), lse
 

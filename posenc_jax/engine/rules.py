@@ -314,7 +314,9 @@ class LogitBias(Rule):
     Attributes:
       rule: `rule(shared, head, q, k) -> scalar`, written for one head, one query and one
         key: a module-level function or a frozen dataclass with `__call__`. `q` and `k`
-        are scalars, or [A] where coordinates have A axes. -inf hides the key, as `mask` does.
+        are scalars, or [A] where coordinates have A axes. -inf hides the key; NaN in k and v
+        behind it is hidden by `mask`, segment ids or a `DenseBias`. A finite number, however low,
+        hides nothing: a query whose keys all get -1e9 has the mean of their values.
       heads: pytree of arrays [N, ...]; the rule gets one head's slice. Or None.
       shared: pytree of arrays that all heads share.
       relative: whether the rule depends on q - k alone. It is then evaluated once per
@@ -728,7 +730,9 @@ class DenseBias(Rule):
     rules.
 
     Attributes:
-      pairs: [B or 1, N or 1, T, S], float. Entries of -inf hide a key, as `mask` does.
+      pairs: [B or 1, N or 1, T, S], float. Entries of -inf hide a key, as `mask` does, with NaN or
+        inf in its k, v and features if all queries have it hidden. Finite ones hide nothing, as in
+        a `LogitBias`.
       scaled: as for `LogitBias`.
 
     >>> q = k = v = jnp.ones((1, 3, 2, 4))

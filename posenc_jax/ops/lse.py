@@ -13,6 +13,8 @@ def merge_partial_softmax(outs: Sequence[jax.Array], lses: Sequence[jax.Array]) 
     """Returns attention over all keys from attention over disjoint parts of them.
 
     Exact, and differentiable in both arguments. A query that sees no key in any part gets zeros.
+    Parts have equal weights where all logits are near -1e9: there lse has no digits for the number
+    of keys. `sequence_parallel_attention` is exact there too.
 
     Args:
       outs: the output of each part, float32 [B, T, N, V].

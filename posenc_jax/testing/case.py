@@ -36,7 +36,7 @@ class Recorder(Implementation):
     traced: list[list[tuple[str, Callable]]] = dataclasses.field(default_factory=list)
     name = "recorder"
 
-    def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, problem: Problem) -> tuple[jax.Array, Any]:
         """Computes a problem, and keeps the functions of its rules."""
         functions = [
             (f"{type(rule).__name__}.{name}", function)

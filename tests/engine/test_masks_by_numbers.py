@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine.kernel_cases import assert_close
-from oracle import qkv
 from jax.sharding import AxisType
+from oracle import qkv
 from support import one_of_all
 
 import posenc_jax as pe
@@ -88,7 +88,8 @@ def _oracle(arrays, added, seen, sinks, d_out, d_lse):
     d_v = np.einsum("nts,tnv->snv", p, d_out[0])
     d_k, d_v = (x.reshape(len(x), 3, -1, x.shape[2]).sum(2) for x in (d_k, d_v))
     d_q = np.einsum("nts,snh->tnh", ds, k) * SCALE
-    return out[None], lse.T[None], d_q[None], d_k[None], d_v[None], ds.sum(0), -(of_sinks * delta).sum(1)
+    d_sinks = -(of_sinks * delta).sum(1)
+    return *(x[None] for x in (out, lse.T, d_q, d_k, d_v)), ds.sum(0), d_sinks
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -163,7 +164,9 @@ def test_rows_masked_by_a_number_over_a_ring(inner):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("implementation", ["reference", Dense(block=2**12), TILES, KERNELS], ids=str)
+@pytest.mark.parametrize(
+    "implementation", ["reference", Dense(block=2**12), TILES, KERNELS], ids=str
+)
 def test_minus_infinity_of_an_array_hides_any_key(implementation, bad):
     """NaN and inf in a key that it hides reach no output and no gradient; blind rows are zero."""
     length = 63
