@@ -96,6 +96,11 @@ class XLA(Implementation):
         p = vary_over(problem)
         if p.whole_rows:
             return Dense(self.row_block)(p)
+        dtype = p.q.dtype
+        if 1 in (p.q.shape[3], p.v.shape[3]):  # XLA for CPUs lacks some such products in bfloat16.
+            wide = {n: getattr(p, n) for n in "qkv"}
+            wide = {n: x.astype(jnp.promote_types(x.dtype, "float32")) for n, x in wide.items()}
+            p = dataclasses.replace(p, **wide)
         heads = p.q.shape[0] * p.num_heads
         plan = make_plan(p.length, p.keys, heads, self.forward, self.backward)
         lowered = lower(p, max_table=plan.max_table, pairs_at_once=self.pairs_at_once)
@@ -103,7 +108,8 @@ class XLA(Implementation):
         out, lse = _attend(limit_derivatives(diff, forward=FORWARD_MODE), nondiff)
         top, total = (jnp.moveaxis(x, 1, 2)[:, : p.length] for x in lse)
         top = top if lowered.lse_shift is None else top + lowered.lse_shift
-        return with_sinks(p, out[:, : p.length], LogSumExp(top, total))
+        out, lse = with_sinks(p, out[:, : p.length], LogSumExp(top, total))
+        return out.astype(dtype), lse
 
 
 @jax.tree_util.register_dataclass

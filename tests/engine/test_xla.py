@@ -16,6 +16,7 @@ import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks, Visibility, make_plan
 from posenc_jax.engine.terms import strip_tile
 from posenc_jax.engine.toeplitz import _row_by_row_sums, _skewed_sums, toeplitz_tile_vjp
+from posenc_jax.engine.xla import XLA
 
 
 def _tokens(length, *, batch=1, heads=2, dim=8, seed=0):
@@ -234,6 +235,28 @@ def test_other_orders_of_derivatives_say_what_to_do():
             jax.jit(lambda forward=forward: forward(jax.jit(loss))).lower()
     with pytest.raises(NotImplementedError, match='implementation="dense"'):
         jax.jit(jax.grad(lambda q: jnp.sum(jax.grad(loss)(q) ** 2))).lower(q)
+
+
+@pytest.mark.parametrize("dims", [(8, 1), (1, 4)])
+def test_gradients_of_heads_with_one_number_in_bfloat16(dims):
+    """XLA for CPUs has not all of their products."""
+    heads, length = 4, 40
+    random = np.random.default_rng(0)
+    sizes = zip((heads, 1, 1), (dims[0], *dims), strict=True)
+    arrays = [jnp.asarray(random.normal(size=(2, length, *x)), jnp.bfloat16) for x in sizes]
+    rules = pe.ALiBi(num_heads=heads).rules({})
+
+    def grads(implementation, dtype):
+        def loss(arrays):
+            out = pe.attention(*arrays, rules=rules, implementation=implementation)
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        return jax.grad(loss)([x.astype(dtype) for x in arrays])
+
+    tiles = XLA(Blocks(16, 64), Blocks(64, 16))
+    got, want = grads(tiles, jnp.bfloat16), grads("reference", jnp.float32)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x.astype("f4"), y, rtol=0, atol=2**-7 * np.abs(y).max())
 
 
 def test_bfloat16_accumulates_in_float32():
