@@ -98,9 +98,9 @@ class XLA(Implementation):
             return Dense(self.row_block)(p)
         dtype = p.q.dtype
         if 1 in (p.q.shape[3], p.v.shape[3]):  # XLA for CPUs lacks some such products in bfloat16.
-            wide = {n: getattr(p, n) for n in "qkv"}
-            wide = {n: x.astype(jnp.promote_types(x.dtype, "float32")) for n, x in wide.items()}
-            p = dataclasses.replace(p, **wide)
+            arrays = ((name, getattr(p, name)) for name in "qkv")
+            halves = {n: x.astype(jnp.float32) for n, x in arrays if x.dtype.itemsize == 2}
+            p = dataclasses.replace(p, **halves)
         heads = p.q.shape[0] * p.num_heads
         plan = make_plan(p.length, p.keys, heads, self.forward, self.backward)
         lowered = lower(p, max_table=plan.max_table, pairs_at_once=self.pairs_at_once)
