@@ -296,9 +296,9 @@ def _from_table(rule: Rule, q: jax.Array, k: jax.Array) -> jax.Array | None:
     entry = jnp.clip(q[:, :, None] - k[:, None], low, high) - low
     entries = jax.lax.broadcasted_iota(jnp.int32, (1, 1, len(distances), 1), 2)
     one_hot = (entry[:, :, None] == entries).astype(jnp.float32)
-    # -inf times zero is NaN: it is the least number of 8 bits, and others are at least its half.
+    # -inf times zero is NaN: it becomes the least number of 8 bits, which no other one becomes.
     hidden, parts = float(jnp.finfo(jnp.bfloat16).min), []
-    table = jnp.where(table == MASK_VALUE, hidden, jnp.maximum(table, hidden / 2))
+    table = jnp.where(table == MASK_VALUE, hidden, jnp.maximum(table, 0.995 * hidden))
     for _ in range(3):  # 8 of the 24 bits at a time, as products of default precision have.
         parts.append(jax.lax.reduce_precision(table, exponent_bits=8, mantissa_bits=7))
         table -= parts[-1]
