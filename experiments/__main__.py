@@ -105,11 +105,13 @@ def _run(command: str, arguments: list[str]) -> int:
     known = ("--quick",) if command == "evaluate" else ("--quick", "--fresh")
     flags = {flag for flag in known if flag in arguments}
     arguments = [a for a in arguments if a not in flags]
-    options = None
-    if command != "evaluate":
-        parser = _module("experiments.settings.config_io").Parser(add_help=False)
+    parser = _module("experiments.settings.config_io").Parser(add_help=False)
+    if command == "evaluate":
+        _module("experiments.settings.trust").add_trust(parser)
+    else:
         _module("experiments.runs.run_queue").add_arguments(parser)
-        options, arguments = parser.parse_known_args(arguments)
+    options, arguments = parser.parse_known_args(arguments)
+    if command != "evaluate":
         _module("experiments.training.mesh").connect(options)
     file = _EXPERIMENTS[command]
     if arguments and not arguments[0].startswith("-"):
@@ -121,7 +123,7 @@ def _run(command: str, arguments: list[str]) -> int:
         program=f"python -m experiments {command} [{file}] {' '.join(f'[{x}]' for x in known)}",
     )
     compare = _module("experiments.commands.compare")
-    if options is None:
+    if command == "evaluate":
         return compare.evaluate(experiment)
     return compare.compare(experiment, options, "--fresh" in flags, keep=command == "train")
 

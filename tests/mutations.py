@@ -410,6 +410,28 @@ MUTATIONS = [
     Mutation("bases of single layers are ignored", "hf/rotary_types.py",
              "dataclasses.replace(settings, theta=float(theta))", "settings",
              "tests/hf/test_layers.py"),
+    # Files of somebody else.
+    Mutation("installed modules are imported", "../experiments/settings/trust.py",
+             "if not files or any(is_installed(str(file)) for file in files)", "if not files",
+             "tests/experiments/test_trust.py"),
+    Mutation("links hide where a module is", "../experiments/settings/trust.py",
+             "(Path(os.path.abspath(file)), Path(os.path.realpath(file)))",
+             "(Path(os.path.abspath(file)),)",
+             "tests/experiments/test_trust.py"),
+    Mutation("installed functions are called under names of one's own",
+             "../experiments/settings/trust.py",
+             "inner = inspect.unwrap(function)", "return True",
+             "tests/experiments/test_trust.py"),
+    Mutation("functions that return any tuple are called", "../experiments/models/schemes.py",
+             "return bool(inner) and all(_of_schemes(x) for x in inner if x is not ...)",
+             "return True",
+             "tests/experiments/test_trust.py"),
+    Mutation("part files follow links", "../experiments/runs/files.py",
+             'beside.open("xb")', 'beside.open("wb")',
+             "tests/experiments/test_trust.py"),
+    Mutation("folders of runs may be links", "../experiments/runs/files.py",
+             "os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW", "os.O_RDONLY",
+             "tests/experiments/test_trust.py"),
 ]
 # fmt: on
 

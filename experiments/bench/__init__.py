@@ -22,7 +22,9 @@ def main(arguments: list[str]) -> int:
     Raises:
       ConfigError: for wrong arguments.
     """
-    from experiments.settings.config_io import Parser  # `accelerator` runs without its libraries.
+    # `accelerator` runs without the libraries that these import.
+    from experiments.settings.config_io import Parser
+    from experiments.settings.trust import add_trust
 
     parser = Parser(prog="python -m experiments bench", description=__doc__)
     commands = parser.add_subparsers(
@@ -36,6 +38,7 @@ def main(arguments: list[str]) -> int:
         command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
         if hasattr(module, "plot"):
             command.add_argument("--plot", type=Path, metavar="FILE", help="draw them there as SVG")
+        add_trust(command)
         command.add_argument(
             "--cold-heap",
             action="store_true",

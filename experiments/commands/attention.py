@@ -22,6 +22,7 @@ from experiments.runs import trained
 from experiments.runs.files import write_whole
 from experiments.runs.run_queue import say
 from experiments.settings.config_io import Parser, names, near
+from experiments.settings.trust import add_trust
 
 _PER_OCTAVE = 6
 _LEAST = -12.0
@@ -51,7 +52,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--length", type=int, help="default: 8 times the trained length")
     parser.add_argument("--sequences", type=int, default=4, help="how many (default: 4)")
     parser.add_argument("--out", type=Path, help="SVG file (default: attention.svg in the folder)")
-    trained.add_trust(parser)
+    add_trust(parser)
     options = parser.parse_args(arguments)
     experiment = trained.experiment_of(options.folder, options.trust)
     name = next(iter(experiment.tasks)) if options.task is None else options.task

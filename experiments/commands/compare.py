@@ -32,8 +32,9 @@ from experiments.runs.run_queue import (
     refuse_other_versions,
     shard,
 )
-from experiments.runs.trained import add_trust, experiment_of, refuse_earlier_versions
+from experiments.runs.trained import experiment_of, refuse_earlier_versions
 from experiments.settings.config_io import Parser, convert, near, read_toml
+from experiments.settings.trust import add_trust
 from experiments.tasks import TASKS
 
 _EARLIER = ("results.json", "metrics.jsonl", "environment.json", "parameters")

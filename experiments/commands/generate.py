@@ -20,6 +20,7 @@ from experiments.models.schemes import with_scaling
 from experiments.runs import trained
 from experiments.runs.experiment import Experiment
 from experiments.settings.config_io import Parser, near
+from experiments.settings.trust import add_trust
 from experiments.tasks.text import VARIANTS, Text
 
 _PER_CALL = 16
@@ -50,7 +51,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the samples (default: 0)")
     parser.add_argument("--scaling", help=f"frequency map: {' or '.join(VARIANTS)}")
-    trained.add_trust(parser)
+    add_trust(parser)
     options = parser.parse_args(arguments)
     prompts = [prompt.encode() for prompt in options.prompt or ["\n"]]
     if not all(prompts):

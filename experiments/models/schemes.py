@@ -7,7 +7,8 @@
                         shorter one is repeated), or a function annotated to return one of these
 
 Classes and functions are called with the sizes and options that their signatures name. Nothing else
-is called, since the names may come from a file of somebody else.
+is called, and nothing of installed packages is imported (`experiments.settings.trust`), since the
+names may come from a file of somebody else.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ import posenc_jax as pe
 from experiments.errors import ConfigError
 from experiments.models.model import Position
 from experiments.settings.config_io import convert, near
+from experiments.settings.trust import TRUSTED, check_module, is_own
 
 SIZES = (
     *("num_heads", "num_kv_heads", "head_dim", "model_dim"),
@@ -99,11 +101,14 @@ def import_object(name: str, setting: str) -> Any:
       setting: the setting that holds the name, for messages.
 
     Raises:
-      ConfigError: if it cannot be imported.
+      ConfigError: if it cannot be imported, or is of an installed package and not trusted.
     """
     module_name, _, attribute = name.partition(":")
     try:
+        check_module(name, setting)
         module = importlib.import_module(module_name)
+    except ConfigError:
+        raise
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{setting}: cannot import {module_name!r}: {type(error).__name__}: {error}"
@@ -128,7 +133,15 @@ def find(name: str) -> Any:
             raise ConfigError(f"schemes: unknown scheme {name!r}{near(name, pe.SCHEMES)}")
         return pe.SCHEMES[name]
     scheme = import_object(name, "schemes")
-    if not isinstance(scheme, pe.Scheme | tuple) and not _makes_schemes(scheme):
+    if isinstance(scheme, pe.Scheme | tuple):
+        return scheme
+    make = scheme.func if isinstance(scheme, functools.partial) else scheme
+    if inspect.isfunction(make) and name not in TRUSTED and not is_own(make):
+        raise ConfigError(
+            f"schemes: {name!r} is a function of an installed package or of Python's library, "
+            f"which is not called unless you allow it: --trust {name}"
+        )
+    if not (_is_scheme_class(make) or _returns_schemes(make)):
         raise ConfigError(
             f"schemes: {name!r} must be a Scheme or a subclass of it, a tuple of layers, or a "
             f"function annotated to return one (-> pe.Scheme), got {scheme!r:.100}"
@@ -136,22 +149,26 @@ def find(name: str) -> Any:
     return scheme
 
 
-def _makes_schemes(thing: Any) -> bool:
-    """Returns whether something is a class of schemes, or a function annotated to return them."""
-    if isinstance(thing, functools.partial):
-        return _makes_schemes(thing.func)
-    if inspect.isclass(thing):
-        return issubclass(thing, pe.Scheme)
-    if not inspect.isfunction(thing):
+def _is_scheme_class(hint: Any) -> bool:
+    return inspect.isclass(hint) and issubclass(hint, pe.Scheme)
+
+
+def _returns_schemes(make: Any) -> bool:
+    """Returns whether something is a function annotated to return schemes or layers."""
+    if not inspect.isfunction(make):
         return False
     try:
-        returned = typing.get_type_hints(thing).get("return")
+        return _of_schemes(typing.get_type_hints(make).get("return"))
     except Exception:  # An annotation that cannot be evaluated says nothing.
         return False
-    union = typing.get_origin(returned) in (types.UnionType, typing.Union)
-    kinds = typing.get_args(returned) if union else (returned,)
-    kinds = [typing.get_origin(kind) or kind for kind in kinds]
-    return all(isinstance(k, type) and issubclass(k, (pe.Scheme, tuple)) for k in kinds)
+
+
+def _of_schemes(hint: Any) -> bool:
+    """Returns whether a type is of schemes and layers, or of tuples and unions of these alone."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (tuple, types.UnionType, typing.Union):
+        return bool(inner) and all(_of_schemes(x) for x in inner if x is not ...)
+    return _is_scheme_class(hint) or hint is pe.LayerSpec
 
 
 def with_sizes(make: Any, sizes: Mapping[str, int]) -> Any:

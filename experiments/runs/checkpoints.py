@@ -81,6 +81,8 @@ class OrbaxCheckpoint:
 
     @functools.cached_property
     def _manager(self) -> ocp.CheckpointManager:
+        if self.path.is_symlink():  # Orbax removes states that it cannot read, or needs no more.
+            raise ResultsError(f"{self.path}: is a symbolic link, and states are removed there")
         options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
         return ocp.CheckpointManager(self.path.absolute(), options=options)
 

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import secrets
 import tarfile
 from collections.abc import Generator, Mapping
 from pathlib import Path
@@ -20,10 +21,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
     Raises:
       ResultsError: if it cannot be written.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # The folder may be of somebody else: no name can be guessed, and "x" follows no link.
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("wb") as stream:
+        with beside.open("xb") as stream:
             stream.write(content.encode() if isinstance(content, str) else content)
             stream.flush()
             os.fsync(stream.fileno())
@@ -37,7 +39,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Generator[None]:
-    """Holds a folder, which is made if needed, against other processes.
+    """Holds a folder, which is made if needed and is no link, against other processes.
 
     The lock is advisory and ends with the process, however that ends.
 
@@ -46,7 +48,7 @@ def locked(folder: Path) -> Generator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise ResultsError(f"{folder}: cannot be written: {error.strerror or error}") from None
     try:

@@ -4,8 +4,6 @@ import argparse
 import contextlib
 import dataclasses
 import math
-import os
-import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -15,23 +13,15 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-import experiments
-import posenc_jax
 from experiments.errors import ConfigError, ExperimentError, ResultsError
 from experiments.runs import lanes as groups_of_lanes
 from experiments.runs.checkpoints import Deadline, OutOfTime
 from experiments.runs.files import pack
 from experiments.runs.run import VERSIONS, Result, Run, RunFolder, commit, duration, here, load_data
 from experiments.runs.workers import Workers, default_count
+from experiments.settings.trust import add_trust, is_installed, is_project
 from experiments.training import mesh as on_mesh
 
-_LIBRARIES = tuple(
-    f"{Path(path)}{os.sep}"
-    for path in (
-        *(Path(module.__file__).parent for module in (posenc_jax, experiments) if module.__file__),
-        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    )
-)
 _PROGRAMS = Path(".cache/jax")
 """Where compiled programs are kept, below the working folder."""
 
@@ -56,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pack", type=Path, metavar="FILE", help="then put all results in one .tar.gz"
     )
     on_mesh.add_arguments(parser)
+    add_trust(parser)
 
 
 def _minutes(text: str) -> float:
@@ -351,7 +342,7 @@ class Queue:
 def _in_one_line(error: Exception) -> str:
     """Returns an exception, after the last line of the user's own code that it passed."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    users = (f for f in frames if not f.filename.startswith(_LIBRARIES))
+    users = (f for f in frames if not (is_project(f.filename) or is_installed(f.filename)))
     place = next((f"{Path(f.filename).name}:{f.lineno}, in {f.name}: " for f in users), "")
     return f"{place}{type(error).__name__}: {' '.join(str(error).split()):.300}"
 

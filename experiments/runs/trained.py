@@ -1,6 +1,5 @@
 """Experiments of earlier calls, and models with the parameters that `train` has kept."""
 
-import argparse
 import dataclasses
 from collections.abc import Collection
 from pathlib import Path
@@ -13,7 +12,7 @@ from experiments.errors import ConfigError, ResultsError
 from experiments.models.model import LanguageModel, Position, structure
 from experiments.runs.experiment import Experiment, load, objects_in
 from experiments.runs.run import RunFolder
-from experiments.settings.config_io import names, near, read_toml
+from experiments.settings.config_io import near, read_toml
 from experiments.tasks import Task
 
 
@@ -26,17 +25,6 @@ def refuse_earlier_versions(folder: Path) -> None:
             f"{folder / 'results.json'}: cannot be read: an earlier version wrote it; choose "
             "another --name, or run compare or train with --fresh to begin anew"
         )
-
-
-def add_trust(parser: argparse.ArgumentParser) -> None:
-    """Adds the flag that allows objects which a folder of results names."""
-    parser.add_argument(
-        "--trust",
-        type=names,
-        default=[],
-        metavar="A,B",
-        help="your own schemes and tasks, package.module:object, that the folder may call",
-    )
 
 
 def experiment_of(folder: Path, trusted: Collection[str] = ()) -> Experiment:

@@ -97,7 +97,7 @@ IN_FILE = {
     r"name: must be the name of a folder, got 'a\x00b'": r'name = "a\u0000b"',
     r"name: must be the name of a folder, got 'a\nb'": r'name = "a\nb"',
     "results: must be the name of a folder": r'results = "a\u0000b"',
-    "schemes: 'os:system' must be a Scheme": (
+    "schemes: 'os' is of an installed package or of Python's library": (
         "[schemes]\nnames = ['os:system']\n[schemes.'os:system']\ncommand = 'touch called'"
     ),
 }
