@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from posenc_jax.checks import require
 from posenc_jax.hf.attention_options import attention_options, with_attention_settings
-from posenc_jax.hf.config_reader import TrackedConfig, model_type_defaults
+from posenc_jax.hf.config_reader import TrackedConfig, file_of, model_type_defaults
 from posenc_jax.hf.model_types import MODEL_TYPES, NOT_READ
 from posenc_jax.hf.rope import RopeSettings, write_rope
 from posenc_jax.schemes.layer_spec import LayerSpec
@@ -159,7 +159,7 @@ def _text(layer: LayerSpec) -> str:
 
 
 def _as_dict(label: str, config: Any) -> Mapping[str, Any]:
-    values = config.to_dict() if hasattr(config, "to_dict") else config
+    values = file_of(config) if hasattr(config, "to_dict") else config
     if not isinstance(values, Mapping):
         raise TypeError(f"{label} must be a dict or have to_dict, got {config!r:.80}.")
     return values
@@ -198,7 +198,8 @@ def _tracked(config: Mapping[str, Any], decoder: bool | None) -> TrackedConfig:
             "model_type" in inner or f"{kind}_text" in MODEL_TYPES,
             f"the text_config of the {kind} config must have 'model_type'.",
         )
-        return _tracked({"model_type": f"{kind}_text", **inner}, decoder)
+        outer_keys = {n: config[n] for n in config if n == "transformers_version"}
+        return _tracked({"model_type": f"{kind}_text"} | outer_keys | {**inner}, decoder)
     if kind not in MODEL_TYPES and f"{kind}_text" in MODEL_TYPES:
         kind = f"{kind}_text"  # Keys of the text model at the top, as in transformers 4.
     if kind not in MODEL_TYPES:

@@ -161,6 +161,37 @@ def model_type_defaults() -> dict[str, dict[str, Any]]:
     return json.loads(file.read_text())["model_types"]
 
 
+def written_by(values: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the version of transformers that wrote a config, (5, 16); () if it is unknown."""
+    match = re.match(r"(\d+)\.(\d+)\.", str(values.get("transformers_version")))
+    return tuple(map(int, match.groups())) if match else ()
+
+
+def file_of(config: Any) -> dict[str, Any]:
+    """Returns the file that a config object of transformers was made from.
+
+    From 4.57 on, the classes of Gemma 3 and 4 replace the window of both sides by that of one.
+    Their `to_dict` has the window of one side before 5.16; from then on it has that of both, and
+    twice the window for Gemma 3n, whose class replaces nothing.
+    """
+    values = dict(config.to_dict())
+    version, window = written_by(values), getattr(config, "sliding_window", None)
+    values.pop("transformers_version", None)
+    if "text_config" in values and hasattr(getattr(config, "text_config", None), "to_dict"):
+        values["text_config"] = file_of(config.text_config)
+    if window is not None and "sliding_window" in values:
+        both_sides = sees_both_sides(values) and version >= (4, 57)
+        values["sliding_window"] = 2 * (window - 1) if both_sides else window
+    return values
+
+
+def sees_both_sides(values: Mapping[str, Any]) -> bool:
+    """Returns whether the window of a Gemma 3 or 4 is divided between both sides."""
+    gemma = re.match("gemma([34])(_unified)?_text$", str(values.get("model_type")))
+    flag = values.get("use_bidirectional_attention")
+    return gemma is not None and flag in ((True, "all") if gemma[1] == "3" else ("all",))
+
+
 class TrackedConfig:
     """A config, or a dict inside one, that tracks which keys were read.
 
@@ -201,6 +232,13 @@ class TrackedConfig:
         """The model type."""
         return self.values["model_type"]
 
+    def _names(self, name: str) -> list[str]:
+        """Returns a key and its other names; those of the length are of single model types."""
+        others = _OTHER_NAMES.get(name, ())
+        if name == "max_position_embeddings" and name in self.defaults:
+            others = ()
+        return [name, *others]
+
     def check(self, condition: bool, text: str) -> None:
         """Raises `ValueError`, "the config has `text`", unless `condition` holds."""
         require(condition, f"{self.label} has {text}.")
@@ -215,7 +253,7 @@ class TrackedConfig:
         Raises:
           ValueError: if it has the wrong type, or its names have different values.
         """
-        names = (name, *_OTHER_NAMES.get(name, ()))
+        names = self._names(name)
         self.read.update(names)
         values = {n: self.values[n] for n in names if self.values.get(n) is not None}
         if not values:
@@ -242,10 +280,15 @@ class TrackedConfig:
         value = self.explicit(name)
         if value is not None:
             return value
-        names = (name, *_OTHER_NAMES.get(name, ()))
+        names = self._names(name)
         if any(n in self.values for n in names):
             return default
         return next((self.defaults[n] for n in names if n in self.defaults), default)
+
+    def truth(self, name: str, default: bool) -> bool:
+        """Returns a flag that is false if null, and `default` if missing."""
+        value = self.explicit(name)
+        return bool(value) if value is not None or name in self.values else default
 
     def need(self, name: str) -> Any:
         """Returns a required value.

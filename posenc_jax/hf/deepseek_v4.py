@@ -64,6 +64,8 @@ def _deepseek_v4(config: TrackedConfig) -> Layers:
 
 def _scheme(config: TrackedConfig, part: dict[str, Any], base: str) -> Scheme:
     """Returns RoPE on the last dimensions of q, k and v."""
+    kind = part.get("rope_type", part.get("type"))
+    config.check(kind != "proportional", f"rope_type={kind!r}, which is not supported for its type")
     settings, head_dim = read_rope(config, part, base=base), head_size(config)
     refuse_by_length(config, settings.scaling)
     dim, fraction = config.explicit("qk_rope_head_dim"), config.explicit("partial_rotary_factor")

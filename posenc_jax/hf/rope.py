@@ -95,9 +95,11 @@ def read_rope(
     """
     part = TrackedConfig({} if rope is None else rope, f"{config.label} in its rope parameters")
     theta = _agree(part, "rope_theta", config, base)
-    names = ["partial_rotary_factor"]
-    names += ["rotary_pct"] if "rotary_emb_base" in config.defaults else []  # GPT-NeoX.
-    fraction = _agree(part, "partial_rotary_factor", config, *names)
+    if "rotary_emb_base" in config.defaults:  # GPT-NeoX.
+        fraction = _agree(part, "partial_rotary_factor", config, "rotary_pct")
+        fraction = config.defaults.get("partial_rotary_factor") if fraction is None else fraction
+    else:
+        fraction = _agree(part, "partial_rotary_factor", config, "partial_rotary_factor")
     require(theta is not None, f"{config.label} must have {base!r}.")
     kinds = [part.get("rope_type"), part.get("type")]
     part.check(
@@ -117,12 +119,11 @@ def read_rope(
     return settings
 
 
-def _agree(part, name, config, *names):
+def _agree(part, name, config, outside):
     """Returns a number from the dict or the config, else the model type's default."""
-    values = [part.get(name), *(config.explicit(n) for n in names)]
-    values = [x for x in values if x is not None]
+    values = [x for x in (part.get(name), config.explicit(outside)) if x is not None]
     config.check(len(set(values)) < 2, f"{name} as {' and as '.join(map(str, values))}")
-    value = values[0] if values else config.get(names[0])
+    value = values[0] if values else config.get(outside)
     return None if value is None else float(value)
 
 
@@ -164,7 +165,7 @@ def _yarn(part, config):
         original_max_position=length,
         beta_fast=float(part.get("beta_fast") or 32.0),
         beta_slow=float(part.get("beta_slow") or 1.0),
-        truncate=part.get("truncate", True),
+        truncate=part.truth("truncate", True),
     )
     if attention_factor is not None:
         return dataclasses.replace(yarn, attention_factor=float(attention_factor))

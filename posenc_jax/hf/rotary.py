@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from posenc_jax.checks import require
 from posenc_jax.engine.mask import Window
@@ -72,7 +72,8 @@ class Rotating:
       unrotated: kinds that never rotate.
       instead: the scheme of layers that do not rotate.
       null_rotates: whether a kind whose rope parameters are null has RoPE without scaling.
-      by_kind_only: whether rope parameters must be by kind, as transformers ignores others.
+      by_kind: whether rope parameters for kinds of layers are "read", or "required" as transformers
+        ignores others. Where all layers share a rotation it ignores them: "refused".
     """
 
     layout: str = "half"
@@ -84,7 +85,7 @@ class Rotating:
     unrotated: tuple[str, ...] = (*MIXERS,)
     instead: Scheme = NoPE()  # noqa: RUF009, frozen.
     null_rotates: bool = False
-    by_kind_only: bool = False
+    by_kind: Literal["refused", "read", "required"] = "refused"
 
     def __call__(self, config: TrackedConfig) -> tuple[LayerSpec, ...]:
         """Returns the layers."""
@@ -109,22 +110,37 @@ class Rotating:
         same = full if isinstance(full, dict) else {}
         flat = [n for n in _FLAT if config.explicit(n) not in (None, same.get(n))]
         config.check_ignored(
-            not self.by_kind_only or (not flat and not known.isdisjoint(rope or {})),
-            f"{flat or rope}, not rope parameters for kinds of layers",
+            self.by_kind != "required" or (not flat and not known.isdisjoint(rope or {})),
+            f"{flat or 'one dict'}, not rope parameters for kinds of layers",
         )
-        if rope is not None and known & rope.keys():
+        if self.by_kind != "refused" and rope is not None and known & rope.keys():
+            config.check(
+                not config.explicit("rope_scaling"),
+                "rope_scaling for kinds of layers; the key is 'rope_parameters'",
+            )
             length = "original_max_position_embeddings"  # Laguna's repeat it here.
             extra = {length} if rope.get(length) == same.get(length) else set()
+            written = {"rope_type": "default", "rope_theta": None}  # By 5.0 to 5.15.
+            extra |= {n for n, x in written.items() if rope.get(n) == x}
             other = sorted(rope.keys() - known - extra, key=str)
             config.check(not other, f"rope parameters for {other} beside those for kinds of layers")
             missing = sorted(kinds - rope.keys() - {*self.unrotated})
             config.check(not missing, f"layers {missing} without rope parameters")
-            for part in filter(None, rope.values()):
+            outside = config.explicit(length)
+            for part in (part for part in rope.values() if isinstance(part, dict)):
                 config.check(
-                    not isinstance(part, dict) or part.get("truncate", True),
+                    part.get("truncate", True),
                     "truncate=false in rope parameters by the kind of layers, where transformers "
                     "ignores it",
                 )
+                config.check(
+                    None in (outside, part.get("rope_type")) or part.get(length) == outside,
+                    f"{length}={outside} beside rope parameters by the kind of layers, where "
+                    "transformers ignores it",
+                )
+            local = rope.get(LOCAL)
+            if not isinstance(local, dict) or local.get("rope_theta") is None:
+                self._check_theta(config)
             null = {} if self.null_rotates else None
             out = {kind: null if rope.get(kind) is None else rope[kind] for kind in kinds}
         else:
@@ -145,9 +161,13 @@ class Rotating:
             "'rope_type'",
         )
         config.check_ignored(rope.get("truncate", True), "truncate=false")
+        self._check_theta(config)
+
+    def _check_theta(self, config):
+        """Checks that transformers 4 and 5 give layers with a window the same base."""
         theta = config.get("rope_theta")
         config.check(
-            bool(self.bases) or theta == config.defaults["rope_theta"],
+            not self.scaled or bool(self.bases) or theta == config.defaults["rope_theta"],
             f"rope_theta={theta}, which transformers 5 gives full attention alone and "
             "transformers 4 all layers; give rope_parameters for each kind",
         )
@@ -155,7 +175,7 @@ class Rotating:
     def _scheme(self, config, kind, rope, head_dim):
         if rope is None:
             return self.instead
-        config = config.without(*_FLAT) if self.by_kind_only else config
+        config = config.without(*_FLAT) if self.by_kind == "required" else config
         settings = read_rope(config, rope, base=dict(self.bases).get(kind, "rope_theta"))
         return rotation(config, settings, head_dim, self.layout, self.partial)
 

@@ -12,6 +12,8 @@ from posenc_jax.hf.config_reader import (
     head_size,
     is_causal,
     layer_count,
+    sees_both_sides,
+    written_by,
 )
 from posenc_jax.hf.layer_kinds import (
     CHUNKED,
@@ -124,17 +126,23 @@ TYPES: dict[str, ModelType] = {
     **alike("dots1 qwen3", ModelType(_LAST_WINDOWED, BY_KEY, qk_norm=RMS)),
     "vaultgemma": ModelType(windowed(every(2)), BY_KEY, scale_key="query_pre_attn_scalar"),
     "gpt_oss": ModelType(windowed(every(2)), BY_KEY, sinks=True),
-    "mellum": ModelType(windowed(from_config, by_kind_only=True), BY_KEY, qk_norm=RMS),
+    "mellum": ModelType(windowed(from_config, by_kind="required"), BY_KEY, qk_norm=RMS),
     "laguna": ModelType(
-        windowed(from_config, partial=True, by_kind_only=True), unsupported=GATE, qk_norm=RMS
+        windowed(from_config, partial=True, by_kind="required"), unsupported=GATE, qk_norm=RMS
     ),
     "cwm": ModelType(windowed(every(4, first=True)), NONE),
     "olmo3": ModelType(
-        windowed(every(4), scaled=(FULL,), null_rotates=True), BY_KEY, qk_norm=PROJECTED
+        windowed(every(4), scaled=(FULL,), null_rotates=True, by_kind="read"),
+        BY_KEY,
+        qk_norm=PROJECTED,
     ),
     # Rotation in some layers.
     "beam": ModelType(
-        windowed(every(6, last=True), instead=QueryTemperature(form="beam", length=2048)),
+        windowed(
+            every(6, last=True),
+            instead=QueryTemperature(form="beam", length=2048),
+            by_kind="required",
+        ),
         unsupported=GATE,
         qk_norm=RMS,
     ),
@@ -272,7 +280,10 @@ TYPES["nomic_bert"] = ModelType(
 
 
 def _gpt_neox(config: TrackedConfig) -> Layers:
-    """Reads RoPE with the base `rotary_emb_base`."""
+    """Reads RoPE with the base `rotary_emb_base`, on the part `rotary_pct`."""
+    fraction, usual = (config.explicit(n) for n in ("partial_rotary_factor", "rotary_pct"))
+    usual = config.defaults.get("partial_rotary_factor", 1.0) if usual is None else usual
+    config.check_ignored(fraction in (None, usual), f"partial_rotary_factor={fraction}")
     base, theta = config.get("rotary_emb_base"), config.explicit("rope_theta")
     base = (rope_dict(config) or {}).get("rope_theta", base)
     config.check(
@@ -286,14 +297,7 @@ def _gpt_neox(config: TrackedConfig) -> Layers:
 TYPES["gpt_neox"] = multi_head(_gpt_neox, BY_KEY)
 
 
-def _gpt_neox_japanese(config: TrackedConfig) -> Layers:
-    """Reads RoPE as GPT-NeoX's; its block adds the bias of the output."""
-    fraction = config.explicit("partial_rotary_factor")
-    config.check_ignored(fraction is None, f"partial_rotary_factor={fraction}")
-    return _gpt_neox(config)
-
-
-TYPES["gpt_neox_japanese"] = multi_head(_gpt_neox_japanese, NONE)
+TYPES["gpt_neox_japanese"] = multi_head(_gpt_neox, NONE)  # Its block adds the bias of the output.
 
 
 def _minimax_m2(config: TrackedConfig) -> Layers:
@@ -435,9 +439,9 @@ def _mimo_v2(config: TrackedConfig) -> Layers:
     config.check_ignored(base in (None, theta), f"swa_rope_theta={base}")
     if config.values.get("attention_chunk_size") == config.values.get("sliding_window"):
         config.ignore("attention_chunk_size")  # Releases repeat the window.
-    return Rotating(partial=True, kinds=lambda _: kinds, window=_mimo_v2_window, by_kind_only=True)(
-        config
-    )
+    return Rotating(
+        partial=True, kinds=lambda _: kinds, window=_mimo_v2_window, by_kind="required"
+    )(config)
 
 
 def _mimo_v2_window(config: TrackedConfig) -> Window:
@@ -472,9 +476,15 @@ def _two_sided_window_of(config: TrackedConfig) -> Window:
     window = window_of(config)
     config.only("use_bidirectional_attention", False, True, "all", "vision")
     both_ways = config.get("use_bidirectional_attention")
-    if window is None or both_ways not in (True, "all"):
+    if window is None or not sees_both_sides(config.values):
         return window
-    side = config.need("sliding_window") // 2 + 1
+    version, size = written_by(config.values), config.need("sliding_window")
+    config.check(
+        not (4, 57) <= version < (5, 16) or "dev" in config.values["transformers_version"],
+        f"sliding_window={size} and transformers_version, which wrote the window of one side over "
+        "that of both; give the released model's window, without transformers_version",
+    )
+    side = size // 2 + 1
     return (side, side) if both_ways == "all" or not is_causal(config) else side
 
 
@@ -486,13 +496,14 @@ TYPES["gemma3_text"] = ModelType(
         bases=_BASES,
         scaled=(FULL,),
         null_rotates=True,
+        by_kind="read",
     ),
     BY_KEY,
     qk_norm=GEMMA,
     scale_key="query_pre_attn_scalar",
 )
 TYPES["gemma3n_text"] = ModelType(
-    windowed(every(5), bases=_BASES, scaled=(FULL,), null_rotates=True),
+    windowed(every(5), bases=_BASES, scaled=(FULL,), null_rotates=True, by_kind="read"),
     unsupported="a norm of values, and keys that layers share",
     qk_norm=RMS,
     unused_scale_key="query_pre_attn_scalar",
@@ -508,7 +519,7 @@ def _gemma4(config: TrackedConfig) -> list[str]:
 TYPES |= alike(
     "gemma4_text gemma4_unified_text",
     ModelType(
-        Rotating(kinds=_gemma4, window=_two_sided_window_of),
+        Rotating(kinds=_gemma4, window=_two_sided_window_of, by_kind="required"),
         unsupported="a norm of values, and heads whose size differs by layer",
         qk_norm=RMS,
         scale=unscaled,
@@ -533,6 +544,7 @@ _MODERNBERT = Rotating(
     bases=((FULL, "global_rope_theta"), (LOCAL, "local_rope_theta")),
     scaled=(FULL, LOCAL),
     null_rotates=True,
+    by_kind="read",
 )
 
 
@@ -683,7 +695,7 @@ def _lfm3(config: TrackedConfig) -> list[str]:
     return declared(config) or [CONVOLUTION, *kinds[1:]]
 
 
-TYPES["lfm3"] = ModelType(windowed(_lfm3), unsupported=GATE, qk_norm=RMS)
+TYPES["lfm3"] = ModelType(windowed(_lfm3, by_kind="required"), unsupported=GATE, qk_norm=RMS)
 
 
 def _jamba(config: TrackedConfig) -> Layers:
@@ -829,7 +841,14 @@ def _minimax(config: TrackedConfig) -> list[str]:
 TYPES["minimax"] = ModelType(windowed(_minimax), NONE)
 
 
-def _bamba(config: TrackedConfig) -> list[str]:
+def _bamba(config: TrackedConfig) -> Layers:
+    """Reads RoPE on half of a head, unless the rotary dict has another part."""
+    fraction = config.explicit("partial_rotary_factor")
+    config.check_ignored(fraction in (None, 0.5), f"partial_rotary_factor={fraction}")
+    return Rotating(partial=True, kinds=_bamba_kinds)(config.without("partial_rotary_factor"))
+
+
+def _bamba_kinds(config: TrackedConfig) -> list[str]:
     """Returns full attention for layers in `attn_layer_indices`, Mamba for the others."""
     dim, half = config.explicit("attn_rotary_emb"), head_size(config) // 2
     config.check_ignored(dim in (None, half), f"attn_rotary_emb={dim}")
@@ -840,7 +859,7 @@ def _bamba(config: TrackedConfig) -> list[str]:
     return kinds
 
 
-TYPES["bamba"] = ModelType(Rotating(partial=True, kinds=_bamba), BY_KEY)
+TYPES["bamba"] = ModelType(_bamba, BY_KEY)
 
 
 def _olmo_hybrid(config: TrackedConfig) -> Layers:

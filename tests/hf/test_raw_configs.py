@@ -22,6 +22,7 @@ CASES = json.loads(GOLDEN.read_text())["model_types"]
 
 # Keys outside the rotary dict that transformers ignores if there is a dict: they raise.
 IGNORED = {
+    "bamba": ("partial_rotary_factor",),
     **dict.fromkeys(("apertus", "cwm", "ministral3", "mistral_large4_text"), ("rope_theta",)),
     **dict.fromkeys(("beam", "gemma4_text", "gemma4_unified_text", "gpt_neox"), ("rope_theta",)),
     "muse_spark_text": ("rope_theta",),
@@ -37,7 +38,8 @@ REFUSED = {
     **dict.fromkeys(("afmoe", "cohere2_moe", "granite_swa", "lfm3"), "no sliding_window"),
     **dict.fromkeys(("granitemoe_swa", "vaultgemma"), "no sliding_window"),
     **dict.fromkeys(
-        ("laguna", "mellum", "mimo_v2_flash"), "not rope parameters for kinds of layers"
+        ("gemma4_text", "gemma4_unified_text", "laguna", "mellum", "mimo_v2_flash"),
+        "not rope parameters for kinds of layers",
     ),
     "minimax_m3_vl_text": "which transformers ignores",
     **dict.fromkeys(("beam", "cohere2", "gemma2", "gemma3_text", "gpt_oss"), "no sliding_window"),
@@ -57,12 +59,17 @@ qwen3_next qwen4_exp_text recurrent_gemma solar_open stablelm
 """
 
 
+FLAT = "rope_scaling", "rope_parameters", "partial_rotary_factor"
+
+
 def refusal(model_type, raw):
     """A part of the message for a raw config that describes no model."""
     if model_type == "gemma3_text" and raw.get("attn_logit_softcapping"):
         return "attn_logit_softcapping=30.0, which transformers ignores"
     if model_type == "lfm2_moe":
         return "must have 'layer_types'"
+    if model_type in ("beam", "lfm3") and not {*raw}.isdisjoint(FLAT):
+        return "not rope parameters for kinds of layers"
     if raw.get("partial_rotary_factor") == 0.25 and model_type not in PARTIAL.split():
         return "partial_rotary_factor=0.25, "
     if model_type == "pixtral":
