@@ -198,8 +198,9 @@ def _tracked(config: Mapping[str, Any], decoder: bool | None) -> TrackedConfig:
             "model_type" in inner or f"{kind}_text" in MODEL_TYPES,
             f"the text_config of the {kind} config must have 'model_type'.",
         )
-        outer_keys = {n: config[n] for n in config if n == "transformers_version"}
-        return _tracked({"model_type": f"{kind}_text"} | outer_keys | {**inner}, decoder)
+        version = config.get("transformers_version")
+        inner = {"model_type": f"{kind}_text", "transformers_version": version, **inner}
+        return _tracked(inner, decoder)
     if kind not in MODEL_TYPES and f"{kind}_text" in MODEL_TYPES:
         kind = f"{kind}_text"  # Keys of the text model at the top, as in transformers 4.
     if kind not in MODEL_TYPES:

@@ -187,9 +187,8 @@ def file_of(config: Any) -> dict[str, Any]:
 
 def sees_both_sides(values: Mapping[str, Any]) -> bool:
     """Returns whether the window of a Gemma 3 or 4 is divided between both sides."""
-    gemma = re.match("gemma([34])(_unified)?_text$", str(values.get("model_type")))
-    flag = values.get("use_bidirectional_attention")
-    return gemma is not None and flag in ((True, "all") if gemma[1] == "3" else ("all",))
+    gemma = re.match("gemma[34](_unified)?_text$", str(values.get("model_type")))
+    return gemma is not None and values.get("use_bidirectional_attention") in (True, "all")
 
 
 class TrackedConfig:

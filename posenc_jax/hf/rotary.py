@@ -133,8 +133,9 @@ class Rotating:
                     "truncate=false in rope parameters by the kind of layers, where transformers "
                     "ignores it",
                 )
+                kind = part.get("rope_type", part.get("type"))
                 config.check(
-                    None in (outside, part.get("rope_type")) or part.get(length) == outside,
+                    None in (outside, kind) or part.get(length) == outside,
                     f"{length}={outside} beside rope parameters by the kind of layers, where "
                     "transformers ignores it",
                 )
@@ -167,7 +168,7 @@ class Rotating:
         """Checks that transformers 4 and 5 give layers with a window the same base."""
         theta = config.get("rope_theta")
         config.check(
-            not self.scaled or bool(self.bases) or theta == config.defaults["rope_theta"],
+            not self.scaled or bool(self.bases) or theta in (None, config.defaults["rope_theta"]),
             f"rope_theta={theta}, which transformers 5 gives full attention alone and "
             "transformers 4 all layers; give rope_parameters for each kind",
         )

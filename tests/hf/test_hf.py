@@ -1,5 +1,6 @@
 """Configs that `from_hf` reads or refuses, and `to_hf` back again."""
 
+import math
 import re
 
 import numpy as np
@@ -525,6 +526,85 @@ def test_windows_to_both_sides():
     assert of("gemma4_text", use_bidirectional_attention="vision") == 7
 
 
+@pytest.mark.parametrize(
+    "kind, flag, version, in_dict, held, window",
+    [
+        ("gemma3_text", True, "4.56.2", 512, 512, 257),  # It ignores the flag.
+        *(("gemma3_text", True, v, 257, 257, 257) for v in ("4.57.3", "5.0.0", "5.15.1")),
+        ("gemma3_text", True, "5.24.0", 512, 257, 257),
+        ("gemma3_text", True, "6.0.0.dev0", 512, 257, 257),
+        ("gemma3_text", False, "5.0.0", 512, 512, 512),
+        ("gemma4_text", "all", "5.15.1", 257, 257, (257, 257)),
+        ("gemma4_unified_text", "all", "5.16.0", 512, 257, (257, 257)),
+        ("gemma4_text", "vision", "5.15.1", 512, 512, 512),
+        ("gemma3n_text", True, "5.24.0", 1022, 512, 512),
+    ],
+)
+def test_windows_of_config_objects(kind, flag, version, in_dict, held, window):
+    """What `to_dict` of each version has, what its object holds and its model attends to."""
+    config = Config(
+        **{"model_type": kind, "use_bidirectional_attention": flag, "sliding_window": in_dict},
+        **{"transformers_version": version, "num_hidden_layers": 1},
+        layer_types=["sliding_attention"],
+    )
+    config.sliding_window = held
+    outer = Config(model_type=kind.replace("_text", ""), text_config=config)
+    outer.text_config = config
+    if kind.startswith("gemma4"):
+        window = pe.from_hf(config.values | {"sliding_window": 512, "transformers_version": ""})
+        window = window[0].window
+    for each in (config, outer):
+        assert pe.from_hf(each)[0].window == window
+
+
+def test_files_that_may_hold_a_halved_window_are_refused():
+    config = {"sliding_window": 257, "num_hidden_layers": 1, "use_bidirectional_attention": True}
+    for file in (
+        {"model_type": "gemma3_text", "transformers_version": "4.57.3"} | config,
+        {"model_type": "gemma3", "transformers_version": "5.2.0", "text_config": config},
+    ):
+        with pytest.raises(ValueError, match="which wrote the window of one side over that of bo"):
+            pe.from_hf(file)
+    released = {"model_type": "gemma3_text", "transformers_version": "4.57.0.dev0"} | config
+    assert pe.from_hf(released | {"sliding_window": 512})[0].window == 257
+
+
+def test_a_null_truncate_of_yarn_is_false():
+    """By the formula of the paper, in float64, whose borders are no integers."""
+    dim, theta, factor, length = 128, 5e5, 8.0, 2048
+    low, high = (
+        dim * math.log(length / (2 * math.pi * turns)) / (2 * math.log(theta)) for turns in (32, 1)
+    )
+    base = theta ** (-np.arange(0, dim, 2) / dim)
+    stretched = np.clip((np.arange(dim // 2) - low) / (high - low), 0, 1)
+    for kind in ("llama", "qwen2_vl_text"):
+        rope = {"rope_type": "yarn", "rope_theta": theta, "factor": factor, "truncate": None}
+        rope |= {"original_max_position_embeddings": length}
+        rope |= {"mrope_section": [32, 16, 16]} if kind != "llama" else {}
+        config = {"model_type": kind, "head_dim": dim, "hidden_size": 512, "rope_parameters": rope}
+        config |= {"num_attention_heads": 4, "num_hidden_layers": 1}
+        frequencies = pe.from_hf(config)[0].scheme.base_frequencies
+        np.testing.assert_allclose(
+            frequencies, base * (1 - stretched + stretched / factor), rtol=1e-12
+        )
+
+
+SHARED = """
+llama mixtral phi glm arcee gpt_neox stablelm gemma falcon cohere2 flint afmoe qwen2 qwen2_vl_text
+deepseek_v3 ministral3 granite_swa minimax_m2 hunyuan_v1_dense
+"""
+
+
+@pytest.mark.parametrize("kind", SHARED.split())
+def test_rope_parameters_by_kind_are_refused_where_layers_share_a_rotation(kind):
+    rope = {"full_attention": {"rope_theta": 777.0}, "sliding_attention": None}
+    config = {"model_type": kind, "num_hidden_layers": 6, "sliding_window": 8}
+    config = config if kind in ("cohere2", "afmoe", "flint") else config | {"sliding_window": None}
+    for name in ("rope_parameters", "rope_scaling"):
+        with pytest.raises(ValueError, match=r"has \['full_attention'\], which nothing here reads"):
+            pe.from_hf(config | {name: rope})
+
+
 def test_keys_that_are_null():
     """By the modeling files: false, or the default of the class."""
     config = {"model_type": "mistral4", "num_hidden_layers": 1, "rope_interleave": None}
@@ -533,6 +613,10 @@ def test_keys_that_are_null():
     assert pe.from_hf(config)[0].scheme.num_rotated == 64
 
 
+BY_KIND = {
+    kind: {"rope_type": "linear", "rope_theta": 1e3, "factor": 2.0}
+    for kind in ("full_attention", "sliding_attention")
+}
 NESTED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False, **LENGTH}
 
 
@@ -556,6 +640,22 @@ NESTED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": Fal
         *(("DynamicNTK, whose frequencies depend on the length of each row", {"model_type": kind}
            | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}})
           for kind in ("llama4_text", "deepseek_v3", "deepseek_v4", "qwen2_vl_text")),
+        ("rope_type='proportional', which is not supported", {"model_type": "deepseek_v4"}
+         | {"rope_scaling": {"rope_type": "proportional"}}),
+        ("rope_scaling for kinds of layers; the key is", {"model_type": "olmo3"}
+         | {"rope_scaling": BY_KIND}),
+        ("rope_theta=10.0, which transformers 5 gives full", {"model_type": "olmo3"}
+         | {"rope_theta": 10.0, "rope_parameters": {"full_attention": {"rope_theta": 20.0}}
+            | {"sliding_attention": None}}),
+        ("embeddings=16 beside rope parameters by the kind", {"model_type": "gemma3_text"}
+         | {"original_max_position_embeddings": 16, "rope_parameters": BY_KIND}),
+        *(("has one dict, not rope parameters for kinds", {"model_type": kind}
+           | {name: {"rope_type": "linear", "factor": 8.0}})
+          for kind in ("gemma4_text", "beam", "lfm3") for name in ("rope_scaling",
+                                                                  "rope_parameters")),
+        *(("partial_rotary_factor=0.3.*which transformers ignores", {"model_type": kind}
+           | {"partial_rotary_factor": 0.3, "attn_layer_indices": [0]})
+          for kind in ("gpt_neox", "bamba")),
         ("is_causal=false, which transformers ignores in layers", {"model_type": "llama4_text"}
          | {"is_causal": False}),
         (r"has \['rotary_pct'\], which nothing here reads", {"model_type": "mistral"}

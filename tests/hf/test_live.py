@@ -1,5 +1,6 @@
 """The same comparison with the installed transformers; needs the group `parity`."""
 
+import collections
 import dataclasses
 import importlib
 import json
@@ -39,6 +40,35 @@ def test_the_files_are_what_transformers_gives(maker):
 def read(config):
     several = config.get("is_encoder_decoder")
     return pe.from_hf(config, decoder=config.get("is_decoder", False) if several else None)
+
+
+def test_rotations_of_mutated_configs(maker):
+    """Frequencies and factors of every rotary module, with null, missing and moved keys."""
+    from hf import fuzz_rotations
+
+    outcomes = collections.Counter()
+    for kind, raw, outcome, text in fuzz_rotations.run(MODEL_TYPES, seed=0, count=8):
+        assert outcome != "differs", (kind, raw, text)
+        outcomes[outcome] += 1
+    assert outcomes["same"] > 300
+
+
+def test_windows_of_config_objects(maker):
+    """A model of an object against what `from_hf` reads from the object."""
+    import torch
+    import transformers
+
+    config = transformers.Gemma3TextConfig(
+        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2},
+        **{"num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 1, "sliding_window": 12},
+        **{"layer_types": ["sliding_attention"], "use_bidirectional_attention": True},
+        attn_implementation="eager",
+    )
+    model = transformers.Gemma3TextModel(config).eval()
+    with torch.no_grad():
+        weights = model(torch.arange(40)[None], output_attentions=True).attentions[0][0, 0]
+    reach = max(abs(i - j) for i, j in weights.nonzero().tolist())
+    assert pe.from_hf(config)[0].window == reach + 1 == 7
 
 
 def test_model_types_that_rotate_a_part_of_a_head(maker):
