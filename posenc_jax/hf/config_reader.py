@@ -383,7 +383,7 @@ def is_decoder(config: TrackedConfig) -> bool:
 
 def is_causal(config: TrackedConfig) -> bool:
     """Returns whether tokens see only those before them: a key that all model types read."""
-    return config.get("is_causal", True)
+    return config.truth("is_causal", True)
 
 
 def key_heads(config: TrackedConfig, num_heads: int) -> int:

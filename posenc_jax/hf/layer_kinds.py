@@ -113,6 +113,11 @@ def window_of(config: TrackedConfig) -> Window:
     window, used = config.get("sliding_window"), config.get("use_sliding_window", False)
     if window is None or (switch and not used):
         return None
+    return on_sides_of(config, window)
+
+
+def on_sides_of(config: TrackedConfig, window: int) -> Window:
+    """Returns a window, to both sides unless attention is causal."""
     return window if is_causal(config) else (window, window)
 
 

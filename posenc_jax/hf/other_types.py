@@ -11,6 +11,7 @@ from posenc_jax.hf.config_reader import (
     TrackedConfig,
     as_many_key_heads,
     head_size,
+    is_causal,
     is_decoder,
     layer_count,
 )
@@ -203,10 +204,16 @@ TYPES |= alike(
 )
 
 
+def _alibi(config: TrackedConfig, scaled: bool = False) -> Layers:
+    """Returns layers with ALiBi, for causal attention: transformers gives later keys the most."""
+    config.check(is_causal(config), "is_causal=false, for which its ALiBi is not symmetric")
+    return uniform(config, ALiBi(num_heads=config.need("num_attention_heads"), scaled=scaled))
+
+
 def _bloom(config: TrackedConfig) -> Layers:
     """Reads ALiBi."""
     config.only("offset_alibi", 100)  # Never read by transformers.
-    return uniform(config, ALiBi(num_heads=config.need("num_attention_heads")))
+    return _alibi(config)
 
 
 TYPES["bloom"] = multi_head(_bloom, ALL)
@@ -222,7 +229,7 @@ def _mpt(config: TrackedConfig) -> Layers:
         length, dim = config.need("max_position_embeddings"), config.need("hidden_size")
         return uniform(config, LearnedAbsolute(max_length=length, model_dim=dim))
     part.only("alibi_bias_max", 8)
-    return uniform(config, ALiBi(num_heads=config.need("num_attention_heads")))
+    return _alibi(config)
 
 
 def _mpt_scale(config: TrackedConfig, layer: int) -> float | None:
@@ -238,7 +245,7 @@ def _falcon(config: TrackedConfig) -> Layers:
     """Reads ALiBi inside the logit scale, or RoPE."""
     if config.get("alibi", False):
         config.ignore("rope_parameters", "rope_scaling", "rope_theta")
-        return uniform(config, ALiBi(num_heads=config.need("num_attention_heads"), scaled=True))
+        return _alibi(config, scaled=True)
     return Rotating()(config)
 
 

@@ -33,6 +33,7 @@ from posenc_jax.hf.layer_kinds import (
     from_config,
     from_max_window_layers,
     layers_of,
+    on_sides_of,
     uniform,
     window_of,
     without_positions,
@@ -449,14 +450,15 @@ def _mimo_v2_window(config: TrackedConfig) -> Window:
     earlier, window = config.values.get("sliding_window_size"), config.values.get("sliding_window")
     config.read.update(("sliding_window_size", "sliding_window"))
     if earlier is None:
-        return (
+        window = (
             config.need("sliding_window") if window is None else config.explicit("sliding_window")
         )
+        return on_sides_of(config, window)
     config.check(
         type(earlier) is int and earlier >= 1 and window in (None, earlier, earlier + 1),
         f"sliding_window_size={earlier!r} and sliding_window={window!r}",
     )
-    return earlier + 1
+    return on_sides_of(config, earlier + 1)
 
 
 TYPES["mimo_v2_flash"] = ModelType(
@@ -619,7 +621,7 @@ def _llama4(config: TrackedConfig) -> Layers:
     """Reads RoPE within chunks, and a temperature without RoPE in every fourth layer."""
     settings = read_rope(config, rope_dict(config))
     bare = NoPE()
-    if config.get("attn_temperature_tuning", True):
+    if config.truth("attn_temperature_tuning", True):
         floor, strength = config.need("floor_scale"), config.need("attn_scale")
         bare = QueryTemperature(form="llama4", length=int(floor), strength=float(strength))
     rotating = rotation(config, settings, head_size(config), "interleaved")
@@ -799,7 +801,7 @@ TYPES["recurrent_gemma"] = ModelType(
     Rotating(
         partial=True,
         kinds=_recurrent_gemma,
-        window=lambda config: config.need("attention_window_size"),
+        window=lambda config: on_sides_of(config, config.need("attention_window_size")),
     ),
     (*("attention_bias",) * 3, True),
 )

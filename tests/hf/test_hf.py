@@ -607,6 +607,14 @@ def test_rope_parameters_by_kind_are_refused_where_layers_share_a_rotation(kind)
 
 def test_keys_that_are_null():
     """By the modeling files: false, or the default of the class."""
+    for kind in ("mistral", "gpt_oss", "recurrent_gemma"):
+        window = "attention_window_size" if kind == "recurrent_gemma" else "sliding_window"
+        config = {"model_type": kind, "num_hidden_layers": 1, window: 3, "is_causal": None}
+        config |= {"block_types": ["attention"]} if kind == "recurrent_gemma" else {}
+        assert not pe.attention_options_from_hf(config)[0]["is_causal"]
+        assert pe.from_hf(config)[0].window == (3, 3)
+    config = {"model_type": "llama4_text", "num_hidden_layers": 4, "attn_temperature_tuning": None}
+    assert pe.from_hf(config)[3].scheme == pe.NoPE()
     config = {"model_type": "mistral4", "num_hidden_layers": 1, "rope_interleave": None}
     assert pe.from_hf(config)[0].scheme.schemes[0].layout == "half"
     config = {"model_type": "deepseek_v4", "num_hidden_layers": 1, "partial_rotary_factor": None}
@@ -658,6 +666,9 @@ NESTED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": Fal
           for kind in ("gpt_neox", "bamba")),
         ("is_causal=false, which transformers ignores in layers", {"model_type": "llama4_text"}
          | {"is_causal": False}),
+        *(("is_causal=false, for which its ALiBi is not symmetric", {"model_type": kind}
+           | {"is_causal": None, "alibi": kind == "falcon" or None})
+          for kind in ("bloom", "mpt", "falcon")),
         (r"has \['rotary_pct'\], which nothing here reads", {"model_type": "mistral"}
          | {"rotary_pct": 0.25}),
     ],
