@@ -73,7 +73,7 @@ class RoPEByLength(AttendRotary):
 
     Attributes:
       head_dim, theta, layout, rotary_dim, rotary_start: as in `RoPE`.
-      scaling: `LongRoPE(..., long=None)` or `DynamicNTK(..., length=None)`.
+      scaling: `LongRoPE(...)` without `long`, or `DynamicNTK(..., length=None)`.
 
     Raises:
       ValueError: for a map with one length for all sequences, and as `RoPE`.

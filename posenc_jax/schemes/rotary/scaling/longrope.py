@@ -6,8 +6,8 @@ s is the new length divided by the trained length L. Models ship two lists of la
 sequences of up to L tokens and for longer ones; g belongs to both. `magnitude="yarn"` is
 g = 0.1 ln s + 1, and `attention_factor` gives g itself (Phi-3.5-MoE).
 
-`long` selects one of the two lists for all sequences, for runs whose length is known. With
-`long=None`, for `RoPEByLength`, each sequence has the list for its length.
+In `RoPEByLength` each sequence has the list for its length. `RoPE` rotates by one list at every
+length, which `long` selects.
 
 Paper: Ding et al. LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens. 2024.
 https://arxiv.org/abs/2402.13753
@@ -35,7 +35,8 @@ class LongRoPE(PerSequenceMap):
       long_factor: lambda of every pair for longer ones.
       factor: s, new length divided by trained length; at least 1.
       original_max_position: L, the trained length.
-      long: whether to use `long_factor`; None: for sequences of more than L tokens.
+      long: whether to use `long_factor`; `RoPE` needs it. Default: for sequences of more than L
+        tokens, in `RoPEByLength`.
       magnitude: "su" or "yarn", the formula of g.
       attention_factor: g itself.
 
@@ -51,7 +52,7 @@ class LongRoPE(PerSequenceMap):
     long_factor: tuple[float, ...] = ()
     factor: float = 1.0
     original_max_position: int = 0
-    long: bool | None = False
+    long: bool | None = None
     magnitude: str = "su"
     attention_factor: float | None = None
 
@@ -81,7 +82,8 @@ class LongRoPE(PerSequenceMap):
     def __call__(self, frequencies, head_dim, theta):
         require(
             self.long is not None,
-            "LongRoPE: long=None is scaling per sequence, for the scheme RoPEByLength.",
+            "LongRoPE: long=None is scaling per sequence, for the scheme RoPEByLength; one list for "
+            "all lengths needs long=True or long=False.",
         )
         stretch = np.array(self.long_factor if self.long else self.short_factor, np.float64)
         require(

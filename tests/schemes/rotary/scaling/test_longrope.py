@@ -13,6 +13,7 @@ _LISTS = {
     "long_factor": (2.0,) * 32,
     "factor": 4.0,
     "original_max_position": 64,
+    "long": False,
 }
 OPTIONS = {
     pe.LongRoPE: {
@@ -32,13 +33,14 @@ BASE = {
     "long_factor": (1.0, 1.0, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0),
     "factor": 32.0,
     "original_max_position": 4096,
+    "long": False,
 }
 
 
 @pytest.mark.parametrize("long, name", [(False, "longrope_short"), (True, "longrope_long")])
 def test_matches_transformers(long, name):
     case = GOLDEN["cases"][name]
-    got, factor = pe.rope_frequencies(16, scaling=pe.LongRoPE(**BASE, long=long))
+    got, factor = pe.rope_frequencies(16, scaling=pe.LongRoPE(**(BASE | {"long": long})))
     np.testing.assert_allclose(got, case["frequencies"], rtol=1e-6)
     np.testing.assert_allclose(factor, case["attention_factor"], rtol=1e-12)
 
@@ -65,7 +67,7 @@ def test_each_list_is_for_its_own_lengths():
     plain, _ = pe.rope_frequencies(16)
     scaling = pe.LongRoPE(**(BASE | {"short_factor": short}))
     np.testing.assert_allclose(pe.rope_frequencies(16, scaling=scaling)[0], plain / short)
-    scaling = pe.LongRoPE(**(BASE | {"short_factor": short}), long=True)
+    scaling = pe.LongRoPE(**(BASE | {"short_factor": short, "long": True}))
     got = pe.rope_frequencies(16, scaling=scaling)[0]
     np.testing.assert_allclose(got, plain / BASE["long_factor"])
 
@@ -98,3 +100,10 @@ def test_errors_name_the_option_and_the_value(change, message):
 def test_the_lists_must_fit_the_pairs():
     with pytest.raises(ValueError, match="LongRoPE: has factors for 8 pairs, but 6 rotate"):
         pe.RoPE(head_dim=12, scaling=pe.LongRoPE(**BASE))
+
+
+def test_one_list_for_all_lengths_is_named():
+    scaling = pe.LongRoPE(BASE["short_factor"], BASE["long_factor"], 32.0, 4096)
+    with pytest.raises(ValueError, match="LongRoPE: long=None .* needs long=True or long=False"):
+        pe.RoPE(head_dim=16, scaling=scaling)
+    assert pe.RoPEByLength(head_dim=16, scaling=scaling).scaling.per_sequence
