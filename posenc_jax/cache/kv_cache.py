@@ -14,7 +14,13 @@ from jax.sharding import PartitionSpec
 
 from posenc_jax.cache.past_states import appended_states, states_without
 from posenc_jax.cache.serialization import from_bytes, to_bytes
-from posenc_jax.cache.slots import batch_first, same_sharding, sharded_axes, write_slots
+from posenc_jax.cache.slots import (
+    batch_first,
+    finite_values,
+    same_sharding,
+    sharded_axes,
+    write_slots,
+)
 from posenc_jax.cache.storage import Ring, Slots
 from posenc_jax.checks import array_of_rank, integer_positions, require
 from posenc_jax.engine.mask import Window, add_saturated
@@ -264,8 +270,16 @@ class KVCache:
         )
         if window is None or isinstance(self.storage, Slots):
             return new
+        # A donated cache is not copied if it is read after the write only. As many tokens as slots
+        # overwrite the last one.
+        before = self if count == self.capacity - sinks else new
+        slot = self.slots(jnp.maximum(self.length - 1, 0)[:, None])
+        last = (
+            jnp.take_along_axis(before.positions, slot, 1),
+            jnp.take_along_axis(before.segment_ids, slot, 1),
+        )
         cached, appended = (new.positions, new.segment_ids), (positions, segment_ids)
-        lost = self.storage.loses_visible(cached, appended, self.length, new.written, window)
+        lost = self.storage.loses_visible(cached, last, appended, self.length, new.written, window)
         return dataclasses.replace(new, lost=new.lost | lost)
 
     def take(self, rows: jax.Array) -> Self:
@@ -303,7 +317,9 @@ class KVCache:
             f"the other cache, got {rows.shape}.",
         )
         into = jnp.where(self._inside("insert", rows), rows, self.length.shape[0])
-        other = dataclasses.replace(other, lost=other.overflowed, storage=self.storage)
+        k, v = finite_values(other.k.astype(self.k.dtype), other.v.astype(self.v.dtype))
+        lost = other.overflowed
+        other = dataclasses.replace(other, k=k, v=v, lost=lost, storage=self.storage)
 
         def put(old, new):
             # `new` may have fewer slots.

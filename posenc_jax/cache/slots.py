@@ -21,6 +21,11 @@ def write_slots(
       batch: 0, or 1 for [A, B, S].
     """
     new = _resharded(name, new, old)
+    if slots.shape == (1, 1):
+        # XLA for CPUs would make a slice update of one token, fuse it into attention, and copy the
+        # array for it. The second token is dropped.
+        new = jnp.concatenate([new, new], batch + 1)
+        slots = jnp.concatenate([slots, jnp.full_like(slots, old.shape[batch + 1])], 1)
 
     def write_row(old, new, slots):
         index = (slice(None),) * batch + (slots,)
@@ -30,6 +35,16 @@ def write_slots(
     write = jax.vmap(write_row, (batch, batch, 0), batch)
     # XLA for CPUs would fuse a second write into attention, and copy the array for it.
     return jax.lax.optimization_barrier(write(old, new.astype(old.dtype), slots))
+
+
+def finite_values(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns k and v for a cache, with zeros and NaN keys for values that are not finite.
+
+    Hidden slots have masked logits, even if their keys are NaN. Their values have weight zero, and
+    0 * NaN is NaN.
+    """
+    bad = ~jnp.isfinite(v).all(-1, keepdims=True)
+    return jnp.where(bad, jnp.nan, k).astype(k.dtype), jnp.where(bad, 0, v).astype(v.dtype)
 
 
 def _resharded(name: str, new: jax.Array, old: jax.Array) -> jax.Array:

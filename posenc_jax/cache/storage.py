@@ -57,7 +57,13 @@ class Ring:
         return jnp.zeros_like(length, bool)
 
     def loses_visible(
-        self, cached: Tokens, new: Tokens, length: jax.Array, written: jax.Array, window: Window
+        self,
+        cached: Tokens,
+        last: Tokens,
+        new: Tokens,
+        length: jax.Array,
+        written: jax.Array,
+        window: Window,
     ) -> jax.Array:
         """Returns bool [B]: rows that do not hold all keys that new tokens may see.
 
@@ -66,8 +72,8 @@ class Ring:
         slots hold the first tokens of another sequence.
 
         Args:
-          cached: all slots, [B, S], after the new tokens were written, so that a step reads a
-            donated cache after it wrote it.
+          cached: all slots, [B, S], with the new tokens.
+          last: the last token before the new ones, [B, 1].
           new: the new tokens, [B, T].
           length: int32 [B], the number of tokens before the new ones.
           written: int32 [B], the greatest length that the row has had.
@@ -79,8 +85,7 @@ class Ring:
         positions, segment_ids = new
         capacity, sinks = cached[0].shape[1], self.num_sink_tokens
         reach = self._reach(window, positions.shape[1], capacity)
-        last = self.slots(jnp.maximum(length - 1, 0)[:, None], capacity)
-        last_position, last_id = (jnp.take_along_axis(x, last, 1) for x in cached)
+        last_position, last_id = last
         last_id = jnp.where(length[:, None] > 0, last_id, -1)
         unordered = _out_of_order(
             jnp.concatenate([last_position, positions], 1),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.cache.kv_cache import KVCache
+from posenc_jax.cache.slots import finite_values
 from posenc_jax.checks import array_of_rank, coordinate_values, require
 from posenc_jax.engine.api import AttentionCall, mask_hint, with_batch_of_one
 from posenc_jax.functional.arguments import (
@@ -267,7 +268,7 @@ def _with_cache(
         )
     read = pipeline.read(tokens)
     stored = pipeline.stored(read)
-    k, v = _finite_values(stored.k.astype(cache.k.dtype), stored.v.astype(cache.v.dtype))
+    k, v = finite_values(stored.k.astype(cache.k.dtype), stored.v.astype(cache.v.dtype))
     cache = cache.append(
         k,
         v,
@@ -335,16 +336,6 @@ def _check_call(call: AttentionCall, cache: KVCache | None, scheme: Scheme) -> N
         not cache.ring or call.prefix_length is None,
         "scheme_attention: every query sees the keys of prefix_length, which a ring cache evicts.",
     )
-
-
-def _finite_values(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns k and v for a cache, with zeros and NaN keys for values that are not finite.
-
-    Hidden slots have masked logits, even if their keys are NaN. Their values have weight zero, and
-    0 * NaN is NaN.
-    """
-    bad = ~jnp.isfinite(v).all(-1, keepdims=True)
-    return jnp.where(bad, jnp.nan, k).astype(k.dtype), jnp.where(bad, 0, v).astype(v.dtype)
 
 
 def _check_tables(scheme: Scheme, params: Params, tables: Any, coordinates: jax.Array) -> None:

@@ -122,12 +122,16 @@ def test_a_ring_that_takes_back_all_of_its_slots_is_lost(count, lost):
 
 
 @pytest.mark.parametrize(("position", "lost"), [(3, False), (2, True), (1, True)])
-def test_a_ring_with_a_window_of_one_token_is_lost_at_a_position_that_was(position, lost):
-    cache = append(empty(ring=True), *tokens(3), window=1)
-    k, v, _, segments = tokens(1)
-    at = np.full((2, 1), position, np.int32)
-    after = append(cache, k, v, at, segments, window=1)
+@pytest.mark.parametrize(("capacity", "count"), [(5, 1), (5, 3), (3, 3)])
+def test_a_ring_with_a_window_of_one_token_is_lost_at_a_position_that_was(
+    capacity, count, position, lost
+):
+    """Also with as many tokens as slots, which overwrite the last one."""
+    cache = append(empty(capacity, ring=True), *tokens(3), window=1)
+    after = append(cache, *tokens(count, position), window=1)
     np.testing.assert_array_equal(after.overflowed, [lost, lost])
+    again = append(after, *tokens(count, position + count), window=1)
+    np.testing.assert_array_equal(again.overflowed, [lost, lost])
 
 
 def test_coordinates_features_and_state_are_stored():
@@ -492,8 +496,11 @@ def test_a_value_that_overflows_in_the_cache_ends_with_its_row(dtype):
     cache, outs = decoded(pe.NoPE(), {}, dtype, [1.0, 7e4])
     assert not np.isfinite(outs[1]).any()
     q = jnp.ones((1, 1, 2, 8))
-    out, _ = pe.scheme_attention(pe.NoPE(), {}, q, q, q, is_causal=True, cache=cache.reset(0))
-    np.testing.assert_array_equal(out, q)
+    wide, _ = decoded(pe.NoPE(), {}, jnp.float32, [1.0, 7e4])
+    for filled in (cache, cache.insert(0, wide)):
+        assert filled.k.dtype == dtype
+        out, _ = pe.scheme_attention(pe.NoPE(), {}, q, q, q, is_causal=True, cache=filled.reset(0))
+        np.testing.assert_array_equal(out, q)
 
 
 def test_states_have_the_dtype_of_the_cache():

@@ -239,7 +239,6 @@ def test_a_donated_cache_is_written_in_place(kind):
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA copies the cache eight times")
 def test_one_token_of_one_row_is_written_in_place():
     """XLA makes another operation of this write, and would fuse it into attention once more."""
     cache = pe.new_cache(pe.NoPE(), 1, 315, **SIZES)
