@@ -105,10 +105,17 @@ class QKNorm:
         array_of_rank("QKNorm", "x", x, 4, "[B, T, N, H]")
         axes = -1 if self.over == "head" else (-2, -1)
         y = x.astype(jnp.float32)
+        # Squares of large numbers overflow, and cubes of their inverses, in gradients, underflow.
+        # Powers of two change no digit.
+        _, exponent = jnp.frexp(jnp.abs(jax.lax.stop_gradient(y)).max(axes, keepdims=True))
+        factor = jnp.ldexp(
+            jnp.float32(1.0), -jnp.where(exponent > 20, jnp.minimum(exponent, 120), 0)
+        )
+        y, epsilon = y * factor, self.epsilon * factor
         if self.kind == "layer":
             y = y - y.mean(axes, keepdims=True)
         if self.kind != "clip":
-            y = y * jax.lax.rsqrt(jnp.square(y).mean(axes, keepdims=True) + self.epsilon)
+            y = y * jax.lax.rsqrt(jnp.square(y).mean(axes, keepdims=True) + epsilon * factor)
         if self.scale != "none":
             y = y * _of_heads(params["scale"] + self.scale_offset)
         if self.use_bias:
@@ -117,7 +124,7 @@ class QKNorm:
             squares = jnp.square(y).sum(axes, keepdims=True)
             # A vector of zeros has no gradient, where the root's would be infinite.
             norm = jnp.sqrt(jnp.maximum(squares, jnp.finfo(jnp.float32).tiny))
-            y = y * jnp.minimum(self.threshold / (norm + self.epsilon), 1.0)
+            y = y * jnp.minimum(self.threshold / (norm + epsilon), 1.0 / factor)
         return y.astype(x.dtype)
 
 

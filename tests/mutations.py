@@ -369,6 +369,9 @@ MUTATIONS = [
              "dataclasses.replace(other, k=k, v=v,", "dataclasses.replace(other,",
              SERVING),
     # Functions and modules.
+    Mutation("squares of long vectors overflow", "qk_norm.py",
+             "jnp.where(exponent > 20, jnp.minimum(exponent, 120), 0)", "0 * exponent",
+             "tests/test_qk_norm.py"),
     Mutation("the norm of keys is lost", "functional/pipeline.py",
              "return k if self.norms is None else self.norms[1](k)", "return k",
              "tests/functional tests/test_qk_norm.py"),

@@ -39,6 +39,23 @@ def test_a_clip_is_its_formula_in_float64():
     assert norm.init(N, H)["scale"].shape == (N, H) and pe.QKNorm().threshold is None
 
 
+@pytest.mark.parametrize("over", ["head", "projection"])
+@pytest.mark.parametrize("kind", ["rms", "layer", "clip"])
+def test_long_vectors_have_the_norm_of_their_direction(kind, over):
+    """Squares of numbers beyond 1.8e19 overflow; gradients are those of the direction, by length."""
+    norm = pe.QKNorm(kind, over, "per_head", epsilon=0.0, threshold=2.0 if kind == "clip" else None)
+    x = np.random.RandomState(0).uniform(1.0, 2.0, (1, 5, N, H)).astype(np.float32)
+    x[:, ::2] *= -1.0
+    params = {"scale": linspace(0.7, 1.5, N * H).reshape(N, H)}
+    out, pull = jax.vjp(lambda x: norm(params, x), x)
+    for length in (2.0**45, 2.0**55, 2.0**64, 2.0**110):
+        far, pull_far = jax.vjp(lambda x: norm(params, x), x * np.float32(length))
+        np.testing.assert_allclose(far, out, rtol=1e-6)
+        np.testing.assert_allclose(pull_far(out)[0] * length, pull(out)[0], rtol=0, atol=1e-5)
+    far = norm(params, jnp.asarray(x * 1e38, jnp.bfloat16))
+    np.testing.assert_allclose(np.float32(far), out, rtol=0, atol=0.1)
+
+
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("over, scale", [("head", "shared"), ("projection", "per_head")])
 def test_a_norm_is_its_formula_in_float64(kind, over, scale):

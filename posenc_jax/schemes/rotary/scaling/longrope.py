@@ -82,8 +82,8 @@ class LongRoPE(PerSequenceMap):
     def __call__(self, frequencies, head_dim, theta):
         require(
             self.long is not None,
-            "LongRoPE: long=None is scaling per sequence, for the scheme RoPEByLength; one list for "
-            "all lengths needs long=True or long=False.",
+            "LongRoPE: long=None is scaling per sequence, for the scheme RoPEByLength; one list "
+            "for all lengths needs long=True or long=False.",
         )
         stretch = np.array(self.long_factor if self.long else self.short_factor, np.float64)
         require(

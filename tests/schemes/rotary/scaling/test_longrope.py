@@ -104,6 +104,6 @@ def test_the_lists_must_fit_the_pairs():
 
 def test_one_list_for_all_lengths_is_named():
     scaling = pe.LongRoPE(BASE["short_factor"], BASE["long_factor"], 32.0, 4096)
-    with pytest.raises(ValueError, match="LongRoPE: long=None .* needs long=True or long=False"):
+    with pytest.raises(ValueError, match=r"LongRoPE: long=None .* needs long=True or long=False"):
         pe.RoPE(head_dim=16, scaling=scaling)
     assert pe.RoPEByLength(head_dim=16, scaling=scaling).scaling.per_sequence
