@@ -333,6 +333,13 @@ MUTATIONS = [
     Mutation("angles beyond 2**24 lose a digit", "angles.py",
              "return p * high + _high_word(p, low) - borrow", "return p * high - borrow",
              "tests/test_angles.py"),
+    Mutation("distances beyond int32 wrap", "engine/terms.py",
+             "return jnp.clip(k, jnp.maximum(q, -1) - most, jnp.minimum(q, 0) + most)", "return k",
+             "tests/engine/test_robustness.py"),
+    Mutation("distances beyond int32 take another row of a table", "engine/terms.py",
+             "return q - jnp.clip(k, low, high) - self.low",
+             "return jnp.clip(q - k, self.low, self.high) - self.low",
+             "tests/engine/test_robustness.py"),
     # Caches.
     Mutation("a reset row keeps its old keys visible", "cache/kv_cache.py",
              "segment_ids=cleared(self.segment_ids, -1),", "segment_ids=self.segment_ids,",

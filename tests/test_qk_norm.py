@@ -42,7 +42,7 @@ def test_a_clip_is_its_formula_in_float64():
 @pytest.mark.parametrize("over", ["head", "projection"])
 @pytest.mark.parametrize("kind", ["rms", "layer", "clip"])
 def test_long_vectors_have_the_norm_of_their_direction(kind, over):
-    """Squares of numbers beyond 1.8e19 overflow; gradients are those of the direction, by length."""
+    """Squares beyond 1.8e19 overflow; gradients are those of the direction, by length."""
     norm = pe.QKNorm(kind, over, "per_head", epsilon=0.0, threshold=2.0 if kind == "clip" else None)
     x = np.random.RandomState(0).uniform(1.0, 2.0, (1, 5, N, H)).astype(np.float32)
     x[:, ::2] *= -1.0

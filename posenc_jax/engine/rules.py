@@ -21,11 +21,14 @@ import abc
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from posenc_jax.checks import coordinate_values, require
 from posenc_jax.engine.terms import (
@@ -38,6 +41,7 @@ from posenc_jax.engine.terms import (
     PairTerm,
     SeparableTerm,
     ValueTable,
+    in_reach,
     over_heads,
 )
 
@@ -293,6 +297,16 @@ class _Then:
         return self.second(self.first(x))
 
 
+@dataclasses.dataclass(frozen=True)
+class _InReach:
+    """A rule on distances, where int32 distances may overflow."""
+
+    rule: Callable
+
+    def __call__(self, shared, head, q, k):
+        return self.rule(shared, head, q, in_reach(q, k))
+
+
 def _pair_term(rule: Any, context: LoweringContext, horizon: int | None = None) -> PairTerm:
     """Returns a `LogitBias` or `ContentBias`, evaluated for every pair."""
     return PairTerm(
@@ -300,7 +314,7 @@ def _pair_term(rule: Any, context: LoweringContext, horizon: int | None = None) 
         shared=rule.shared,
         factor=context.scale if rule.scaled else 1.0,
         horizon=horizon,
-        rule=rule.rule,
+        rule=rule.of_pair if isinstance(rule, LogitBias) else rule.rule,
         of_content=isinstance(rule, ContentBias),
         pairs_at_once=context.pairs_at_once,
     )
@@ -344,8 +358,13 @@ class LogitBias(Rule):
         leaves = jax.tree.leaves(self.heads)
         return jnp.shape(leaves[0])[0] if leaves else None
 
+    @property
+    def of_pair(self) -> Callable:
+        """The rule for a pair whose distance may exceed int32; it then counts as 2^31 - 1."""
+        return _InReach(self.rule) if self.relative else self.rule
+
     def on(self, transform):
-        rule = _OnCoordinates(self.rule, transform)
+        rule = _OnCoordinates(self.of_pair, transform)
         return dataclasses.replace(self, rule=rule, relative=False, bounds=_NO_BOUNDS)
 
     def check(self, sizes):
@@ -380,7 +399,7 @@ class LogitBias(Rule):
         return _between(self.bounds, evaluate, first, stop)
 
     def added_logits(self, q_features, k_features, q, k):
-        over_k = jax.vmap(self.rule, (None, None, None, 0))
+        over_k = jax.vmap(self.of_pair, (None, None, None, 0))
         over = jax.vmap(over_k, (None, None, 0, None))
         out = over_heads(lambda head: over(self.shared, head, q, k), self.heads)
         return out.astype(jnp.float32)
@@ -402,7 +421,8 @@ class LogitBias(Rule):
           `heads`.
 
         Raises:
-          ValueError: for shapes that do not go together, or a rule that does not read them.
+          ValueError: for shapes that do not go together, a rule that does not read them, and known
+            distances beyond int32. Under `jit` those count as 2^31 - 1 in rules on distances.
           TypeError: for positions of another dtype.
         """
         caller = "LogitBias.dense"
@@ -413,6 +433,14 @@ class LogitBias(Rule):
             f"{caller}: q_positions and k_positions must be [T] and [S], [B, T] and [B, S], or "
             f"[A, B, T] and [A, B, S], got {q.shape} and {k.shape}.",
         )
+        known = [x for x in (q, k) if x.size and x.dtype == jnp.int32 and not isinstance(x, Tracer)]
+        for high, low in itertools.permutations([np.asarray(x, np.int64) for x in known], 2):
+            reach = high.max(-1) - low.min(-1)
+            require(
+                bool(np.all(reach < 2**31)),
+                f"{caller}: distances must fit int32, got positions from {np.min(low)} to "
+                f"{np.max(high)}.",
+            )
         return self._dense(q, k)
 
     @functools.partial(jax.jit, inline=True)  # One program to compile, not one an operation.
@@ -485,7 +513,7 @@ class _VectorOfPair:
     def __call__(self, shared, head, row, col, q, k):
         q, k = (x if self.transform is None else self.transform(x) for x in (q, k))
         features = (col if row is None else row).astype(jnp.float32)
-        return jnp.dot(features, self.vector(shared, head, q - k), precision="highest")
+        return jnp.dot(features, self.vector(shared, head, q - in_reach(q, k)), precision="highest")
 
 
 def _between(
@@ -660,7 +688,8 @@ class DotBias(_FeatureRule):
         if low is None or high is None or q_at.ndim > 1 or q_at.dtype != jnp.int32:
             return self.by_pair().added_logits(q_features, k_features, q, k)
         vectors = self.vectors(jnp.arange(low, high + 1, dtype=jnp.int32))
-        entry = jnp.clip(q_at[:, None] - k_at[None], low, high) - low
+        distances = DistanceRange(low, high, by_slot=False, open_low=True, open_high=True)
+        entry = distances.entries(q_at, k_at, transposed=False)
         if q_features is None and len(q_at) == 1:  # A vector for each key, not all for each.
             features = jnp.moveaxis(vectors, 0, 1)[entry[0]]
             return (k_features.astype(jnp.float32) * features).sum(-1).T[:, None]
@@ -858,8 +887,10 @@ class _InTable:
 
     bucket: Callable
     size: int
+    relative: bool
 
     def __call__(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        k = in_reach(q, k) if self.relative else k
         return jnp.clip(self.bucket(q, k), 0, self.size - 1)
 
 
@@ -887,7 +918,7 @@ class ValueBias(Rule):
 
     @property
     def _nearest(self) -> "_InTable":
-        return _InTable(self.bucket, self.table.shape[1])
+        return _InTable(self.bucket, self.table.shape[1], self.relative)
 
     def on(self, transform):
         bucket = _OnCoordinates(self.bucket, transform)

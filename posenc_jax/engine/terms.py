@@ -20,9 +20,18 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.functions import Traced, trace_once
+from posenc_jax.engine.mask import add_saturated
 
 STATIC = {"static": True}  # Marks fields that are part of a pytree's structure.
 _PART = 128  # Tokens whose products with vectors per distance are computed at once.
+
+
+def in_reach(q: jax.Array, k: jax.Array) -> jax.Array:
+    """Returns k, or for int32 the number nearest to it whose distance from q fits int32."""
+    if not q.dtype == k.dtype == jnp.int32:
+        return k
+    most = jnp.iinfo(jnp.int32).max
+    return jnp.clip(k, jnp.maximum(q, -1) - most, jnp.minimum(q, 0) + most)
 
 
 class Tokens(NamedTuple):
@@ -69,7 +78,11 @@ class DistanceRange:
 
     def entries(self, q: jax.Array, k: jax.Array, transposed: bool) -> jax.Array:
         """Returns the table entry of each pair of int32 [Q] and [K]: [Q, K], or [K, Q]."""
-        return jnp.clip(_distances(q, k, transposed), self.low, self.high) - self.low
+        # Keys are clipped and not distances, which may exceed int32.
+        nearest = add_saturated(q, -self.high), add_saturated(q, -self.low)
+        q, k = jnp.expand_dims(q, 1 - transposed), jnp.expand_dims(k, int(transposed))
+        low, high = (jnp.expand_dims(x, 1 - transposed) for x in nearest)
+        return q - jnp.clip(k, low, high) - self.low
 
 
 @dataclasses.dataclass(frozen=True)

@@ -549,3 +549,41 @@ def test_coordinates_do_not_say_which_key_is_the_first_querys_own(order):
         pe.attention(q, k, v, **options, **order)
     positions = {"q_positions": at[-2:], "k_positions": at}
     pe.attention(q, k, v, **options, **positions, **order)
+
+
+FAR = np.array([-(2**31), -(2**31) + 256, -(2**30), -3, 0, 1, 40, 300, 2**30, 2**31 - 128])
+FAR_SCHEMES = {
+    "t5": pe.T5(num_heads=N),
+    "alibi": pe.ALiBi(num_heads=N, symmetry="split"),
+    "shaw": pe.Shaw(num_heads=N, head_dim=8),
+    "inkling": pe.Inkling(num_heads=N, model_dim=24, extent=8),
+    "grape_a": pe.GRAPEA(num_heads=N, head_dim=8),
+}
+
+
+@pytest.mark.parametrize("name", FAR_SCHEMES)
+def test_distances_beyond_int32_are_right_under_jit(name):
+    """Against coordinates in float32, which holds these numbers and their distances."""
+    scheme, order = FAR_SCHEMES[name], np.arange(len(FAR))
+    params, (q, k, v) = parameters(scheme), tokens(length=len(FAR))
+    x = np.random.default_rng(0).normal(size=(1, len(FAR), 24)).astype(np.float32)
+
+    def output(coordinates, implementation):
+        options = {"coordinates": coordinates, "implementation": implementation}
+        return pe.scheme_attention(scheme, params, q, k, v, x=x, positions=order, **options)[0]
+
+    run = jax.jit(output, static_argnums=1)
+    expected = run(FAR.astype(np.float32)[None], "reference")
+    for implementation in ("reference", "dense", SMALL_TILES):
+        out = run(FAR.astype(np.int32)[None], implementation)
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_dense_biases_beyond_int32_raise_or_are_right():
+    scheme = pe.T5(num_heads=N)
+    bias = scheme.rules({"table": jnp.arange(32.0 * N).reshape(N, 32)})
+    at = jnp.array([2**30]), jnp.array([-(2**30) - 1])
+    with pytest.raises(ValueError, match=r"LogitBias.dense: distances must fit int32, got .* to"):
+        bias.dense(*at)
+    out = jax.jit(lambda q, k: bias.dense(q, k))(*at)
+    np.testing.assert_array_equal(out[:, 0, 0], 32.0 * np.arange(N) + 31)

@@ -41,7 +41,7 @@ class _AddBiasAndNetwork:
 
     def __call__(self, shared, heads, q_feature, k_feature, logits, seen, q, k):
         shared_by_bias, network = shared
-        bias = LogitBias(self.bias, heads, shared_by_bias)
+        bias = LogitBias(self.bias, heads, shared_by_bias, relative=True)
         bias = bias.added_logits(None, None, q[None], k)[:, 0]
         inputs = jnp.concatenate([logits, bias])
         hidden = jnp.dot(network["in"], inputs, precision="highest")

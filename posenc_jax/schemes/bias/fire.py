@@ -31,6 +31,7 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import positive, positive_fields
 from posenc_jax.engine.rules import LogitBias
+from posenc_jax.engine.terms import in_reach
 from posenc_jax.ops.init import torch_uniforms
 from posenc_jax.schemes.scheme import Scheme
 
@@ -41,7 +42,7 @@ class _Rule:
 
     def __call__(self, shared, outer, q, k):
         c, threshold, inner, inner_bias = shared
-        distance = jnp.abs(q - k).astype(jnp.float32)
+        distance = jnp.abs(q - in_reach(q, k)).astype(jnp.float32)
         length = jnp.maximum(q.astype(jnp.float32), threshold)
         x = jnp.log1p(jnp.abs(c * distance)) / (jnp.log1p(jnp.abs(c * length)) + self.eps)
         # For CPUs: a division outside of the hidden layer, where XLA would divide indices as well,

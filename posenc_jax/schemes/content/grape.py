@@ -29,13 +29,14 @@ from jax.sharding import PartitionSpec
 
 from posenc_jax.checks import one_of, positive, positive_fields, require
 from posenc_jax.engine.rules import ContentBias
+from posenc_jax.engine.terms import in_reach
 from posenc_jax.schemes.bias.alibi import alibi_slopes
 from posenc_jax.schemes.scheme import Scheme, Traits
 
 
 def _penalty(shared, head, q_feature, k_feature, q, k):
     slope = sum(x for x in (q_feature, k_feature) if x is not None)
-    return -jnp.abs(q - k).astype(jnp.float32) * slope
+    return -jnp.abs(q - in_reach(q, k)).astype(jnp.float32) * slope
 
 
 @dataclasses.dataclass(frozen=True)
