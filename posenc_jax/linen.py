@@ -2,10 +2,10 @@
 
 from flax import linen as nn
 
-from posenc_jax.modules.attention_fn import attention_fn
+from posenc_jax.modules.attention_fn import attention_fn, check_scale
 from posenc_jax.modules.linen_attention import Attention
 from posenc_jax.modules.linen_encoding import HeadNorm, PositionEncoding
-from posenc_jax.schemes.scheme import Scheme
+from posenc_jax.schemes.scheme import Scheme, check_direction
 
 __all__ = ["Attention", "AttentionFn", "HeadNorm", "PositionEncoding"]
 
@@ -17,8 +17,16 @@ class AttentionFn(nn.Module):
     the keys of the whole cache are transformed at each step, since the layer caches them as
     projected. `Attention` avoids both.
 
+    Layers that are given one object share its parameters, such as one table of T5; for tables of
+    their own, give each a new object.
+
     Attributes:
       scheme: any scheme whose `features` does not read the layer's input.
+      scale: the factor on q . k, for schemes such as T5 whose logit scale is not the layer's.
+        Default: the layer's, 1/sqrt(H).
+
+    Raises:
+      ValueError: for a scheme of another logit scale than 1/sqrt(H) without `scale`.
 
     >>> import posenc_jax as pe
     >>> layer = nn.MultiHeadDotProductAttention(
@@ -30,6 +38,11 @@ class AttentionFn(nn.Module):
     """
 
     scheme: Scheme
+    scale: float | None = None
+
+    def __post_init__(self):
+        check_scale("AttentionFn", self.scheme, self.scale)
+        super().__post_init__()
 
     @nn.compact
     def __call__(
@@ -52,5 +65,8 @@ class AttentionFn(nn.Module):
         """Attends as `linen.dot_product_attention` does, with the scheme."""
         options = locals()  # The layer gives only options that the signature names.
         del options["self"]
+        options["scale"] = self.scale
+        if mask is None and not self.is_initializing():  # Decoding layers are initialised without.
+            check_direction("AttentionFn", self.scheme)
         params = PositionEncoding(self.scheme, name="encoding").values()
         return attention_fn(self.scheme, params, **options)

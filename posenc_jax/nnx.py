@@ -5,11 +5,11 @@ from typing import ClassVar
 import jax
 from flax import nnx
 
-from posenc_jax.modules.attention_fn import attention_fn
+from posenc_jax.modules.attention_fn import attention_fn, check_scale
 from posenc_jax.modules.nnx_attention import Attention
 from posenc_jax.modules.nnx_encoding import FixedSettings, HeadNorm, PositionEncoding
 from posenc_jax.modules.shared import layer_spec
-from posenc_jax.schemes.scheme import Scheme
+from posenc_jax.schemes.scheme import Scheme, check_direction
 
 __all__ = ["Attention", "AttentionFn", "HeadNorm", "PositionEncoding"]
 
@@ -20,6 +20,9 @@ class AttentionFn(FixedSettings, nnx.Module):
     A decoded query's position is read from its mask, since the layer does not give it, and
     the keys of the whole cache are transformed at each step, since the layer caches them as
     projected. `Attention` avoids both.
+
+    Layers that are given one object share its parameters, such as one table of T5; for tables of
+    their own, give each a new object.
 
     >>> import posenc_jax as pe
     >>> rngs = nnx.Rngs(0)
@@ -38,6 +41,7 @@ class AttentionFn(FixedSettings, nnx.Module):
         position: Scheme | None = None,
         *,
         shared_encoding: PositionEncoding | None = None,
+        scale: float | None = None,
         rngs: nnx.Rngs | None = None,
     ):
         """Makes the scheme's parameters, unless layers share them.
@@ -45,12 +49,17 @@ class AttentionFn(FixedSettings, nnx.Module):
         Args:
           position: a scheme, unless there is a `shared_encoding`.
           shared_encoding: a scheme with parameters that layers share.
+          scale: the factor on q . k, for schemes such as T5 whose logit scale is not the layer's.
+            Default: the layer's, 1/sqrt(H).
           rngs: for the parameters of `position`, if it has any.
 
         Raises:
-          ValueError: for a scheme with parameters without `rngs`.
+          ValueError: for a scheme with parameters without `rngs`, and for one of another logit
+            scale than 1/sqrt(H) without `scale`.
         """
         scheme = layer_spec("AttentionFn", position, shared_encoding).scheme
+        check_scale("AttentionFn", scheme, scale)
+        self.scale = scale
         if shared_encoding is None:
             shapes = jax.eval_shape(scheme.init, jax.random.key(0))
             if rngs is None and jax.tree.leaves(shapes):
@@ -61,4 +70,7 @@ class AttentionFn(FixedSettings, nnx.Module):
     def __call__(self, query, key, value, **options):
         """Attends as `nnx.dot_product_attention` does, with the scheme."""
         encoding = self.encoding
+        if options.get("mask") is None and not options.get("is_causal"):
+            check_direction("AttentionFn", encoding.scheme)
+        options["scale"] = self.scale
         return attention_fn(encoding.scheme, encoding.values(), query, key, value, **options)

@@ -19,6 +19,7 @@ from support import EVERY_CASE, KINDS, build, close, make_batch, one_of_all, out
 import posenc_jax as pe
 from posenc_jax import testing
 from posenc_jax.testing.case import BATCH, LENGTH
+from posenc_jax.testing.properties import mirrored_change
 
 ONE_OF_EACH = {
     "learned", "t5", "shaw", "fox", "path", "short_conv", "rope", "xpos", "vo_rope",
@@ -136,6 +137,13 @@ def test_empty_batches_and_sequences(scheme, batch, length):
         return out.sum()
 
     assert jax.eval_shape(jax.grad(total), params) == jax.eval_shape(lambda: params)
+
+
+def test_the_traits_say_which_schemes_tell_past_from_future(case):
+    if not (EVERY_CASE or "rules" in hooks_of(case.scheme)):
+        pytest.skip("CASES=all runs it")
+    change = mirrored_change(case)
+    assert change is None or (change < 2e-5) == case.scheme.traits.mirrored
 
 
 def test_settings_are_documented_and_the_paper_is_cited(scheme):

@@ -12,7 +12,7 @@ from PIL import Image
 import posenc_jax as pe
 from experiments.commands import scheme_table
 from experiments.models.schemes import paper_link, with_sizes
-from posenc_jax.schemes.scheme import param_axes
+from posenc_jax.schemes.scheme import param_axes, scale_words
 
 ROOT = Path(__file__).resolve().parents[2]
 ALWAYS = ("reference", "dense", "xla")
@@ -65,6 +65,12 @@ def _of_scheme(cls: type[pe.Scheme]) -> list[Fact]:
         ("Learned", _learned(scheme)),
         ("Relative", relative),
     ]
+    if words := scale_words(scheme):
+        rows.append(("Logit scale", f"{words}, unless attention is given `scale`; not 1/sqrt(H)"))
+    if traits.mirrored:
+        rows.append(("Without causality", "past and future are alike"))
+    if traits.causal_only:
+        rows.append(("Without causality", f"refused by layers: {traits.causal_only}"))
     if traits.num_axes > 1:
         rows.append(("Axes of coordinates", str(traits.num_axes)))
     if traits.reads_x:

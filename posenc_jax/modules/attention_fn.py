@@ -5,11 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import coordinate_values, require
+from posenc_jax.checks import coordinate_values, finite, require
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.positions import count_up
-from posenc_jax.schemes.scheme import Params, Scheme, check_scheme
+from posenc_jax.schemes.scheme import Params, Scheme, check_scheme, scale_words
 
 
 def attention_fn(
@@ -19,6 +19,7 @@ def attention_fn(
     key: jax.Array,
     value: jax.Array,
     *,
+    scale: float | None = None,
     mask: jax.Array | None = None,
     is_causal: bool = False,
     input_positions: jax.Array | None = None,
@@ -42,6 +43,7 @@ def attention_fn(
       scheme: any scheme whose `features` does not read `x`.
       params: its parameters.
       query, key, value: [..., T, N, H], [..., S, K, H] and [..., S, K, V].
+      scale: the factor on q . k. Default: 1/sqrt(H), as Flax's layers have it.
       mask: bool, broadcast to [..., 1 or N, T, S]. Schemes with a running state (selective RoPE,
         short convolutions, Partial Key Offset) ignore it: they read a row as one sequence without
         padding.
@@ -56,7 +58,8 @@ def attention_fn(
 
     Raises:
       ValueError: for several queries and another number of keys, a decode step without a mask
-        or with `input_positions`, and schemes that act on the token embedding alone or read x.
+        or with `input_positions`, and schemes that act on the token embedding alone or read x;
+        without `scale`, for a scheme of another logit scale than 1/sqrt(H).
       NotImplementedError: for quantized products, `sow_weights=True`, and a decode step with a
         scheme that mixes tokens.
     """
@@ -71,6 +74,7 @@ def attention_fn(
         "use posenc_jax's Attention.",
     )
     check_acts_in_attention("AttentionFn", scheme)
+    check_scale("AttentionFn", scheme, scale)
     lead, (length, keys) = query.shape[:-3], (query.shape[-3], key.shape[-3])
     q, k, v = (x.reshape(-1, *x.shape[len(lead) :]) for x in (query, key, value))
     k_slots = count_up(q.shape[0], keys)
@@ -116,7 +120,7 @@ def attention_fn(
         k_positions=k_slots,
         contiguous=length == keys and input_positions is None,
         is_causal=is_causal,
-        scale=pipeline.scale(query.shape[-1]),
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
         dropout_rate=dropout_rate if drop else 0.0,
         dropout_key=dropout_rng if drop else None,
     )
@@ -126,6 +130,21 @@ def attention_fn(
     slots = slots.replace(k=pipeline.key(slots), v=pipeline.value(slots))
     out = pipeline.attend(tokens.replace(q=pipeline.query(tokens)), slots, call)
     return out.reshape(*lead, *out.shape[1:])
+
+
+def check_scale(caller: str, scheme: Scheme, scale: float | None) -> None:
+    """Raises for a scheme whose logit scale is not that of Flax's layers, unless one is given."""
+    check_scheme(caller, scheme)
+    if scale is not None:
+        finite(caller, scale=scale)
+        return
+    words = scale_words(scheme)
+    require(
+        not words,
+        f"{caller}: the logit scale of the layer is 1/sqrt(H), and that of {type(scheme).__name__} "
+        f"is {words}; give scale=head_dim**-0.5 to keep the layer's, or "
+        f"scale=scheme.logit_scale(head_dim).",
+    )
 
 
 def check_acts_in_attention(caller: str, scheme: Scheme) -> None:

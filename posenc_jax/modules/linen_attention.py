@@ -24,6 +24,7 @@ from posenc_jax.modules.linen_encoding import HeadNorm, PositionEncoding, named
 from posenc_jax.modules.shared import (
     AttentionLayer,
     CallOptions,
+    check_use,
     has_bias,
     init_of_projection,
     layer_spec,
@@ -104,6 +105,11 @@ class Attention(AttentionLayer, nn.Module):
     axis_names: AxisNames | None = None
     implementation: str | Implementation | None = None
     shared_encoding: PositionEncoding | None = None
+
+    def __post_init__(self):
+        spec = self.spec()
+        check_use(spec.scheme, spec, self.is_causal, self.head_dim)
+        super().__post_init__()
 
     def spec(self) -> LayerSpec:
         """Returns the settings that a `LayerSpec` has."""

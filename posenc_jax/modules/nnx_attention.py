@@ -26,6 +26,7 @@ from posenc_jax.modules.shared import (
     AttentionLayer,
     CallOptions,
     check_encoding,
+    check_use,
     has_bias,
     init_of_projection,
     layer_spec,
@@ -162,7 +163,8 @@ class Attention(FixedSettings, AttentionLayer, nnx.Module):
 
         Raises:
           ValueError: for sizes that do not divide, a scheme that acts on the token embedding
-            alone, and a setting that the `LayerSpec` has too.
+            alone, one for causal attention (T5 without `bidirectional`, CoPE, Inkling, PaTH,
+            StickBreaking) without `is_causal`, and a setting that the `LayerSpec` has too.
         """
         settings = dict(window=window, softcap=softcap, scale=scale, qk_norm=qk_norm, sinks=sinks)
         self.settings = layer_spec("Attention", position, shared_encoding, **settings)
@@ -209,6 +211,7 @@ class Attention(FixedSettings, AttentionLayer, nnx.Module):
         )
         scheme = self.settings.scheme
         check_acts_in_attention("Attention", scheme)
+        check_use(scheme, self.settings, is_causal, head_dim)
         kv_heads = {"num_kv_heads": self.num_kv_heads, "head_dim": head_dim}
         check_sizes("Attention", scheme, num_heads=num_heads, model_dim=model_dim, **kv_heads)
         if shared_encoding is None:
@@ -297,8 +300,8 @@ class Attention(FixedSettings, AttentionLayer, nnx.Module):
             `k_positions`, `k_coordinates` and `k_segment_ids`.
 
         Raises:
-          ValueError: for arguments that do not fit, dropout without `deterministic` or rngs, and
-            decoding without a cache.
+          ValueError: for arguments that do not fit, dropout without `deterministic` or rngs,
+            decoding without a cache, and an encoding of another logit scale than the layer's.
         """
         widths = self.model_dim, self.in_kv_features
         inputs = self.inputs(inputs_q, inputs_k, inputs_v, widths)
@@ -307,6 +310,7 @@ class Attention(FixedSettings, AttentionLayer, nnx.Module):
             check_encoding("Attention", shared_encoding)
             check_acts_in_attention("Attention", shared_encoding.scheme)
             encoding = shared_encoding
+        check_use(encoding.scheme, self.settings, self.is_causal, self.head_dim)
         stored = None
         if self.decode if decode is None else decode:
             require(cache is None, "Attention: decode=True has its own cache; give no cache=.")

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import array_of_rank, divides, require
 from posenc_jax.engine.api import AttentionCall
+from posenc_jax.engine.mask import window_sides
 from posenc_jax.engine.problem import Implementation
 from posenc_jax.functional.arguments import (
     TokenOptions,
@@ -20,10 +21,10 @@ from posenc_jax.functional.arguments import (
 )
 from posenc_jax.functional.attention import scheme_embedding, scheme_tables
 from posenc_jax.functional.new_cache import CacheOptions, new_cache
-from posenc_jax.functional.pipeline import Norm, Norms
+from posenc_jax.functional.pipeline import Norm, Norms, Pipeline
 from posenc_jax.schemes.additive.none import NoPE
 from posenc_jax.schemes.layer_spec import LayerSpec, in_chunks
-from posenc_jax.schemes.scheme import Params, Scheme, call_hint
+from posenc_jax.schemes.scheme import Params, Scheme, call_hint, check_direction
 
 
 class CallOptions(TokenOptions, total=False):
@@ -138,6 +139,27 @@ def layer_spec(caller: str, position: Any, shared_encoding: Any, **settings: Any
         f"{shared!r}.",
     )
     return position
+
+
+def check_use(scheme: Scheme, spec: LayerSpec, is_causal: bool, head_dim: int) -> None:
+    """Raises `ValueError` for a scheme that does not suit the settings of a layer.
+
+    Args:
+      scheme: the scheme of the layer, or one that was assigned or given in its place.
+      spec: the settings of the layer.
+      is_causal: whether the layer is causal; a scheme for causal attention needs it.
+      head_dim: the head dim; another scheme must not change the logit scale.
+    """
+    sides = window_sides(spec.window)
+    if not is_causal and (sides is None or sides[1] != 0):
+        check_direction("Attention", scheme)
+    if spec.scale is None and scheme != spec.scheme:
+        before, after = (Pipeline(s, None).scale(head_dim) for s in (spec.scheme, scheme))
+        require(
+            before == after,
+            f"Attention: the logit scale of the layer is {before:.6g}, and that of {scheme!r}, in "
+            f"place of {spec.scheme!r}, is {after:.6g}; give the layer one of them as scale.",
+        )
 
 
 def check_encoding(caller: str, shared_encoding: Any) -> None:

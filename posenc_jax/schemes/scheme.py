@@ -68,6 +68,9 @@ class Traits:
         depends on the call, which cancels in q . k and not in norms.
       num_sink_tokens: number of initial tokens of a sequence that stay visible outside the
         window; a ring cache keeps them.
+      mirrored: without causality, outputs are the same for the reversed sequence: nothing tells
+        past from future.
+      causal_only: why the scheme is for causal attention alone; empty for the others.
     """
 
     relative: bool = False
@@ -80,6 +83,8 @@ class Traits:
     cache_transformed_keys: bool = True
     norm_after: bool = True
     num_sink_tokens: int = 0
+    mirrored: bool = False
+    causal_only: str = ""
 
     @classmethod
     def join(cls, *traits: "Traits") -> "Traits":
@@ -95,6 +100,8 @@ class Traits:
             cache_transformed_keys=all(t.cache_transformed_keys for t in traits),
             norm_after=all(t.norm_after for t in traits),
             num_sink_tokens=max(t.num_sink_tokens for t in traits),
+            mirrored=all(t.mirrored for t in traits),
+            causal_only="; ".join(t.causal_only for t in traits if t.causal_only),
         )
 
 
@@ -365,6 +372,38 @@ def call_hint(thing: Any) -> str:
         return ""
     sizes = [f.name for f in dataclasses.fields(thing) if f.default is dataclasses.MISSING]
     return f"; call it: {thing.__name__}({', '.join(f'{name}=...' for name in sizes)})"
+
+
+def check_direction(caller: str, scheme: Scheme) -> None:
+    """Raises `ValueError` for a scheme that is for causal attention alone."""
+    reason = scheme.traits.causal_only
+    require(
+        not reason,
+        f"{caller}: {type(scheme).__name__} needs is_causal=True: {reason}.",
+    )
+
+
+def scale_words(scheme: Scheme) -> str:
+    """Returns the logit scale of a scheme as a formula of H; empty for 1/sqrt(H) and for None.
+
+    >>> import posenc_jax as pe
+    >>> scale_words(pe.TUPE(num_heads=2, head_dim=4, model_dim=8, max_length=9))
+    '1/sqrt(2H)'
+    """
+    one, four = scheme.logit_scale(1), scheme.logit_scale(4)
+    if one is None or four is None or (one, four) == (1.0, 0.5):
+        return ""
+    if one == four:
+        return f"{one:g}"
+    number = "" if one == 1.0 else f"{one**-2:.3g}"
+    return f"1/sqrt({number}H)" if round(one / four) == 2 else "1/H"
+
+
+def repr_with_scale(scheme: Scheme) -> str:
+    """Returns the settings of a scheme and its logit scale, where that is not 1/sqrt(H)."""
+    fields = (f"{f.name}={getattr(scheme, f.name)!r}" for f in dataclasses.fields(scheme))
+    words = scale_words(scheme)
+    return f"{type(scheme).__name__}({', '.join(fields)}{words and f'; logit scale {words}'})"
 
 
 def check_sizes(caller: str, scheme: Scheme, **sizes: int | None) -> None:

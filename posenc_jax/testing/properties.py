@@ -142,6 +142,7 @@ class Report:
 
     scheme: Scheme
     rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         wide = max(len(row.name) for row in self.rows)
@@ -151,7 +152,7 @@ class Report:
             lines.append(
                 f"{row.name:<{wide}}  {error:>7}  {row.tolerance:.1e}  {row.seconds:>7.1f}"
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 def check(scheme: Scheme, **sizes: int) -> Report:
@@ -164,7 +165,8 @@ def check(scheme: Scheme, **sizes: int) -> Report:
       **sizes: sizes of the model that are no fields of the scheme; see `Case`.
 
     Returns:
-      A report with the measured error of each property.
+      A report with the measured error of each property, and notes on attention without
+      causality: whether past and future are alike, or why the scheme is for causal attention.
 
     Raises:
       AssertionError: names each property that fails, with the measured error and the usual
@@ -191,7 +193,12 @@ def check(scheme: Scheme, **sizes: int) -> Report:
             _first_calls(case)
     if violations:
         raise AssertionError(_summary(case, violations))
-    return Report(scheme, tuple(rows))
+    notes, change = [], mirrored_change(case)
+    if change is not None and change < 2e-5:
+        notes = ["Without causality, past and future are alike (traits.mirrored)."]
+    if reason := scheme.traits.causal_only:
+        notes = [f"For causal attention alone: {reason}."]
+    return Report(scheme, tuple(rows), tuple(notes))
 
 
 def _first_calls(case: Case) -> None:
@@ -584,6 +591,24 @@ def adding_a_constant_changes_nothing(case: Case) -> list[float] | None:
         return None
     positions, out = count_up(BATCH, LENGTH), case.placed(case.x)
     return [_difference(case.placed(case.x, positions + n), out) for n in (1, 257, 1_000_000)]
+
+
+def mirrored_change(case: Case) -> float | None:
+    """Returns how outputs without causality change if the sequence is reversed, and they too.
+
+    None for schemes that act on the embedding alone, of several axes, or for causal attention.
+    """
+    traits = case.scheme.traits
+    if not case.scheme.acts_in_attention or traits.causal_only or traits.num_axes > 1:
+        return None
+    out, back = (case.placed(x, is_causal=False) for x in (case.x, case.x[:, ::-1]))
+    return _difference(back[:, ::-1], out)
+
+
+@_holds("a scheme that tells past from future; set mirrored=False.")
+def reversed_sequences_have_reversed_outputs(case: Case) -> float | None:
+    """Without causality, the reversed sequence has reversed outputs (traits.mirrored)."""
+    return mirrored_change(case) if case.scheme.traits.mirrored else None
 
 
 @_holds("""a hook that makes positions itself instead of reading `coordinates`; or a scheme that

@@ -171,8 +171,47 @@ def test_unknown_positions_are_refused():
 
 def test_parameters_need_rngs():
     with pytest.raises(ValueError, match=r"AttentionFn: T5\(.* has parameters, so it needs rngs"):
-        pn.AttentionFn(pe.T5(num_heads=6))
+        pn.AttentionFn(pe.T5(num_heads=6), scale=1.0)
     rngs = nnx.Rngs(0)
-    first, second = (pn.AttentionFn(pe.T5(num_heads=6), rngs=rngs) for _ in range(2))
+    first, second = (pn.AttentionFn(pe.T5(num_heads=6), scale=1.0, rngs=rngs) for _ in range(2))
     tables = [f.encoding.values()["table"] for f in (first, second)]
     assert np.abs(tables[0] - tables[1]).max() > 1e-3
+
+
+SCALED = {
+    "t5": (pe.T5(6, stddev=0.0, bidirectional=True), "is 1;"),
+    "tupe": (pe.TUPE(6, 4, 24, max_length=9), r"is 1/sqrt\(2H\);"),
+    "chain": (pe.chain(pe.RoPE(4), pe.T5(6)), "of _Chain is 1;"),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_the_scale_of_a_layer_is_kept_unless_it_is_given(name):
+    """A bias of zeros changes nothing; another scale is named, in NNX and in Linen."""
+    scheme, message = SCALED[name]
+    for make in (functools.partial(pn.AttentionFn, rngs=nnx.Rngs(0)), pl.AttentionFn):
+        with pytest.raises(ValueError, match=rf"AttentionFn: .* layer is 1/sqrt\(H\).* {message}"):
+            make(scheme)
+    if name != "t5":
+        return
+    x, rngs = np.random.default_rng(0).normal(size=(2, 7, 24)).astype(np.float32), nnx.Rngs(1)
+    plain = nnx.MultiHeadAttention(6, 24, decode=False, rngs=rngs)
+    for factor in (1.0, 4.0):
+        fn = pn.AttentionFn(scheme, scale=factor * 4**-0.5, rngs=rngs)
+        layer = nnx.MultiHeadAttention(6, 24, decode=False, attention_fn=fn, rngs=rngs)
+        for part in ("query", "key", "value", "out"):
+            nnx.update(getattr(layer, part), nnx.state(getattr(plain, part)))
+        layer.query.kernel[...] /= factor
+        np.testing.assert_allclose(layer(x), plain(x), atol=1e-5)
+    module = nn.MultiHeadDotProductAttention(6, attention_fn=pl.AttentionFn(scheme, scale=0.5))
+    got, variables = module.init_with_output(jax.random.key(0), x)
+    projections = {n: variables["params"][n] for n in ("query", "key", "value", "out")}
+    expected = nn.MultiHeadDotProductAttention(6).apply({"params": projections}, x)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_a_scheme_for_causal_attention_is_refused_without_causality_or_mask():
+    fn = pn.AttentionFn(pe.StickBreaking())
+    with pytest.raises(ValueError, match="AttentionFn: StickBreaking needs is_causal=True: keys"):
+        fn(Q, K, V)
+    assert fn(Q, K, V, is_causal=True).shape == Q.shape

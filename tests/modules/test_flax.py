@@ -442,11 +442,17 @@ def test_layers_under_linen_scan_with_remat(name, x):
     np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
+def stock(cls, scheme, **options):
+    """An `AttentionFn`, with the scale of the scheme where it is not that of Flax's layers."""
+    own = scheme.logit_scale(H)
+    return cls(scheme, scale=None if own in (None, H**-0.5) else own, **options)
+
+
 @kinds(IN_STOCK, "t5 vo_rope")
 def test_inside_stock_nnx_attention(name, x):
     scheme, rngs = build(pe.SCHEMES[name]), nnx.Rngs(0)
     layer = nnx.MultiHeadAttention(
-        N, D, N * H, decode=False, attention_fn=pn.AttentionFn(scheme, rngs=rngs), rngs=rngs
+        N, D, N * H, decode=False, attention_fn=stock(pn.AttentionFn, scheme, rngs=rngs), rngs=rngs
     )
     whole = jax.jit(lambda x: layer(x, is_causal=True))(x)
     if name == "none":
@@ -467,7 +473,7 @@ def test_inside_stock_nnx_attention(name, x):
 def test_inside_stock_linen_attention(name, x):
     scheme = build(pe.SCHEMES[name])
     layer = nn.MultiHeadDotProductAttention(
-        num_heads=N, qkv_features=N * H, attention_fn=pl.AttentionFn(scheme)
+        num_heads=N, qkv_features=N * H, attention_fn=stock(pl.AttentionFn, scheme)
     )
     mask = jnp.tril(jnp.ones((1, 1, T, T), bool))
     whole, variables = jax.jit(layer.init_with_output)(jax.random.key(0), x, mask=mask)
@@ -628,3 +634,47 @@ def test_precision_and_promotion_are_those_of_the_projections(x):
         assert {p for params in settings for p in params["precision"]} == {
             jax.lax.Precision.HIGHEST
         }
+
+
+@pytest.mark.parametrize(
+    "scheme, reason",
+    [
+        (pe.T5(N), "T5 needs is_causal=True: .* bidirectional=True"),
+        (pe.CoPE(H, num_positions=4), "CoPE needs is_causal=True: .* all alike"),
+        (pe.StickBreaking(), "StickBreaking needs is_causal=True: .* no weight"),
+        (pe.chain(pe.RoPE(H), pe.T5(N)), "needs is_causal=True"),
+        (pe.streaming(pe.T5(N), 2), "needs is_causal=True"),
+    ],
+    ids=str,
+)
+def test_schemes_for_causal_attention_are_refused_at_construction(scheme, reason):
+    sizes = {"head_dim": H, "position": scheme}
+    for make in (
+        lambda **more: pn.Attention(D, N, rngs=nnx.Rngs(0), **sizes, **more),
+        lambda **more: pl.Attention(N, **sizes, **more),
+    ):
+        with pytest.raises(ValueError, match=f"Attention: .*{reason}"):
+            make()
+        with pytest.raises(ValueError, match=f"Attention: .*{reason}"):
+            make(window=(4, 1))
+        make(is_causal=True)
+        make(window=(4, 0))
+
+
+def test_another_encoding_does_not_change_the_scale_of_a_layer(x):
+    layer = nnx_layer(pe.RoPE(H))
+    rope, t5 = (pn.PositionEncoding(s, rngs=nnx.Rngs(0)) for s in (pe.RoPE(H), pe.T5(N)))
+    message = (
+        r"Attention: the logit scale of the layer is 0.35.*T5.* in place of RoPE.*, is 1; give"
+    )
+    with pytest.raises(ValueError, match=message):
+        layer(x, shared_encoding=t5)
+    layer.encoding = t5
+    with pytest.raises(ValueError, match=message):
+        layer(x)
+    layer.scale = 1.0
+    expected = nnx_layer(pe.T5(N), shared_encoding=t5)
+    nnx.update(expected, nnx.state(layer))
+    np.testing.assert_array_equal(layer(x), expected(x))
+    with pytest.raises(ValueError, match=r"layer is 1, and that of RoPE.* is 0.35"):
+        expected(x, shared_encoding=rope)

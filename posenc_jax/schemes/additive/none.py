@@ -26,5 +26,5 @@ class NoPE(Scheme):
     """
 
     name: ClassVar[str] = "none"
-    traits: ClassVar = Traits(relative=True)
+    traits: ClassVar = Traits(relative=True, mirrored=True)
     acts: ClassVar = Acts(0)

@@ -11,7 +11,8 @@ every N, which is a different model.
 The paper is causal, where |i - j| = i - j. For bidirectional attention the authors describe
 three forms (`symmetry`):
 
-    "symmetric"  past and future keys have the same slope
+    "symmetric"  past and future keys have the same slope: nothing tells past from future, and
+                 outputs for the reversed sequence are the same, reversed
     "split"      half of the heads attend to the past only and half to the future only, each half
                  with the slopes of N / 2 heads; all heads attend to the query's own token. The
                  other side is hidden by a large penalty, which a softcap would bound
@@ -107,7 +108,11 @@ class ALiBi(Scheme):
     scaled: bool = False
     name: ClassVar[str] = "alibi"
     param_axes: ClassVar = {"past": "num_heads", "future": "num_heads"}
-    traits: ClassVar = Traits(relative=True)
+
+    @property
+    def traits(self):
+        mirrored = self.symmetry == "symmetric" and self.past_offset == 0
+        return Traits(relative=True, mirrored=mirrored)
 
     def __post_init__(self):
         positive_fields(self, "num_heads")

@@ -12,6 +12,9 @@ The authors' models share one prior between all layers, and pair it with scalabl
 `chain(BAM(...), SSMax(...))`. The location is 0 and not learned by default in their classes, and
 learned by their script; here it is learned with `learn_location`.
 
+Without causality nothing tells past from future unless locations are learned: outputs for the
+reversed sequence are the same, reversed.
+
 Paper: Bianchessi et al. Bayesian Attention Mechanism: A Probabilistic Framework for Positional
 Encoding and Context Length Extrapolation. 2025. https://arxiv.org/abs/2505.22842
 Reference code: ArthurSBianchessi/BAM, models/bam.py and inference_models/bam.py, AttentionPrior.
@@ -68,7 +71,11 @@ class BAM(Scheme):
     initial_shape: float = 1.0
     name: ClassVar[str] = "bam"
     param_axes: ClassVar = {"scale": "num_heads", "shape": "num_heads", "loc": "num_heads"}
-    traits: ClassVar = Traits(relative=True, shared_over_layers=True)
+
+    @property
+    def traits(self):
+        mirrored = not self.learn_location
+        return Traits(relative=True, shared_over_layers=True, mirrored=mirrored)
 
     def __post_init__(self):
         positive_fields(self, "num_heads")

@@ -70,7 +70,7 @@ class DAPE(Scheme):
     base: str = "kerple"
     width: int = 32
     name: ClassVar[str] = "dape"
-    traits: ClassVar = Traits(relative=True, transforms_rows=True)
+    traits: ClassVar = Traits(relative=True, transforms_rows=True, mirrored=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "width")

@@ -17,6 +17,9 @@ eps outside of the logarithm. Their last layer adds a constant per head, which c
 softmax and has no gradient; it is omitted. Keys after the query are at distance |i - j|; one
 implementation uses distance 0.
 
+Without causality, and up to L tokens, nothing tells past from future: outputs for the reversed
+sequence are the same, reversed.
+
 Paper: Li et al. Functional Interpolation for Relative Positions Improves Long Context
 Transformers. 2023. https://arxiv.org/abs/2310.04418
 Reference code: chuanyang-Zheng/DAPE, DAPE.py, class FIRE; mcleish7/arithmetic,
@@ -33,7 +36,7 @@ from posenc_jax.checks import positive, positive_fields
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.engine.terms import in_reach
 from posenc_jax.ops.init import torch_uniforms
-from posenc_jax.schemes.scheme import Scheme
+from posenc_jax.schemes.scheme import Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +80,7 @@ class FIRE(Scheme):
     init_length: float = 512.0
     eps: float = 1e-6
     name: ClassVar[str] = "fire"
+    traits: ClassVar = Traits(mirrored=True)
     param_axes: ClassVar = {"outer": "num_heads width"}
 
     def __post_init__(self):

@@ -16,6 +16,9 @@ multiplies logits by exp(-r3 |i - j|^r4) and has no released results, is omitted
 scheme of this name is -b ln(1 + a |i - j|^p), all three learned, initialised with ALiBi's slopes,
 1 and 1, and not projected; it contains the log form.
 
+Without causality nothing tells past from future: outputs for the reversed sequence are the same,
+reversed. In encoders use ALiBi's `symmetry="split"`, T5 with `bidirectional=True` or RoPE.
+
 Paper: Chi et al. KERPLE: Kernelized Relative Positional Embedding for Length
 Extrapolation. 2022. https://arxiv.org/abs/2205.09921
 Reference code: chijames/KERPLE, megatron/mpu/layers.py, ParallelKerpleLog and
@@ -58,7 +61,7 @@ class _KERPLE(Scheme):
     num_heads: int
     initial: ClassVar[dict[str, float]] = {}
     param_axes: ClassVar = {"r1": "num_heads", "r2": "num_heads"}
-    traits: ClassVar = Traits(relative=True, shared_over_layers=True)
+    traits: ClassVar = Traits(relative=True, shared_over_layers=True, mirrored=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads")

@@ -14,6 +14,9 @@ do depend on it; `centred=False` is the paper's equation and the reference code.
 p from 1 to D'/2 and takes D' from the head dim, which gives a different curve. Cosines are exact
 at any int32 distance (see `posenc_jax.angles`).
 
+Without causality nothing tells past from future: outputs for the reversed sequence are the same,
+reversed.
+
 Paper: Chi et al. Dissecting Transformer Length Extrapolation via the Lens of Receptive Field
 Analysis. 2022. https://arxiv.org/abs/2212.10356
 Reference code: meta-pytorch/attention-gym, attn_gym/mods/sandwich.py.
@@ -65,7 +68,7 @@ class Sandwich(Scheme):
     dim: int = 128
     centred: bool = True
     name: ClassVar[str] = "sandwich"
-    traits: ClassVar = Traits(relative=True)
+    traits: ClassVar = Traits(relative=True, mirrored=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads")

@@ -29,7 +29,7 @@ from posenc_jax.checks import positive_fields, require
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.ops.init import torch_uniforms
 from posenc_jax.schemes.bias.swin import WindowEntry, check_window
-from posenc_jax.schemes.scheme import Scheme, Traits
+from posenc_jax.schemes.scheme import Scheme, Traits, repr_with_scale
 
 
 def log_offsets(window: tuple[int, int], pretrained: tuple[int, int]) -> np.ndarray:
@@ -76,6 +76,7 @@ class SwinV2(Scheme):
     pretrained_window: tuple[int, int] | None = None
     width: int = 512
     name: ClassVar[str] = "swin_v2"
+    __repr__ = repr_with_scale
     param_axes: ClassVar = {"out": "num_heads width", "tau": "num_heads"}
     traits: ClassVar = Traits(num_axes=2)
 

@@ -38,7 +38,7 @@ from posenc_jax.checks import (
     require,
 )
 from posenc_jax.engine.rules import LogitBias
-from posenc_jax.schemes.scheme import Scheme, Traits
+from posenc_jax.schemes.scheme import Scheme, Traits, repr_with_scale
 
 
 @functools.cache
@@ -138,6 +138,8 @@ class _Rule:
 class T5(Scheme):
     """T5's bucketed relative bias (Raffel et al. 2019).
 
+    Attention multiplies q . k by 1, and not by 1/sqrt(H), unless it is given `scale`.
+
     Attributes:
       num_heads: the number of query heads, N.
       num_buckets: number of buckets, of both directions together.
@@ -161,7 +163,13 @@ class T5(Scheme):
     stddev: float = 0.02
     name: ClassVar[str] = "t5"
     param_axes: ClassVar = {"table": "num_heads num_buckets"}
-    traits: ClassVar = Traits(relative=True, shared_over_layers=True)
+    __repr__ = repr_with_scale
+
+    @property
+    def traits(self):
+        reason = "keys after the query have the bucket of distance 0; bidirectional=True has others"
+        reason = "" if self.bidirectional else reason
+        return Traits(relative=True, shared_over_layers=True, causal_only=reason)
 
     def __post_init__(self):
         positive_fields(self, "num_heads")

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from posenc_jax.checks import in_table, integer_positions, positive, positive_fields
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.schemes.bias.t5 import T5, Bucket, check_buckets
-from posenc_jax.schemes.scheme import Scheme, Traits
+from posenc_jax.schemes.scheme import Scheme, Traits, repr_with_scale
 
 
 def _lookup(table, position):
@@ -64,6 +64,8 @@ class _Buckets:
 class TUPE(Scheme):
     """Untied positional encoding (Ke et al. 2020).
 
+    Attention multiplies q . k by 1/sqrt(2H), and not by 1/sqrt(H), unless it is given `scale`.
+
     Attributes:
       num_heads: the number of query heads, N.
       head_dim: the head dim, H.
@@ -91,6 +93,7 @@ class TUPE(Scheme):
     max_distance: int = 128
     stddev: float = 0.02
     name: ClassVar[str] = "tupe"
+    __repr__ = repr_with_scale
     traits: ClassVar = Traits(shared_over_layers=True)
     param_axes: ClassVar = {
         "norm": {"scale": "model_dim", "bias": "model_dim"},

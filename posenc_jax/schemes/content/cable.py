@@ -19,12 +19,14 @@ import jax
 
 from posenc_jax.checks import positive_fields
 from posenc_jax.schemes.content.fox import FoX
-from posenc_jax.schemes.scheme import Scheme, Traits
+from posenc_jax.schemes.scheme import Scheme, Traits, repr_with_scale
 
 
 @dataclasses.dataclass(frozen=True)
 class CABLE(Scheme):
     """Context-aware biases (Veisi et al. 2025).
+
+    Attention multiplies q . k by 1, and not by 1/sqrt(H), unless it is given `scale`.
 
     Attributes:
       num_heads: the number of query heads, N.
@@ -40,6 +42,7 @@ class CABLE(Scheme):
     num_heads: int
     model_dim: int
     name: ClassVar[str] = "cable"
+    __repr__ = repr_with_scale
     param_axes: ClassVar = FoX.param_axes
     traits: ClassVar = Traits(relative=True, order_only=True, reads_x=True)
 

@@ -72,7 +72,12 @@ class CoPE(Scheme):
     scaled: bool = True
     name: ClassVar[str] = "cope"
     param_axes: ClassVar = {"table": "num_positions head_dim"}
-    traits: ClassVar = Traits(relative=True, order_only=True, transforms_rows=True)
+    traits: ClassVar = Traits(
+        relative=True,
+        order_only=True,
+        transforms_rows=True,
+        causal_only="keys after the query have position 0, all alike",
+    )
 
     def __post_init__(self):
         positive_fields(self, "head_dim", "num_positions")

@@ -31,7 +31,7 @@ from posenc_jax.checks import not_negative, positive_fields, query_heads, requir
 from posenc_jax.engine.rules import DotBias
 from posenc_jax.ops.init import normals
 from posenc_jax.ops.take import take_row
-from posenc_jax.schemes.scheme import Scheme, Traits
+from posenc_jax.schemes.scheme import Scheme, Traits, repr_with_scale
 
 
 @functools.cache
@@ -78,6 +78,9 @@ class _TableRow:
 class DeBERTa(Scheme):
     """Disentangled attention (He et al. 2020).
 
+    Attention multiplies q . k by 1/sqrt(3H), and not by 1/sqrt(H), unless it is given `scale`; with
+    one of the two terms by 1/sqrt(2H).
+
     Attributes:
       num_heads: the number of query heads, N.
       head_dim: the head dim, H.
@@ -109,6 +112,7 @@ class DeBERTa(Scheme):
     projected: bool = False
     stddev: float = 0.02
     name: ClassVar[str] = "deberta"
+    __repr__ = repr_with_scale
     traits: ClassVar = Traits(relative=True)
 
     def __post_init__(self):

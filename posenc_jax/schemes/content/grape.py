@@ -67,7 +67,7 @@ class GRAPEA(Scheme):
         "u": "num_heads head_dim",
         "v": "num_heads head_dim",
     }
-    traits: ClassVar = Traits(relative=True)
+    traits: ClassVar = Traits(relative=True, mirrored=True)
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim")

@@ -35,7 +35,7 @@ from posenc_jax.engine.rules import DotBias
 from posenc_jax.ops.init import normals
 from posenc_jax.ops.take import take_row
 from posenc_jax.qk_norm import QKNorm
-from posenc_jax.schemes.scheme import Acts, Scheme, Traits
+from posenc_jax.schemes.scheme import Acts, Scheme, Traits, repr_with_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +53,9 @@ class _BankColumn:
 @dataclasses.dataclass(frozen=True)
 class Inkling(Scheme):
     """Relative logits from a bank of learned functions of the distance (Inkling, 2026).
+
+    Attention multiplies q . k by 1/H, and not by 1/sqrt(H), unless it is given `scale`, or `clip` is
+    set.
 
     Attributes:
       num_heads: the number of query heads, N.
@@ -83,6 +86,7 @@ class Inkling(Scheme):
     stddev: float = 0.02
     clip: float | None = None
     name: ClassVar[str] = "inkling"
+    __repr__ = repr_with_scale
     param_axes: ClassVar = {"project": "model_dim num_heads rank", "scale": "num_heads rank"}
 
     def __post_init__(self):
@@ -98,7 +102,11 @@ class Inkling(Scheme):
 
     @property
     def traits(self):
-        return Traits(relative=self.log_scaling_start is None, reads_x=True)
+        return Traits(
+            relative=self.log_scaling_start is None,
+            reads_x=True,
+            causal_only="keys after the query have a bias of 0, all alike",
+        )
 
     @property
     def acts(self):

@@ -179,7 +179,12 @@ class PaTH(Scheme):
     short_conv: bool = True
     forget_gate: bool = False
     name: ClassVar[str] = "path"
-    traits: ClassVar = Traits(relative=True, order_only=True, reads_x=True)
+    traits: ClassVar = Traits(
+        relative=True,
+        order_only=True,
+        reads_x=True,
+        causal_only="keys after the query have no weight",
+    )
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim", "model_dim")

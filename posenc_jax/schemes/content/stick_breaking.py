@@ -70,7 +70,12 @@ class StickBreaking(Scheme):
     remainder: bool = True
     attend_current: bool = False
     name: ClassVar[str] = "stick_breaking"
-    traits: ClassVar = Traits(relative=True, order_only=True, transforms_rows=True)
+    traits: ClassVar = Traits(
+        relative=True,
+        order_only=True,
+        transforms_rows=True,
+        causal_only="keys after the query have no weight",
+    )
 
     def rules(self, params, q_features=None, k_features=None):
         return LogitsTransform(
