@@ -368,7 +368,10 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
     tokens = _tokens(batch, length, keys, bool(rules), call)
     same_sinks = False
     if sinks is not None:
-        sinks = jnp.asarray(sinks, jnp.float32)
+        try:
+            sinks = jnp.asarray(sinks, jnp.float32)
+        except (TypeError, ValueError):
+            raise TypeError(f"attention: sinks must be an array, got {sinks!r:.60}.") from None
         same_sinks = sinks.ndim == 1
         sinks = _sinks(sinks, (batch, length, num_heads), tokens["q_segment_ids"])
     return Problem(
@@ -420,6 +423,7 @@ def _check_arrays(q, k, v) -> None:
     require(k.shape[:3] == v.shape[:3], f"attention: k and v differ in B, S or K: {shapes}.")
     require(k.shape[0] == q.shape[0], f"attention: q and k differ in batch size: {shapes}.")
     require(k.shape[3] == q.shape[3], f"attention: q and k differ in head dim: {shapes}.")
+    require(q.shape[3] > 0, f"attention: the head dim of q and k must be at least 1: {shapes}.")
     require(
         kv_heads > 0 and num_heads % kv_heads == 0,
         f"attention: {num_heads} query heads are no multiple of {kv_heads} key heads.",

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from posenc_jax.checks import positive_integers
 from posenc_jax.engine.blocks import join_blocks, pad_axis
 from posenc_jax.engine.dropout import keep_mask
 from posenc_jax.engine.functions import Traced, trace_once
@@ -41,6 +42,9 @@ class Dense(Implementation):
 
     block: int = 2**20
     name = "dense"
+
+    def __post_init__(self):
+        positive_integers("Dense", block=self.block)
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, LogSumExp]:
         if problem.length == 1 and not problem.whole_rows:

@@ -23,6 +23,7 @@ Paper: Dong et al. Flex Attention: A Programming Model for Generating Optimized 
 
 import dataclasses
 import enum
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,7 @@ def score_mod(
       default to positions, and these to slots.
 
     Raises:
+      TypeError: for a function that does not take these arguments, and arrays that are none.
       ValueError: for queries of another rank, a result that is not a number, and a function that
         closes over arrays that are traced.
 
@@ -94,13 +96,27 @@ def score_mod(
     >>> type(rule).__name__, rule.relative
     ('LogitBias', True)
     """
+    if not callable(function):
+        raise TypeError(f"score_mod: function must be callable, got {function!r:.60}.")
     array_of_rank("score_mod", "q", q, 4, "[B, T, N, H]")
     batch, length, num_heads, _ = q.shape
     index = jax.ShapeDtypeStruct((), jnp.int32)
     score = jax.ShapeDtypeStruct((), jnp.float32)
+    for leaf in jax.tree.leaves(arrays):
+        if not hasattr(leaf, "dtype"):
+            raise TypeError(f"score_mod: arrays must be arrays, got {leaf!r:.60}.")
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), arrays)
-    closed = jax.make_jaxpr(function)(score, *(index,) * 4, *shapes)
-    name = getattr(function, "__name__", repr(function))
+    name, arguments = getattr(function, "__name__", repr(function)), (score, *(index,) * 4, *shapes)
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise TypeError(
+            f"score_mod: {name} must take (score, b, h, q_idx, kv_idx) and {len(arrays)} arrays: "
+            f"{error}."
+        ) from None
+    except ValueError:  # It has no signature.
+        pass
+    closed = jax.make_jaxpr(function)(*arguments)
     require(
         [x.shape for x in closed.out_avals] == [()],
         f"score_mod: {name} must return one number, got {[str(x) for x in closed.out_avals]}.",

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from posenc_jax.checks import positive_integers
 from posenc_jax.engine.blocks import (
     Blocks,
     Plan,
@@ -88,6 +89,14 @@ class XLA(Implementation):
     pairs_at_once: int = 2**15
     row_block: int = 2**20
     name = "xla"
+
+    def __post_init__(self):
+        for name in ("forward", "backward"):
+            blocks = getattr(self, name)
+            if not isinstance(blocks, Blocks | None):
+                raise TypeError(f"XLA: {name} must be Blocks(q, k) or None, got {blocks!r}.")
+        sizes = {"pairs_at_once": self.pairs_at_once, "row_block": self.row_block}
+        positive_integers("XLA", **sizes)
 
     def supports(self, problem: Problem) -> str | None:
         return without_tiles(problem)

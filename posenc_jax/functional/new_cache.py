@@ -81,6 +81,17 @@ def new_cache(
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int | np.integer):
             raise TypeError(f"new_cache: {name} must be an integer, got {count!r}.")
+        require(count >= 0, f"new_cache: {name} must not be negative, got {count}.")
+    shape = getattr(coordinates, "shape", (0,) if coordinates is None else None)
+    if shape is None:
+        raise TypeError(
+            "new_cache: coordinates must be an array or a jax.ShapeDtypeStruct, got "
+            f"{coordinates!r:.60}."
+        )
+    require(
+        1 <= len(shape) <= 3,
+        f"new_cache: coordinates must be [T], [B, T] or [A, B, T], got shape {shape}.",
+    )
     heads_of = {"num_heads": num_heads, "num_kv_heads": num_kv_heads or num_heads}
     check_sizes("new_cache", scheme, head_dim=head_dim, model_dim=model_dim, **heads_of)
     require(

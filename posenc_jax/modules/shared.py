@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from posenc_jax.cache.kv_cache import KVCache
-from posenc_jax.checks import array_of_rank, divides, require
+from posenc_jax.checks import array_of_rank, divides, positive_integers, require
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.mask import window_sides
 from posenc_jax.engine.problem import Implementation
@@ -258,6 +258,7 @@ class AttentionLayer:
 
     def heads(self) -> dict[str, int]:
         """Returns the number of heads of each projection."""
+        positive_integers("Attention", num_heads=self.num_heads, head_dim=self.head_dim)
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         divides("Attention", num_heads=self.num_heads, num_kv_heads=kv_heads)
         return {"query": self.num_heads, "key": kv_heads, "value": kv_heads}

@@ -180,7 +180,9 @@ class Misdeclared(pe.T5):
 def test_a_scheme_without_a_declaration_is_replicated():
     assert param_axes(Undeclared(N)) == [["-", "-"]]
     with eager(False):
-        layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **LAYER | {"position": Undeclared(N, bidirectional=True)})
+        layer = pn.Attention(
+            D, N, rngs=nnx.Rngs(0), **LAYER | {"position": Undeclared(N, bidirectional=True)}
+        )
     assert layer.encoding.parameters["table"].get_metadata("out_sharding") == (None, None)
     message = r"Misdeclared.param_axes: \['table'\] has shape \(6, 32\), got 'num_heads'"
     with pytest.raises(ValueError, match=message):

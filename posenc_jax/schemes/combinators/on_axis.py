@@ -65,8 +65,9 @@ def on_axis(scheme: Scheme, axis: int, num_axes: int = 2) -> Scheme:
         scheme.traits.num_axes == 1,
         f"on_axis: scheme must read one axis, got {scheme!r} of {scheme.traits.num_axes}.",
     )
+    integers = all(isinstance(n, int) and not isinstance(n, bool) for n in (axis, num_axes))
     require(
-        0 <= axis < num_axes and num_axes >= 2,
-        f"on_axis: axis must be one of at least 2 axes, got axis {axis} of {num_axes}.",
+        integers and 0 <= axis < num_axes and num_axes >= 2,
+        f"on_axis: axis must be one of at least 2 axes, got axis {axis!r} of {num_axes!r}.",
     )
     return _OnAxis(scheme, axis, num_axes)

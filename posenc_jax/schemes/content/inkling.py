@@ -54,8 +54,8 @@ class _BankColumn:
 class Inkling(Scheme):
     """Relative logits from a bank of learned functions of the distance (Inkling, 2026).
 
-    Attention multiplies q . k by 1/H, and not by 1/sqrt(H), unless it is given `scale`, or `clip` is
-    set.
+    Attention multiplies q . k by 1/H, and not by 1/sqrt(H), unless it is given `scale`, or the
+    scheme has `clip`.
 
     Attributes:
       num_heads: the number of query heads, N.
