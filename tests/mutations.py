@@ -98,6 +98,13 @@ MUTATIONS = [
     Mutation("a chip gets a row without all families of steps", "prove/__main__.py",
              "if wrong or {x", "if wrong and {x",
              "tests/engine/test_chips.py"),
+    # Rings.
+    Mutation("a ring forgets that tokens share a position", "cache/storage.py",
+             "jnp.where(tied, reached, overwritten)", "overwritten",
+             "tests/cache/test_kv_cache.py"),
+    Mutation("a ring looks at the last slot that was overwritten", "cache/storage.py",
+             "jnp.maximum(first, 0)", "jnp.maximum(first + 1, 0)",
+             "tests/cache/test_kv_cache.py"),
     # Masks and problems.
     Mutation("causal hides the query's own token", "engine/mask.py",
              "seen &= j <= i", "seen &= j < i",

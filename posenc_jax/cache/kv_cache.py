@@ -52,6 +52,7 @@ class KVCache:
       written: int32 [B], the greatest length since `reset`; `rewind` does not lower it.
       rewindable: int32 [B], the number of tokens that `past_states` can take back.
       next_positions: int32 [B], the default position of the next token.
+      tied: bool [B], rows of a ring where tokens of a sequence have equal positions.
       lost: bool [B], rows that recover in `reset` only; see `overflowed`.
       scheme: the scheme whose arrays the cache holds, or None.
       storage: `Slots`, or a `Ring` that overwrites the oldest tokens of a full row.
@@ -69,6 +70,7 @@ class KVCache:
     written: jax.Array
     rewindable: jax.Array
     next_positions: jax.Array
+    tied: jax.Array
     lost: jax.Array
     scheme: Scheme | None = dataclasses.field(default=None, metadata={"static": True})
     storage: Slots | Ring = dataclasses.field(default=Slots(), metadata={"static": True})
@@ -168,6 +170,7 @@ class KVCache:
             written=zeros((batch,)),
             rewindable=zeros((batch,)),
             next_positions=zeros((batch,)),
+            tied=zeros((batch,), bool),
             lost=zeros((batch,), bool),
             scheme=scheme,
             storage=Ring(num_sink_tokens) if ring else Slots(),
@@ -279,8 +282,9 @@ class KVCache:
             jnp.take_along_axis(before.segment_ids, slot, 1),
         )
         cached, appended = (new.positions, new.segment_ids), (positions, segment_ids)
-        lost = self.storage.loses_visible(cached, last, appended, self.length, new.written, window)
-        return dataclasses.replace(new, lost=new.lost | lost)
+        counts = self.length, new.written, self.tied
+        lost, tied = self.storage.loses_visible(cached, last, appended, *counts, window)
+        return dataclasses.replace(new, tied=tied, lost=new.lost | lost)
 
     def take(self, rows: jax.Array) -> Self:
         """Returns the cache whose row i is row `rows[i]` of this one, as in beam search.
@@ -362,7 +366,7 @@ class KVCache:
             state=jax.tree.map(cleared, self.state),
             **{
                 name: cleared(getattr(self, name))
-                for name in ("length", "written", "rewindable", "next_positions", "lost")
+                for name in ("length", "written", "rewindable", "next_positions", "tied", "lost")
             },
         )
 
@@ -427,7 +431,8 @@ class KVCache:
     def overflowed(self) -> jax.Array:
         """Rows that lost tokens which later tokens may see, bool [B]; their outputs are NaN.
 
-        A row with more tokens than slots recovers when tokens are taken back. A row where a ring,
+        A row with more tokens than slots recovers when tokens are taken back, of which those that
+        were not stored are the last. A row where a ring,
         `take` or `rewind` was used beyond its limits recovers in `reset`.
         """
         return self.lost | self.storage.overflowed(self.length, self.capacity)

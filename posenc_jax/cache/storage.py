@@ -63,13 +63,16 @@ class Ring:
         new: Tokens,
         length: jax.Array,
         written: jax.Array,
+        tied: jax.Array,
         window: Window,
-    ) -> jax.Array:
-        """Returns bool [B]: rows that do not hold all keys that new tokens may see.
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns bool [B], rows that do not hold all keys that new tokens may see; and `tied`.
 
-        Such a row has tokens out of order (segment ids and positions must grow from token to
-        token), or `rewind` took back more tokens than the ring has spare slots, or the reserved
-        slots hold the first tokens of another sequence.
+        Such a row has tokens out of order (segment ids and positions must not fall), or `rewind`
+        took back more tokens than the ring has spare slots, or the reserved slots hold the first
+        tokens of another sequence. Where positions grow from token to token, a window of W holds W
+        tokens. In a tied row it holds more: nothing was overwritten unless the oldest token that
+        is left is outside of the window, and reserved slots may not hold all sink tokens.
 
         Args:
           cached: all slots, [B, S], with the new tokens.
@@ -77,6 +80,7 @@ class Ring:
           new: the new tokens, [B, T].
           length: int32 [B], the number of tokens before the new ones.
           written: int32 [B], the greatest length that the row has had.
+          tied: bool [B], rows where tokens before the new ones have equal positions.
           window: the window of the attention.
 
         Raises:
@@ -87,16 +91,24 @@ class Ring:
         reach = self._reach(window, positions.shape[1], capacity)
         last_position, last_id = last
         last_id = jnp.where(length[:, None] > 0, last_id, -1)
-        unordered = _out_of_order(
+        unordered, ties = _order(
             jnp.concatenate([last_position, positions], 1),
             jnp.concatenate([last_id, segment_ids], 1),
         )
-        lost = unordered.any(1)
-        if reach:  # Otherwise no new token sees an older one.
-            oldest = jnp.maximum(length - reach, sinks)
-            overwritten = oldest < written - (capacity - sinks)
-            lost |= jnp.any(segment_ids >= 0, 1) & overwritten
-        return lost | _evicted_sinks(cached, new, sinks) if sinks else lost
+        tied |= ties
+        first = written - (capacity - sinks)  # The first token that was not overwritten.
+        real = segment_ids >= 0
+        overwritten = jnp.any(real, 1) & (jnp.maximum(length - reach, sinks) < first)
+        if not reach:  # No token sees an older one.
+            overwritten = jnp.zeros_like(overwritten)
+        slot = self.slots(jnp.maximum(first, 0)[:, None], capacity)
+        oldest, oldest_id = (jnp.take_along_axis(x, slot, 1) for x in cached)
+        near = (oldest_id == segment_ids) & (add_saturated(oldest, reach) >= positions)
+        reached = jnp.any(real & near, 1) & (first > sinks)
+        lost = unordered | jnp.where(tied, reached, overwritten)
+        if sinks:
+            lost |= tied | _evicted_sinks(cached, new, sinks)
+        return lost, tied
 
     def _reach(self, window: Window, count: int, capacity: int) -> int:
         """Returns the number of tokens before its own that a query sees.
@@ -118,8 +130,8 @@ class Ring:
         return sides[0]
 
 
-def _out_of_order(positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Returns bool [B, T]: tokens that do not come after the token before them.
+def _order(positions: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns bool [B]: rows where a token comes before the one before it, or has its position.
 
     Args:
       positions, segment_ids: int32 [B, 1 + T]; padding is skipped.
@@ -130,8 +142,9 @@ def _out_of_order(positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
         jnp.take_along_axis(x, before, 1) for x in (positions, segment_ids)
     )
     positions, segment_ids = positions[:, 1:], segment_ids[:, 1:]
-    later = (segment_ids == id_before) & (positions > position_before)
-    return (segment_ids >= 0) & ~((segment_ids > id_before) | later)
+    real, same = segment_ids >= 0, segment_ids == id_before
+    falls = (segment_ids < id_before) | (same & (positions < position_before))
+    return jnp.any(real & falls, 1), jnp.any(real & same & (positions == position_before), 1)
 
 
 def _evicted_sinks(cached: Tokens, new: Tokens, num_sink_tokens: int) -> jax.Array:

@@ -121,12 +121,11 @@ def test_a_ring_that_takes_back_all_of_its_slots_is_lost(count, lost):
         np.testing.assert_array_equal(back.next_positions, [5, 5])
 
 
-@pytest.mark.parametrize(("position", "lost"), [(3, False), (2, True), (1, True)])
+@pytest.mark.parametrize("position", [3, 2, 1])
 @pytest.mark.parametrize(("capacity", "count"), [(5, 1), (5, 3), (3, 3)])
-def test_a_ring_with_a_window_of_one_token_is_lost_at_a_position_that_was(
-    capacity, count, position, lost
-):
-    """Also with as many tokens as slots, which overwrite the last one."""
+def test_a_ring_with_a_window_of_one_position_holds_what_shares_it(capacity, count, position):
+    """As many tokens as slots overwrite the last one, which the first new one may see."""
+    lost = position < 2 or (position == 2 and capacity == count)
     cache = append(empty(capacity, ring=True), *tokens(3), window=1)
     after = append(cache, *tokens(count, position), window=1)
     np.testing.assert_array_equal(after.overflowed, [lost, lost])
@@ -528,3 +527,44 @@ def test_a_stacked_cache_has_the_limit_of_its_layers():
 def test_a_cache_of_integers_is_refused():
     with pytest.raises(TypeError, match="new_cache: dtype must be a floating type, got"):
         pe.new_cache(pe.NoPE(), 1, 4, num_heads=1, head_dim=8, dtype=jnp.int8)
+
+
+@pytest.mark.parametrize("capacity", [7, 10, 14])
+def test_a_ring_with_equal_positions_is_right_or_lost(capacity):
+    """Blocks of one to three tokens at a position, some taken back, against float64."""
+    rng, window, calls = np.random.default_rng(capacity), 3, 40
+    step = jax.jit(
+        lambda q, k, v, positions, ids, cache: pe.scheme_attention(
+            pe.NoPE(), {}, q, k, v, positions=positions, segment_ids=ids, cache=cache,
+            is_causal=True, window=window,
+        )
+    )  # fmt: skip
+    cache = pe.new_cache(pe.NoPE(), 1, capacity, num_heads=1, head_dim=8, ring=True)
+    rewind = jax.jit(pe.KVCache.rewind)
+    held, at, checked = np.zeros((0, 17)), 0, 0
+    for _ in range(calls):
+        if len(held) and rng.random() < 0.2:
+            count = int(rng.integers(1, min(3, len(held)) + 1))
+            cache, held = rewind(cache, count), held[: len(held) - count]
+            at = int(held[-1, 16]) if len(held) else 0
+        real = np.arange(3) < rng.integers(1, 4)
+        positions = at + np.cumsum(rng.integers(0, 2, 3) * real)
+        at = int(positions[-1])
+        q, k, v = rng.normal(size=(3, 3, 8)).astype(np.float32)
+        new = np.concatenate([k, v, positions[:, None]], 1)[real]
+        held = np.concatenate([held, new])
+        out, cache = step(
+            *(x[None, :, None] for x in (q, k, v)), positions[None], np.where(real, 0, -1)[None],
+            cache,
+        )  # fmt: skip
+        if cache.overflowed[0]:
+            assert np.isnan(out[0, real]).all()
+            assert capacity < 14  # Six tokens in the window may be rewound: fourteen hold them.
+            cache, held, at = cache.reset(0), held[:0], 0
+            continue
+        distance = positions[real][:, None] - held[:, 16]
+        weights = np.exp(q[real] @ held[:, :8].T / 8**0.5) * (distance >= 0) * (distance < window)
+        want = weights / weights.sum(1, keepdims=True) @ held[:, 8:16]
+        np.testing.assert_allclose(out[0, real, 0], want, atol=1e-5)
+        checked += 1
+    assert checked > 5
