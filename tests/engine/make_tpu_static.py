@@ -46,7 +46,6 @@ os.environ |= {
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tpu_forecast
 from jax.experimental import topologies
 from jax.sharding import (
     AbstractDevice,
@@ -352,61 +351,6 @@ def compile_program(step, arguments, chip: str, **options):
     return compiled, time.monotonic() - start
 
 
-def measured(case: tpu_forecast.Measured) -> tpu_forecast.Measured:
-    """Returns a case with the cycles of tokamax's kernel, which must be installed."""
-    from tokamax._src.ops.experimental.tpu.splash_attention import (
-        splash_attention_kernel as kernels,
-    )
-    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as masks
-
-    names = ("q_layout", "k_layout", "v_layout")
-    layouts = map(kernels.QKVLayout, case.layouts)
-    of = "_dkv" if case.backward else ""
-    sizes = {f"q{of}": case.q, f"kv{of}": case.k, f"kv{of}_compute": case.compute}
-    config = dataclasses.replace(
-        kernels.SplashConfig.get_default(),
-        **{f"block_{name}": size for name, size in sizes.items()},
-        use_experimental_scheduler=case.scheduler,
-        use_base2_exp=True,
-        **dict(zip(names, layouts, strict=True)),
-    )
-    mask = masks.CausalMask if case.causal else masks.FullMask
-    attend = kernels.make_splash_mha_single_device(mask((case.length,) * 2), config=config)
-
-    def forward(*qkv):
-        q, k, v = (jnp.swapaxes(x, 1, 2) for x in qkv)
-        return jnp.swapaxes(jax.vmap(attend)(q * case.dim**-0.5, k, v), 1, 2)
-
-    def backward(q, k, v, out, d_out, lse):
-        arrays = (jnp.swapaxes(x, 1, 2) for x in (q * case.dim**-0.5, k, v, out, d_out))
-        dq, dk, dv = jax.vmap(pull)(*arrays, lse * kernels.LOG2E)
-        return jnp.swapaxes(dq, 1, 2) * case.dim**-0.5, *(jnp.swapaxes(x, 1, 2) for x in (dk, dv))
-
-    def pull(q, k, v, out, d_out, lse):
-        residuals = q, k, v, None, None, out, lse, attend.dkv_mask_info, None
-        settings = (attend.kwargs[x] for x in ("mask_value", "is_mqa", "config", "mask_function"))
-        gradients = kernels._splash_attention_bwd(True, *settings, 1, 1, residuals, (d_out, {}))
-        return gradients[2:5]
-
-    array = jax.ShapeDtypeStruct((case.batch, case.length, case.heads, case.dim), jnp.bfloat16)
-    lse = jax.ShapeDtypeStruct((case.batch, case.heads, case.length), jnp.float32)
-    step, arguments, which = forward, (array,) * 3, "forward"
-    if case.backward:
-        step, arguments, which = backward, (*(array,) * 5, lse), "backward"
-    # XLA counts several times what the SparseCore of 7x copies.
-    options = {"xla_tpu_enable_offloading_copy_to_sparsecore": False}
-    compiled, _ = compile_program(step, arguments, case.chip, **options)
-    kernel = read_kernels((which,))[which]
-    moved = int(compiled.cost_analysis()["bytes accessed"])
-    return dataclasses.replace(
-        case,
-        tiles=tuple(kernel.tiles),
-        rest=kernel.rest,
-        bytes=moved,
-        step=kernel.step if case.backward else 0,
-    )
-
-
 def collectives(case: Case, kind: AxisType) -> list[str]:
     """Returns the operations between 2 x 4 devices that share the batch and the heads."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
@@ -682,11 +626,6 @@ def main() -> int:
     parser.add_argument("--xla", action="store_true", help="estimate programs without kernels")
     parser.add_argument("--decode", action="store_true", help="compare with dense, no more")
     parser.add_argument("--table", action="store_true", help="print committed numbers, no more")
-    parser.add_argument(
-        "--forecast",
-        action="store_true",
-        help="print forecasts beside measured times, no more (--write: compile tokamax for it)",
-    )
     arguments = parser.parse_args()
     names = [x.strip() for x in arguments.cases.split(";") if x.strip()] or list(CASES)
     chips = arguments.chips.split(",")
@@ -697,12 +636,6 @@ def main() -> int:
     known = committed.setdefault(libtpu, {})
     if arguments.table:
         print(table(known))
-        return 0
-    if arguments.forecast:
-        if arguments.write:
-            cases = (measured(x) if x.chip in chips else x for x in tpu_forecast.read())
-            tpu_forecast.write(cases, libtpu, version("tokamax"))
-        print(tpu_forecast.table())
         return 0
     if arguments.rotary:
         print("bytes of a layer that XLA reads and writes, of the part that RoPE adds, in MiB")
