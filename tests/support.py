@@ -258,3 +258,10 @@ def recorded(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]
 EVERY_CASE = os.environ.get("CASES") == "all"
 """Whether to run cases that are like others, too."""
 one_of_all = pytest.mark.skipif(not EVERY_CASE, reason="CASES=all runs it")
+gpu_lowered = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="the GPU kernels need jax 0.11.2"
+)
+gpu_interpreted = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12),
+    reason="that of jax 0.11 refuses the phases that nobody waits for at the end of a kernel",
+)

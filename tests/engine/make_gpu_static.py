@@ -5,7 +5,8 @@ says how many registers each kernel takes and how many bytes it spills to memory
 much shared memory it has, XLA how much temporary memory the program needs. This program compiles
 forward and backward for some rules, prints that, and compares it with gpu_static.json. It exits
 with 1 if a kernel spills 64 bytes more or needs more memory, or if ptxas lets the tensor cores wait
-for each product ("wgmma serialized"), and with 2 if there was nothing to compare with.
+for each product ("wgmma serialized"), or if the driver would refuse the descriptor of a copy, and
+with 2 if there was nothing to compare with.
 
     make gpu-static                       compile and compare
     make gpu-static ARGS=--write          and write the numbers down, for this version of jax
@@ -42,6 +43,7 @@ os.environ |= {
 
 import jax
 import jax.numpy as jnp
+import tma
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
@@ -114,6 +116,7 @@ class Case:
       segments, positions: whether these are given, as data.
       options: more arguments of `attention`.
       pairs: dtype of the array of all pairs.
+      shared: whether all heads have the same array.
     """
 
     rule: str = "none"
@@ -127,6 +130,7 @@ class Case:
     positions: bool = False
     options: tuple = ()
     pairs: str = "bfloat16"
+    shared: bool = False
 
 
 CASES = {
@@ -151,6 +155,7 @@ CASES = {
     "deberta, H 64": Case("deberta", dim=64),
     "pairs": Case("pairs"),
     "pairs, float32": Case("pairs", pairs="float32"),
+    "pairs, heads share": Case("pairs", shared=True),
     "pairs, causal": Case("pairs", options=(("is_causal", True),)),
     "pairs, H 256, float32": Case("pairs", dim=256, pairs="float32"),
     "pairs, B 128, N 4, H 32": Case("pairs", 128, 2048, 4, 4, 32),
@@ -217,7 +222,8 @@ def program(case: Case, sharding, implementation=None):
         shapes = jax.eval_shape(scheme.init, jax.random.key(0))
         params = jax.tree.map(lambda x: spec(x.shape, x.dtype), shapes)
     gates = [spec((*tokens, heads)) if case.rule == "separable" else None] * 2
-    pairs = spec((1, heads, length, length), case.pairs) if case.rule == "pairs" else None
+    shape = 1, 1 if case.shared else heads, length, length
+    pairs = spec(shape, case.pairs) if case.rule == "pairs" else None
     positions = spec((length,), jnp.int32) if case.positions else None
     segments = spec(tokens, jnp.int32) if case.segments else None
     x = spec((*tokens, WIDTH), dtype)
@@ -305,7 +311,8 @@ def measured(case: Case) -> dict[str, int]:
     It needs a process of its own: a kernel that is equal to an earlier one is not compiled again.
     """
     function, arguments = program(case, described())
-    compiled = jax.jit(function).lower(*arguments).compile()
+    with tma.audited():
+        compiled = jax.jit(function).lower(*arguments).compile()
     results = {"temporary bytes": compiled.memory_analysis().temp_size_in_bytes}
     for metric, pattern, files in (
         ("registers", r"Used (\d+) registers", "*.ptxas"),

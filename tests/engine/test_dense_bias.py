@@ -7,7 +7,7 @@ import pytest
 from engine.kernel_cases import arrays_of, assert_close, described
 from engine.rules import KINDS
 from oracle import qkv, softmax_attention
-from support import one_of_all
+from support import gpu_interpreted, gpu_lowered, one_of_all
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
@@ -22,9 +22,6 @@ RANDOM = np.random.default_rng(0)
 TILES = XLA(Blocks(16, 8), Blocks(8, 16))
 KERNELS = PallasTPU(Blocks(128, 128), Blocks(128, 128), interpret=True)
 OF_GPU = PallasGPU(interpret=True)
-gpu = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the kernels for GPUs need jax 0.11.2"
-)
 # Larger blocks in the backward pass: more tiles than the bias has.
 UNEQUAL = PallasTPU(Blocks(128, 128), Blocks(256, 384), interpret=True)
 CASES = [((1, N), TILES), ((B, 1), Dense(block=2**12)), ((1, 1), UNEQUAL)]
@@ -109,9 +106,9 @@ def exact_gradients(q, k, v, bias, d_out, sees):
         (KERNELS, 200, 2, (1, N), jnp.bfloat16),
         pytest.param(KERNELS, 200, 6, (2, 1), jnp.float32, marks=one_of_all),
         pytest.param(KERNELS, 63, 2, (2, N), jnp.float32, marks=one_of_all),
-        pytest.param(OF_GPU, 63, 2, (1, 1), jnp.bfloat16, marks=gpu),
-        pytest.param(OF_GPU, 200, 6, (2, 1), jnp.bfloat16, marks=[gpu, one_of_all]),
-        pytest.param(OF_GPU, 200, 2, (1, N), jnp.float32, marks=[gpu, one_of_all]),
+        pytest.param(OF_GPU, 63, 2, (1, 1), jnp.bfloat16, marks=gpu_interpreted),
+        pytest.param(OF_GPU, 200, 6, (2, 1), jnp.bfloat16, marks=[gpu_interpreted, one_of_all]),
+        pytest.param(OF_GPU, 200, 2, (1, N), jnp.float32, marks=[gpu_interpreted, one_of_all]),
     ],
 )
 def test_kernels_equal_float64_numpy(kernels, length, kv_heads, lead, dtype):
@@ -256,7 +253,7 @@ def test_kernels_refuse_what_they_lack():
     jax.eval_shape(refusals)
 
 
-@pytest.mark.parametrize("kernels", [PallasTPU, pytest.param(PallasGPU, marks=gpu)])
+@pytest.mark.parametrize("kernels", [PallasTPU, pytest.param(PallasGPU, marks=gpu_lowered)])
 def test_only_the_bias_and_its_cotangent_have_all_pairs(kernels):
     """Of both passes; on TPU also for lengths that are no multiple of a tile."""
     length = 3000 if kernels is PallasTPU else 3072

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engine import tma
 from engine.kernel_cases import B, assert_close, case_of, outcome
 from engine.rules import KINDS
-from support import EVERY_CASE, one_of_all
+from support import EVERY_CASE, gpu_interpreted, gpu_lowered, one_of_all
 
 import posenc_jax as pe
 from posenc_jax.engine.gpu import tile
@@ -25,10 +26,6 @@ from posenc_jax.engine.rules import LogitBias
 KERNELS = PallasGPU(interpret=True)
 COMPILED = PallasGPU(cross_compile=True)
 
-
-interpreted = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the interpreter for GPUs came with jax 0.11.2"
-)
 
 CASES = [("same_for_all", "softcap", 128), ("gate", "both_ways_segments", 128)]
 CASES += [("hiding", "softcap", 128)]
@@ -46,7 +43,7 @@ TOLERANCE = {"unbounded": 1e-4}  # Its logits are about 100, which float32 round
 
 
 @one_of_all
-@interpreted
+@gpu_interpreted
 @pytest.mark.parametrize(("rule", "feature", "length"), CASES)
 def test_equals_the_reference(rule, feature, length):
     kv_heads = 1 if feature in ("segments", "permuted") else 2
@@ -84,7 +81,7 @@ def _values(x, thread):
     return functions[name](*operands)
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11, 2), reason="the kernels need jax 0.11.2")
+@gpu_lowered
 @pytest.mark.parametrize("columns", [128, 64, 32])
 def test_the_compiled_gather_reads_the_place_of_each_register(columns, monkeypatch):
     """The branch of `gather` that no interpreter runs, evaluated for the 128 threads of a group.
@@ -137,7 +134,7 @@ def test_the_compiled_gather_reads_the_place_of_each_register(columns, monkeypat
     assert len({*zip(ptx[:, 0].flat, ptx[:, 1].flat, strict=True)}) == 64 * columns
 
 
-@interpreted
+@gpu_interpreted
 @pytest.mark.parametrize(
     ("rule", "feature", "heads"),
     [
@@ -150,7 +147,7 @@ def test_one_row_equals_the_reference(rule, feature, heads):
     assert_close(outcome(KERNELS, *case), outcome("reference", *case))
 
 
-@interpreted
+@gpu_interpreted
 @pytest.mark.parametrize(
     ("rule", "sizes"),
     [
@@ -170,7 +167,7 @@ def test_the_checking_interpreter_finds_nothing(rule, sizes):
 
 
 @one_of_all
-@interpreted
+@gpu_interpreted
 @pytest.mark.parametrize(
     ("rule", "sizes"),
     [
@@ -186,7 +183,7 @@ def test_sizes_and_grouped_heads_equal_the_reference(rule, sizes):
 
 
 @one_of_all
-@interpreted
+@gpu_interpreted
 @pytest.mark.parametrize(
     ("rule", "dtype", "times"),
     [
@@ -222,7 +219,7 @@ def _attend(rules=(), changed=lambda x: x, **options):
     return jax.jit(jax.grad(run, (0, 1, 2), has_aux=True))(q, k, v)
 
 
-@interpreted
+@gpu_interpreted
 @one_of_all
 def test_a_bias_of_zeros_changes_no_bit():
     def zero(shared, head, q, k):
@@ -232,7 +229,7 @@ def test_a_bias_of_zeros_changes_no_bit():
     chex.assert_trees_all_equal(_attend(zeros, is_causal=True), _attend(is_causal=True))
 
 
-@interpreted
+@gpu_interpreted
 @one_of_all
 def test_nan_in_padding_has_no_effect():
     ids = jnp.where(jnp.arange(128) < 90, 0, -1)[None].repeat(B, 0)
@@ -259,7 +256,7 @@ if EVERY_CASE:
     ]
 
 
-@interpreted
+@gpu_lowered
 @pytest.mark.parametrize(("rule", "feature", "kernels"), LOWERED)
 def test_lowers_for_gpus(rule, feature, kernels):
     dim = 64 if kernels > 4 else 128
@@ -267,9 +264,32 @@ def test_lowers_for_gpus(rule, feature, kernels):
     abstract = jax.eval_shape(lambda: case[2:])
     if "sinks" in case[2]:
         abstract[0]["sinks"] = jax.ShapeDtypeStruct((2, 1100, 4), jnp.float32)
-    traced = outcome.trace(COMPILED, *case[:2], *abstract)
-    program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    with tma.audited() as descriptors:
+        traced = outcome.trace(COMPILED, *case[:2], *abstract)
+        program = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert program.count("custom_call @mosaic_gpu") == kernels
+    assert len(descriptors) > 2 * kernels
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({}, None),
+        ({"sizes": [2] * 6, "strides": [16] * 5 + [1], "box": [1] * 6}, "1 to 5 axes"),
+        ({"strides": [8192, 68, 1]}, "multiples of 16 bytes"),
+        ({"strides": [8192, 64, 2]}, "is contiguous"),
+        ({"box": [2, 16, 64]}, "inside of the array"),
+        ({"sizes": [1, 512, 64], "box": [1, 257, 64]}, "1 to 256"),
+        ({"sizes": [1, 128, 0]}, "1 to 2^32"),
+        ({"box": [1, 16, 4]}, "row of a box is a multiple of 16"),
+        ({"swizzle": 64}, "at most the swizzle"),
+    ],
+)
+def test_what_the_driver_refuses_is_found(change, fault):
+    """By the documentation of cuTensorMapEncodeTiled; a copy of 16 x 64 numbers of 16 bits."""
+    right = {"sizes": [1, 128, 64], "strides": [8192, 64, 1], "box": [1, 16, 64]}
+    said = tma.faults(**right | {"item": 2, "swizzle": 128} | change)
+    assert any(fault in rule for rule in said) if fault else not said
 
 
 OPERATIONS = {
@@ -292,7 +312,7 @@ class OfDistance:
         return OPERATIONS[self.operation](head, (q - k).astype(jnp.float32))
 
 
-@interpreted
+@gpu_lowered
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operations_of_rules_lower_for_gpus(operation):
     q = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)

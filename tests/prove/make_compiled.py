@@ -23,11 +23,14 @@ from posenc_jax.prove import cases, steps
 def main(chip: str, names: list[str]) -> int:
     if chip == "h100":
         import make_gpu_static as static
+        import tma
 
         from posenc_jax.engine.gpu.implementation import PallasGPU as Kernels
         from posenc_jax.prove.gpu_primitives import primitives
 
         place, context = static.described(), None
+        descriptors = tma.audited()  # One that the driver would refuse is an error.
+        descriptors.__enter__()
     else:
         import make_tpu_static as static
         from jax.sharding import AbstractMesh, SingleDeviceSharding, use_abstract_mesh

@@ -20,7 +20,7 @@ def main(names: list[str]) -> None:
     for fault in FAULTS:
         if names and not any(name in fault.name for name in names):
             continue
-        if fault.gpu and jax.__version_info__ < (0, 11, 2):
+        if fault.gpu and jax.__version_info__ < (0, 12):
             continue
         failures = outcomes(fault)
         first = next(iter(failures), "none")

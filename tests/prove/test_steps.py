@@ -23,7 +23,7 @@ from prove.faults import (
     outcomes,
     selected,
 )
-from support import EVERY_CASE, one_of_all
+from support import EVERY_CASE, gpu_interpreted, one_of_all
 
 from posenc_jax.engine.gpu.implementation import PallasGPU
 from posenc_jax.engine.tpu import backward, backward_pairs, decode, forward
@@ -95,20 +95,15 @@ def test_all_steps_are_right_in_the_interpreter(family):
     assert {step.name: place for step in chosen if (place := step.run()) is not None} == {}
 
 
-for_gpus = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the interpreter for GPUs is newer"
-)
-
-
 @one_of_all
-@for_gpus
+@gpu_interpreted
 @pytest.mark.parametrize("name", [FORWARD, SOFTCAP, BACKWARD, DECODE])
 def test_steps_of_the_gpu_kernels_are_right_in_the_interpreter(name):
     (step,) = (s for s in steps(PallasGPU(interpret=True), small=True) if s.name == name)
     assert step.run() is None
 
 
-@for_gpus
+@gpu_interpreted
 def test_parts_of_the_gpu_kernels_are_right_in_the_interpreter():
     from posenc_jax.prove.gpu_primitives import primitives
 
@@ -121,7 +116,7 @@ DEFAULT = ("the last block of keys of a row is the one before", "a tile is left 
 
 def _marks(fault):
     if fault.gpu:
-        return [for_gpus]
+        return [gpu_interpreted]
     return [] if fault.name in DEFAULT else [one_of_all]
 
 
