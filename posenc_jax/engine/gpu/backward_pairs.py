@@ -85,17 +85,15 @@ class PairSums(LogitGrads):
         place = row, i * self.grid["j"] + j
         entries, count = wg.refs["entries"].at[place], wg.refs["counts"][place]
 
-        def of_head(g, carry):
-            def step(n, carry):
-                entry = entries[n]
-                # One of `row` and the column is zero, and so is one of `head` and g.
-                b = row + column_of(entry)
-                return body(g * count + n, b, head + g, kind_of(entry), carry)
+        def step(t, carry):
+            g, n = jax.lax.div(t, count), jax.lax.rem(t, count)
+            entry = entries[n]
+            # One of `row` and the column is zero, and so is one of `head` and g.
+            return body(t, row + column_of(entry), head + g, kind_of(entry), carry)
 
-            return jax.lax.fori_loop(jnp.int32(0), count, step, carry)
-
+        # One loop: in a loop of loops, ptxas lets each product wait for the last.
         heads = self.spec.heads // self.grid["head"]
-        return jax.lax.fori_loop(jnp.int32(0), jnp.int32(heads), of_head, carry)
+        return jax.lax.fori_loop(jnp.int32(0), heads * count, step, carry)
 
     def _first(self, wg: Warpgroup) -> tuple[Int, Int]:
         """Returns the first query and the first key of the tile."""
