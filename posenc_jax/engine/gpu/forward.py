@@ -1,10 +1,12 @@
 """The forward kernel: flash attention with position rules, for GPUs.
 
 A block of threads has 128 queries of a head, and goes through their tiles. Its two warpgroups
-take turns: while one has the tensor cores, the other computes its softmax.
+take turns: while one has the tensor cores, the other computes its softmax. A turn has no wait for
+copies: values are waited for before it, and the next keys while it multiplies.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -97,8 +99,9 @@ class Forward(ByQuery):
         lowest = plgpu.layout_cast(jnp.full((ROWS,), LEAST_LOGIT, jnp.float32), ROW)
         empty = [zeros((ROWS, part.size), TILE) for part in self.parts]
         start = jnp.int32(0), _Softmax(empty, lowest, zeros((ROWS,), ROW))
+        _wait_for_keys(wg, jnp.int32(0), count)
         _, softmax = jax.lax.fori_loop(
-            jnp.int32(0), count, lambda n, carry: self._add_tile(wg, n, *carry), start
+            jnp.int32(0), count, lambda n, carry: self._add_tile(wg, n, count, *carry), start
         )
         pl.when(wg.number == 0)(lambda: _next_turn(wg))
         share = 1.0 / jnp.where(softmax.weight == 0.0, 1.0, softmax.weight)
@@ -116,13 +119,16 @@ class Forward(ByQuery):
         plgpu.wait_smem_to_gmem(0)
 
     def _add_tile(
-        self, wg: Warpgroup, n: Int, ruled: Int, softmax: _Softmax
+        self, wg: Warpgroup, n: Int, count: Int, ruled: Int, softmax: _Softmax
     ) -> tuple[Int, _Softmax]:
-        """Adds tile n to the softmax; `ruled` is the number of tiles with rules before it."""
+        """Adds tile n of `count` to the softmax; `ruled` is the number of tiles with rules before.
+
+        Its keys were waited for.
+        """
         tile = self.tile(wg, n)
         self.bands.prepare(wg, tile, ruled)
         ruled = self.bands.release(wg, tile, ruled)
-        keys = wg.scratch["keys"].wait(n)
+        keys = wg.scratch["keys"].blocks(n)
 
         def scores(acc):
             plgpu.wgmma(acc, wg.part("q"), keys["k"].transpose((1, 0)))
@@ -135,23 +141,44 @@ class Forward(ByQuery):
         top = jnp.maximum(softmax.top, s.max(axis=1))
         decay = jnp.exp2(softmax.top - top)
         p = jnp.exp2(s - rows_to_tile(top, s.shape))
+        out = [total * rows_to_tile(decay, total.shape) for total in softmax.out]
         weight = softmax.weight * decay + p.sum(axis=1)
         p = p.astype(self.x.q.dtype)
         plgpu.barrier_arrive(wg.scratch["turn"])
         values = wg.scratch["values"].wait(n)
         plgpu.barrier_wait(wg.scratch["turn"])
-        out = []
-        for part, total in zip(self.parts, softmax.out, strict=True):
+        for i, part in enumerate(self.parts):
 
-            def weighted(acc, part=part):
+            def add(acc, i=i, part=part):
                 wg.product(acc, p, values["v"].at[:, part], "p")
-                return acc[...]
+                if i == len(self.parts) - 1:
+                    _wait_for_keys(wg, n + 1, count)
+                plgpu.wgmma_wait(0)
 
-            added = pl.run_scoped(weighted, plgpu.ACC((ROWS, part.size), jnp.float32))
-            out.append(total * rows_to_tile(decay, total.shape) + added)
+            out[i] = self._added(out[i], add)
         wg.scratch["values"].release(n)
         self.release_bias(wg, n)
         return ruled, _Softmax(out, top, weight)
+
+    def _added(self, total: jax.Array, add: Callable[[Any], None]) -> jax.Array:
+        """Returns a float32 array to whose accumulator `add` has added products."""
+        if not self.spec.interpret:
+            return pl.run_state(add)(plgpu.ACC.init(total))
+
+        # Pallas' interpreter has accumulators of zeros only.
+        def products(acc):
+            add(acc)
+            return acc[...]
+
+        return total + pl.run_scoped(products, plgpu.ACC((ROWS, total.shape[1]), jnp.float32))
+
+
+def _wait_for_keys(wg: Warpgroup, n: Int, count: Int) -> None:
+    """Waits for the keys of tile n, if there are as many tiles."""
+
+    @pl.when(n < count)
+    def _():
+        wg.scratch["keys"].wait(n)
 
 
 def _next_turn(wg: Warpgroup) -> None:
