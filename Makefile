@@ -94,8 +94,14 @@ kit: $(VENV)/.installed-experiments ## Collect wheels for a GPU without network:
 bench: $(VENV)/.installed-experiments ## Measure speed as ratios (ARGS="step" for a training step)
 	$(RUN) -m experiments bench $(or $(ARGS),rope)
 
-gpu: ## Check and time attention on an NVIDIA GPU, within 8 minutes (ARGS=--help)
-	@$(MAKE) --no-print-directory ACCEL=cuda accelerator-gpu
+# A Python that has JAX for the device needs no environment and no network.
+on_device = @if "$(or $(PYTHON),python3)" -c 'import sys; from importlib.util import find_spec as has; \
+  sys.exit(not (has("jax") and any(map(has, sys.argv[1:]))))' $(2) 2>/dev/null; then \
+  "$(or $(PYTHON),python3)" -m experiments.bench.accelerator --on $@ --out results/$@-new $(ARGS); \
+  else $(MAKE) --no-print-directory ACCEL=$(1) accelerator-$@; fi
+
+gpu: ## Check and time attention on an NVIDIA GPU, within 9 minutes (ARGS="--out FOLDER")
+	$(call on_device,cuda,jax_cuda13_plugin jax_cuda12_plugin)
 
 # The interpreter and the compiler for GPU kernels came with jax 0.11.2, which needs Python 3.12.
 gpu-static: ## Compile the GPU kernels without a GPU, compare spills and memory (ARGS=--help)
@@ -107,12 +113,11 @@ compile-gpu-kernels: $(VENV)/.installed-test
 	  "jax-cuda13-plugin==$$v" "jax-cuda13-pjrt==$$v"
 	$(RUN) tests/engine/make_gpu_static.py $(ARGS)
 
-tpu: ## Check and time attention on a TPU, within 8 minutes (ARGS=--help)
-	@$(MAKE) --no-print-directory ACCEL=tpu accelerator-tpu
+tpu: ## Check and time attention on a TPU, within 9 minutes (ARGS="--out FOLDER")
+	$(call on_device,tpu,libtpu)
 
 accelerator-%: $(VENV)/.installed-experiments
-	$(RUN) -m experiments.bench.accelerator --on $* \
-	  --json results/$*.json --plot results/$*.svg $(ARGS)
+	$(RUN) -m experiments.bench.accelerator --on $* --out results/$*-new $(ARGS)
 
 tpu-static: ## Compile the TPU kernels without a TPU, compare their cycles (ARGS=--help)
 	@$(MAKE) --no-print-directory ACCEL=tpu .venv-tpu/.installed-test

@@ -99,6 +99,9 @@ MUTATIONS = [
     Mutation("a chip gets a row without all families of steps", "prove/__main__.py",
              "if wrong or {x", "if wrong and {x",
              "tests/engine/test_chips.py"),
+    Mutation("the runner of steps runs other families than were named", "prove/contact.py",
+             "in self.shares or SHARES:", "in SHARES:",
+             "tests/prove/test_contact.py"),
     # Rings.
     Mutation("a ring forgets that tokens share a position", "cache/storage.py",
              "jnp.where(tied, reached, overwritten)", "overwritten",

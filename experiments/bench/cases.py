@@ -60,7 +60,9 @@ def sizes_of(heads: int, dim: int, length: int) -> dict[str, int]:
     }
 
 
-def attend_with(scheme: pe.Scheme, implementation: str = "xla", **tokens: jax.Array) -> Callable:
+def attend_with(
+    scheme: pe.Scheme, implementation: str | None = "xla", **tokens: jax.Array
+) -> Callable:
     """Returns causal attention with a scheme, a function of the arrays of `make_arguments`.
 
     The logit scale is the same for all schemes. `tokens` are positions and segments; the compiler

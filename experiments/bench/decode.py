@@ -113,7 +113,14 @@ def our_case(
     batch, slots, heads, dim = q.shape
     x = inputs[0] if inputs else None
     cache = pe.new_cache(
-        scheme, batch, slots, num_heads=heads, head_dim=dim, model_dim=heads * dim, dtype=q.dtype
+        scheme,
+        batch,
+        slots,
+        num_heads=heads,
+        num_kv_heads=k.shape[2],
+        head_dim=dim,
+        model_dim=heads * dim,
+        dtype=q.dtype,
     )
     scale = dim**-0.5
     first, last = slice(None, slots - tokens), slice(slots - tokens, None)

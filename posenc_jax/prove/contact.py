@@ -62,6 +62,8 @@ class Contact:
       pause: seconds before a second start of a process that ended before its first step; after one
         that was killed, a chip may be busy for a while.
       again: seconds for the second runs of steps that failed.
+      shares: implementations, families, and the part of the time after which each ends; default:
+        `SHARES`.
       arguments: more arguments of the processes, for tests.
       command: the program of the processes.
       show: prints a line.
@@ -73,6 +75,7 @@ class Contact:
     patience: float = 120.0
     pause: float = 5.0
     again: float = 60.0
+    shares: Sequence[tuple[str, str, float]] = ()
     arguments: tuple[str, ...] = ()
     command: tuple[str, ...] = (sys.executable, "-m", "posenc_jax.prove")
     show: Callable[[str], None] = lambda text: print(text, flush=True)
@@ -104,7 +107,7 @@ class Contact:
         lost: dict[str, Counter[str]] = {}
         if self.seconds <= 0:
             return []
-        for implementation, family, share in SHARES:
+        for implementation, family, share in self.shares or SHARES:
             if implementation == "pallas" and platform not in LIBRARIES and not self.arguments:
                 continue  # There are no kernels, but for the interpreter.
             name = LIBRARIES.get(platform) if implementation == "library" else implementation

@@ -1,230 +1,272 @@
-"""The program of `make gpu` and `make tpu` at tiny size, on the CPU."""
+"""The program of `make gpu` and `make tpu` on a CPU: its parts, one by one, at tiny size."""
 
+import argparse
 import json
-import os
+import pathlib
 import subprocess
 import sys
-import threading
-from xml.etree import ElementTree
+import textwrap
 
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from experiments.bench import accelerator, anchors
-from experiments.bench.accelerator_peers import Case, peers
+import posenc_jax as pe
+from experiments.bench import accelerator, accelerator_page, accelerator_schemes
+from experiments.bench import accelerator_times as times
 from posenc_jax.prove import contact
-from posenc_jax.prove.__main__ import machine
 
-TINY = ["--batch=1", "--heads=2", "--head-dim=8", "--slots=16", "--rounds=2", "--inner-ms=1"]
-TINY += ["--threads=2", "--pair-batch=1", "--pair-length=32"]
-BY = "default", "jax.nn"
+ROOT = pathlib.Path(__file__).parents[2]
 STEPS = [
     {
-        "implementation": "pallas",
-        "family": "forward",
-        "step": f"forward: {name}",
+        "implementation": by,
+        "family": "backward",
+        "step": f"backward: {name}",
         "outcome": outcome,
+        "place": "row 2",
     }
-    for name, outcome in (("window", "ok"), ("softcap", "wrong"), ("sinks", "died"))
+    for by, name, outcome in (
+        ("pallas", "window", "ok"),
+        ("pallas", "softcap", "wrong"),
+        ("pallas", "sinks", "wrong"),
+        ("xla", "window", "ok"),
+        ("xla", "softcap", "wrong"),
+    )
 ]
-STEPS[1] |= {"place": "output: batch 0, head 1, tile row 2", "second run": "ok"}
 
 
-def breaks(q, k, v, params):
+def breaks():
     raise RuntimeError("out of memory")
 
 
-def some_peers(length, heads, table, platform):
-    found = peers(length, heads, table, platform)
-    matrix = [case for case in found if (case.name, case.by) == ("matrix", "einsum")]
-    return [*matrix, Case("none", "a library", breaks, {})]
+def job(name, length, call, **figures):
+    row = {"name": name, "by": "x", "what": "forward", "T": length, "flop": 1e6}
+    return times.Job(row, lambda: (call, figures))
 
 
 @pytest.fixture
-def right_steps(monkeypatch):
-    """The processes of the steps have tests of their own."""
-    monkeypatch.setattr(contact.Contact, "machine", lambda self: machine())
-    monkeypatch.setattr(contact.Contact, "run", lambda self, platform: STEPS[:1])
+def measured(tmp_path):
+    sizes = times.Sizes(rounds=2, seconds=0.001)
+
+    def make(seconds=60.0):
+        return times.Times(tmp_path / "times.json", seconds, sizes, threads=2)
+
+    return make
 
 
-@pytest.fixture
-def few_programs(monkeypatch, right_steps):
-    few = {name: accelerator.IMPLEMENTATIONS[name] for name in ("reference", "xla", "pallas")}
-    monkeypatch.setattr(accelerator, "IMPLEMENTATIONS", few)
-    monkeypatch.setattr(accelerator, "peers", some_peers)
+def test_programs_are_timed_in_rounds_and_counted(measured):
+    run, shape = measured(), (1, 32, 2, 2, 8)
+    run.measure(times.scheme_jobs("t5", "xla", shape) + times.scheme_jobs("t5", "pallas", shape))
+    run.measure(times.decode_jobs(shape, ["t5"])[:2])
+    bias = lambda: times.random((1, 2, 16, 16))  # noqa: E731
+    run.measure(times.bias_jobs("pair", ("xla",), (1, 16, 2, 8), False, bias, lambda x: x))
+    rows = json.loads(run.path.read_text())["times"]
+    forward, both, *refused, jax_nn, decode, pair, _ = rows
+    assert both["flop"] == 3.5 * forward["flop"] == 3.5 * 2 * 2 * 32**2 * 8
+    assert both["rounds"] == 2 and both["megabytes"] > 0
+    assert both["TFLOP/s"] == pytest.approx(both["flop"] / both["ms"] / 1e9)
+    assert all("there are kernels for TPUs" in row["unsupported"] for row in refused)
+    assert (jax_nn["by"], decode["by"], decode["bytes"]) == ("jax.nn", "default", 2 * 2 * 32 * 16)
+    assert pair["flop"] == 4 * 2 * 16**2 * 8
 
 
-def test_the_whole_program_at_tiny_size(few_programs, tmp_path, capsys):
-    file, drawn = tmp_path / "out" / "cpu.json", tmp_path / "cpu.svg"
-    arguments = [*TINY, "--lengths=64", "--schemes", "none", "t5", f"--json={file}"]
-    assert accelerator.main([*arguments, f"--plot={drawn}"]) == 0
-    numbers = json.loads(file.read_text())
-    assert numbers["machine"]["device"] == "cpu: cpu" and numbers["peak TFLOP/s"] > 0
-
-    assert numbers["steps"] == STEPS[:1]
-
-    times = {(row["name"], row["by"], row["what"]): row for row in numbers["times"]}
-    backward = times["t5", "xla", "forward+backward"]
-    assert (
-        backward["flop"] == 3.5 * times["t5", "xla", "forward"]["flop"] == 3.5 * 2 * 2 * 64**2 * 8
-    )
-    assert backward["rounds"] == 2 and backward["megabytes"] > 0
-    none = times["none", "xla", "forward+backward"]
-    assert backward["/none"] == pytest.approx(backward["ms"] / none["ms"])
-    assert times["matrix", "einsum", "forward+backward"]["TFLOP/s"] > 0
-    assert times["none", "a library", "forward"]["error"] == "RuntimeError: out of memory"
-    assert {times[name, by, "decode"]["bytes"] for name in ("none", "t5") for by in BY} == {1024}
-    assert "platform is cpu" in times["t5", "pallas", "decode"]["unsupported"]
-
-    assert times["pair", "xla", "forward"]["flop"] == 4 * 4 * 32**2 * 32
-    assert "platform is cpu" in times["pair", "pallas", "forward"]["unsupported"]
-    out = capsys.readouterr().out
-    assert "pallas  forward      1 ok" in out and f"send {file}, {file}l" in out
-    written = map(json.loads, file.with_suffix(".jsonl").read_text().splitlines())
-    assert "t5 xla forward+backward 64" in {row["running"] for row in written}
-    again = tmp_path / "again.svg"
-    assert accelerator.main([f"--replot={file}", f"--plot={again}"]) == 0
-    assert again.read_text() == drawn.read_text()
-    assert "einsum, matrix" in "".join(ElementTree.parse(drawn).getroot().itertext())
-
-
-def test_what_failed_is_not_tried_at_a_larger_length(few_programs):
-    report = accelerator.Report(None, minutes=1)
-    options = accelerator._parser().parse_args([*TINY, "--heads=1"])
+def test_what_failed_is_left_out_at_larger_lengths_and_others_go_on(measured):
+    run = measured()
     for length in (8, 16):
-        accelerator.measure(report, options, [], length, report.until(0.5))
-    failed = [(row["what"], row["T"]) for row in report.numbers["times"] if "error" in row]
-    assert failed == [("forward", 8), ("forward+backward", 8)]
-    timed = [row for row in report.numbers["times"] if "ms" in row]
-    assert [row["T"] for row in timed] == [8, 8, 16, 16]
-    assert timed[2]["expected ms"] == pytest.approx(4 * timed[0]["ms"])
+        run.measure([job("a", length, breaks), job("b", length, lambda: None)])
+    rows = [(row["name"], row["T"], row.get("error")) for row in run.rows]
+    error = "RuntimeError: out of memory"
+    assert rows == [("a", 8, error), ("b", 8, None), ("b", 16, None)]
 
 
-def test_a_call_that_would_end_too_late_is_not_begun():
-    report = accelerator.Report(None, minutes=1)
-    options = accelerator._parser().parse_args(TINY)
-    row = {"name": "t5", "by": "xla", "what": "decode", "T": 1, "bytes": 8, "expected ms": 40e3}
-    accelerator.time_rounds(report, [(row, lambda: breaks)], options, report.until(0.9))
-    assert row["skipped"] == "out of time"
+def test_nothing_is_begun_when_the_time_is_over(measured):
+    run = measured(0.0)
+    run.measure([job("a", 8, breaks)])
+    assert [row["skipped"] for row in run.rows] == ["out of time"]
 
 
-def test_a_failure_of_a_call_is_kept_beside_the_other_times():
-    report = accelerator.Report(None, minutes=1)
-    options = accelerator._parser().parse_args(TINY)
-    rows = [{"name": name, "by": "x", "what": "decode", "T": 1, "bytes": 8} for name in "ab"]
-    calls = [lambda: breaks(*"qkvp"), lambda: jnp.zeros(2)]
-    running = [(row, lambda call=call: call) for row, call in zip(rows, calls, strict=True)]
-    accelerator.time_rounds(report, running, options, report.until(0.9))
-    assert rows[0]["error"] == "RuntimeError: out of memory" and "ms" not in rows[0]
-    assert rows[1]["ms"] > 0 and rows[1]["rounds"] == 2
+def test_a_call_without_an_answer_ends_the_process(tmp_path):
+    code = f"""
+        import pathlib, time
+        from experiments.bench import accelerator_times as times
+        times.NO_ANSWER = 0.1
+        run = times.Times(pathlib.Path({str(tmp_path / "times.json")!r}), 60, times.Sizes(), 1)
+        row = {{"name": "none", "by": "pallas", "what": "forward", "T": 8}}
+        run.measure([times.Job(row, lambda: (lambda: time.sleep(20), {{}}))])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and done.stdout == "running none pallas forward 8\n"
+    assert "Timeout" in done.stderr
 
 
-def test_a_call_without_an_answer_ends_the_measurements(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(accelerator, "NO_ANSWER", 0.05)
-    stopped = threading.Event()
-    monkeypatch.setattr(os, "_exit", lambda status: stopped.set())
-    report = accelerator.Report(tmp_path / "cpu.json", minutes=1)
-    report.numbers["machine"] = machine()
-    options = accelerator._parser().parse_args([*TINY, "--rounds=1"])
-    rows = [{"name": n, "by": "x", "what": "decode", "T": 1, "bytes": 8} for n in ("ends", "waits")]
-    calls = [lambda: jnp.zeros(2), lambda: stopped.wait(10)]
-    running = [(row, lambda call=call: call) for row, call in zip(rows, calls, strict=True)]
-    accelerator.time_rounds(report, running, options, report.until(0.9))
-    (waits,) = json.loads((tmp_path / "cpu.json").read_text())["times"]
-    assert waits["name"] == "waits" and waits["error"] == "no answer in 0.05 s"
-    assert "waits" in (tmp_path / "cpu.jsonl").read_text().splitlines()[-1]
-    out = capsys.readouterr().out
-    assert "Other programs are not timed." in out and "To report a failure, send" in out
+def test_the_kernels_of_all_schemes_come_before_other_libraries():
+    groups = list(times.groups(times.Sizes(), (4096, 16384), ["none", "t5", "alibi"]))
+    order = [(job.row["name"], job.row["by"], job.row["T"]) for group in groups for job in group]
+    kernels = [x for x in order if x[1] == "pallas" and x[0] in ("none", "t5", "alibi")][:12]
+    assert order[1:13] == kernels and {x[2] for x in kernels} == {4096, 16384}
+    cases = {case for case in order if case[1].startswith("jax.nn")}
+    assert ("matrix", "jax.nn", 4096) in cases and ("matrix", "jax.nn", 16384) not in cases
+    assert ("rope", "pallas", 8192) in order and ("none", "default", 8192) in order
 
 
-def test_failed_steps_are_in_the_file_and_what_ended_is_not_timed(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(contact.Contact, "machine", lambda self: machine())
-    monkeypatch.setattr(contact.Contact, "run", lambda self, platform: STEPS)
-    cases = []
-
-    def stop(report, options, chosen, *rest):
-        cases.extend(chosen)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(accelerator, "measure", stop)
-    file = tmp_path / "cpu.json"
-    assert accelerator.main([*TINY, "--schemes", "none", f"--json={file}"]) == 130
-    numbers = json.loads(file.read_text())
-    assert numbers["steps"] == STEPS and numbers["times"][0]["name"] == "matmul"
-    assert {case.by for case in cases} == {*accelerator.IMPLEMENTATIONS} - {"pallas"}
-    assert "pallas is not timed" in capsys.readouterr().out
+@pytest.mark.parametrize("name", pe.SCHEMES)
+def test_every_scheme_has_small_sizes(name):
+    assert isinstance(accelerator_schemes.scheme_of(name), pe.Scheme)
 
 
-def test_nothing_is_begun_when_the_time_is_over(right_steps, tmp_path, capsys):
-    file = tmp_path / "cpu.json"
-    arguments = [*TINY, "--minutes=0", "--lengths=64", "--schemes", "none", "shaw_keys"]
-    assert accelerator.main([*arguments, f"--json={file}"]) == 0
-    numbers = json.loads(file.read_text())
-    assert all(row["skipped"] == "out of time" for row in numbers["times"])
-    assert "s in all" in capsys.readouterr().out
+def test_a_wrong_number_of_a_scheme_is_found(monkeypatch, tmp_path):
+    attend = pe.scheme_attention
+
+    def spoilt(*arguments, implementation=None, **options):
+        if implementation == "dense":
+            raise RuntimeError("illegal address")
+        out, cache = attend(*arguments, implementation=implementation, **options)
+        return out * (1.001 if implementation == "xla" else 1.0), cache
+
+    monkeypatch.setattr(pe, "scheme_attention", spoilt)
+    cases = [("xla", "float32"), ("dense", "float32"), ("cudnn", "bfloat16"), ("decode", "float32")]
+    monkeypatch.setattr(accelerator_schemes, "CASES", cases)
+    assert accelerator_schemes.main([f"--log={tmp_path / 'log'}", "--schemes", "alibi"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [row["outcome"] for row in rows] == ["wrong", "error", "refused", "right"]
+    assert rows[0]["error"] == pytest.approx(1e-3, rel=0.1)
+    assert rows[1]["error"] == "RuntimeError: illegal address"
+    assert np.isnan(
+        accelerator_schemes.error([np.ones(3), np.r_[np.nan]], [np.ones(3), np.ones(1)])
+    )
 
 
-def test_every_scheme_by_default_has_the_sizes_of_the_options():
-    options = accelerator._parser().parse_args(TINY)
-    schemes = {accelerator._scheme(name, options) for name in accelerator.SCHEMES}
-    assert len(schemes) == len(accelerator.SCHEMES) == 15
+def test_torch_has_the_biases_of_the_papers():
+    torch = pytest.importorskip("torch")
+    from experiments.bench import accelerator_torch as peers
+
+    table = torch.randn(peers.HEADS, 32)
+    distance = np.maximum(np.subtract.outer(np.arange(300), np.arange(300)), 0)
+    far = 16 + np.floor(16 * np.log(np.maximum(distance, 1) / 16) / np.log(128 / 16) + 1e-6)
+    bucket = np.where(distance < 16, distance, np.minimum(far, 31)).astype(int)
+    slopes = 2.0 ** (-8 * np.arange(1, peers.HEADS + 1) / peers.HEADS)
+    later = np.triu(np.full((300, 300), -np.inf), 1)
+    for rule, want in (
+        ("alibi", -slopes[:, None, None] * distance),
+        ("t5", table.numpy()[:, bucket]),
+    ):
+        _, bias = peers.attention(rule, "sdpa flash", 300, table, {})
+        np.testing.assert_allclose(bias(table).numpy(), want + later, rtol=1e-6)
 
 
-def test_rates_of_others_and_the_goals():
-    """Of 595 and 645 TFLOP/s that cuDNN has, and of 408 to 452 in tokamax's backward pass."""
-    rates = {(a.by, a.name, a.what, a.length): round(a.rate) for a in anchors.ANCHORS}
-    cudnn = [rates["cuDNN by jax.nn", "none", "forward", n] for n in (4096, 8192, 16384)]
-    assert cudnn == [595, 630, 645]
-    assert rates["tokamax, Mosaic", "none", "backward", 16384] == 452
-    assert rates["tokamax, Mosaic", "pair", "backward", 2048] == 67
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Parts that only leave their names, and steps without processes."""
+    monkeypatch.setattr(contact.Contact, "machine", lambda self: {"device": "gpu: NVIDIA H100"})
+    monkeypatch.setattr(accelerator.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(accelerator, "usable_cores", lambda: 3)
+    parts = []
 
-    def times(name, by, forward, both):
-        flop = anchors.flop("none", "forward", 4096)
-        row = {"name": name, "by": by, "T": 4096}
-        first = row | {"what": "forward", "ms": forward, "flop": flop}
-        second = row | {"what": "forward+backward", "ms": both, "flop": 3.5 * flop}
-        return [x | {"TFLOP/s": x["flop"] / x["ms"] / 1e9} for x in (first, second)]
+    def child(self, name, arguments, seconds, *_, **__):
+        parts.append((name, seconds, arguments))
+        (self.out / f"{name}.txt").write_text("")
+        if name == "schemes":
+            (self.out / "schemes_1.jsonl").write_text('{"outcome": "right"}\n{"outc')
 
-    rows = [*times("none", "pallas", 0.5, 2.0), *times("none", "jax.nn cudnn", 0.46, 1.6)]
-    rows += times("t5", "pallas", 0.6, 2.3)
-    lines = anchors.show(rows, "gpu: NVIDIA H100 80GB HBM3")
-    said = [line.split(": ", 1)[1] for line in lines if line.startswith("goal: T = 4096")]
-    assert said == [
-        "T = 4096, none, forward, 0.9 of cuDNN: 550 TFLOP/s, wanted 538: reached",
-        "T = 4096, none, backward: 458 TFLOP/s, wanted 400: reached",
-        "T = 4096, t5, forward, 0.85 of none: 458 TFLOP/s, wanted 467: NOT reached",
-        "T = 4096, t5, backward, 0.85 of none: 404 TFLOP/s, wanted 389: reached",
-    ]
-    assert lines[-1] == "goal: a bias per pair, backward, twice tokamax with Mosaic: not measured"
-    assert "The goals are for an H100." in anchors.show(rows, "gpu: NVIDIA L4")
+    monkeypatch.setattr(accelerator.Run, "child", child)
+
+    def start(steps, *more):
+        def of_family(self, platform):
+            ((by, family, _),) = self.shares
+            return [dict(x) for x in steps if (x["implementation"], x["family"]) == (by, family)]
+
+        monkeypatch.setattr(contact.Contact, "run", of_family)
+        tmp_path.joinpath("out").mkdir(exist_ok=True)
+        return accelerator.main([f"--out={tmp_path / 'out'}", *more]), parts, tmp_path / "out"
+
+    return start
 
 
-def test_lengths_have_the_tokens_of_the_times_of_others():
-    options = accelerator._parser().parse_args([])
-    assert [accelerator.batch_of(options, n) for n in options.lengths] == [8, 4, 2, 1]
+def test_parts_run_in_order_and_share_the_time(run, capsys):
+    status, parts, out = run([x for x in STEPS if x["outcome"] == "ok"], "--minutes=1")
+    assert status == 0
+    assert [name for name, *_ in parts] == ["times", "torch", "schemes", "train"]
+    # What the steps leave is for the others.
+    shares = np.cumsum([*accelerator.PARTS.values()])[1:]
+    assert [seconds for _, seconds, _ in parts] == pytest.approx(60 * shares, abs=5)
+    assert [json.loads(x)["step"] for x in (out / "steps.jsonl").read_text().splitlines()] == [
+        "backward: window"
+    ] * 2
+    said = capsys.readouterr().out
+    assert said == (out / "log.txt").read_text() and "schemes: {'right': 1}" in said
+    assert "--parts times --minutes 3 --lengths 8192" in said.splitlines()[-1]
+
+
+def test_a_step_is_wrong_where_no_other_implementation_is(run, capsys):
+    status, _, out = run(STEPS, "--parts", "steps")
+    outcomes = [json.loads(x)["outcome"] for x in (out / "steps.jsonl").read_text().splitlines()]
+    assert status == 1 and outcomes == ["ok", accelerator.ELSEWHERE, "wrong", "ok", "wrong"]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "compute-sanitizer --tool memcheck" in last and '"--only=backward: sinks"' in last
+
+
+def test_what_lost_the_chip_is_not_timed(run):
+    steps = [STEPS[0] | {"outcome": "hang", "place": "no end within 40 s"}]
+    _, parts, _ = run(steps, "--parts", "steps", "times")
+    assert parts[0][2][-2:] == ["--without", "pallas"]
+
+
+def test_a_part_ends_when_its_time_is_over(monkeypatch, tmp_path, capsys):
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\necho measured\nsleep 20\n")
+    slow.chmod(0o700)
+    monkeypatch.setattr(accelerator.sys, "executable", str(slow))
+    accelerator.Run(argparse.Namespace(out=tmp_path)).child("times", [], 0.5)
+    assert capsys.readouterr().out == "times: ended after 0 s\nmeasured\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--lengths=64,x"], "argument --lengths: must be an integer from 1, got 'x'"),
-        (["--schemes", "t6"], "invalid choice: 't6'"),
-        (["--on=tpu"], "--on tpu: JAX runs on cpu here"),
+        (["--on=tpu"], "--on tpu: JAX runs on gpu here"),
+        (["--parts", "time"], "invalid choice: 'time'"),
         (["--rouds=3"], "unrecognized arguments: --rouds=3"),
-        (["--replot=none.json", "--plot=x.svg"], "none.json: cannot be read"),
     ],
 )
-def test_wrong_arguments_end_with_one_line(arguments, message, right_steps, capsys):
-    assert accelerator.main(arguments) == 2
+def test_wrong_arguments_end_with_one_line(arguments, message, run, capsys):
+    status, *_ = run([], *arguments)
     err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1
+    assert status == 2 and message in err and err.count("\n") == 1
+
+
+def test_the_page_has_the_tables_of_the_results():
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    assert accelerator_page.tables(ROOT / "results" / "gpu") in page
+
+
+def test_goals_follow_from_the_times():
+    """The backward pass is the difference of both passes and the forward pass."""
+
+    def rows(name, by, forward, both):
+        flop = 2 * 16384 * 16 * 4096 * 128
+        return {
+            (name, by, what, 4096): {"ms": ms, "TFLOP/s": times * flop / ms / 1e9}
+            for what, times, ms in (("forward", 1, forward), ("forward+backward", 3.5, both))
+        }
+
+    measured = rows("none", "pallas", 0.5, 2.0) | rows("none", "cudnn", 0.46, 1.6)
+    measured |= rows("t5", "pallas", 0.6, 2.3)
+    goals = [
+        (text, round(x), round(least)) for text, _, x, least in accelerator_page.goals(measured)
+    ]
+    assert goals == [
+        ("none, forward: 0.9 of cuDNN", 550, 538),
+        ("t5, forward: 0.85 of none", 458, 467),
+        ("none, backward", 458, 400),
+        ("t5, backward: 0.85 of none", 404, 389),
+    ]
 
 
 def test_it_is_imported_without_the_extras():
     code = (
-        "import sys, experiments.bench.accelerator; "
+        "import sys, experiments.bench.accelerator, experiments.bench.accelerator_schemes; "
         "roots = {name.partition('.')[0] for name in sys.modules}; "
-        "print(roots & {'flax', 'pydantic', 'rich', 'matplotlib', 'optax', 'docstring_parser'})"
+        "print(roots & {'flax', 'pydantic', 'rich', 'matplotlib', 'optax', 'torch'})"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "set()\n"

@@ -85,9 +85,8 @@ def test_a_step_that_hangs_or_dies_costs_itself_alone(fake, monkeypatch, capsys)
     assert "once more, with checks: wrong: 1" in text and "1 ok, 1 hang, 1 wrong" in text
 
 
-def test_what_the_time_does_not_allow_is_skipped(fake, monkeypatch):
-    monkeypatch.setattr(contact, "SHARES", [("pallas", "forward", 1.0)])
-    run = fake(seconds=0.4, timeout=30.0, again=0.0)
+def test_what_the_time_does_not_allow_is_skipped(fake):
+    run = fake(seconds=0.4, timeout=30.0, again=0.0, shares=[("pallas", "forward", 1.0)])
     run.machine()
     began = time.monotonic()
     rows = run.run("gpu")
