@@ -263,5 +263,5 @@ gpu_lowered = pytest.mark.skipif(
 )
 gpu_interpreted = pytest.mark.skipif(
     jax.__version_info__ < (0, 12),
-    reason="that of jax 0.11 refuses the phases that nobody waits for at the end of a kernel",
+    reason="the interpreter for GPUs of jax 0.11 refuses phases that no thread has waited for",
 )

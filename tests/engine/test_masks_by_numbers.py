@@ -29,9 +29,6 @@ SCALE = np.float32(8**-0.5)
 LEAST = float(np.finfo(np.float32).min)
 TILES = XLA(Blocks(16, 8), Blocks(8, 16))
 KERNELS = PallasTPU(Blocks(128, 128), Blocks(128, 128), interpret=True)
-gpu = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the kernels for GPUs need jax 0.11.2"
-)
 
 
 def _later_or_padding(number, head, q, k):
