@@ -250,13 +250,15 @@ def test_results_travel_in_one_file(tmp_path, monkeypatch):
 
 
 def test_programs_of_accelerators_are_kept(monkeypatch, tmp_path):
-    settings = {}
+    settings, named = {}, jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jax.config, "update", settings.__setitem__)
-    monkeypatch.setattr(jax.config, "read", lambda name: None)
     monkeypatch.setattr(run_queue.compilation_cache, "reset_cache", lambda: None)
     run_queue.keep_programs()
     assert not settings
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
     run_queue.keep_programs()
+    monkeypatch.undo()
+    jax.config.update("jax_compilation_cache_dir", named)
     assert settings["jax_compilation_cache_dir"] == str(tmp_path / ".cache" / "jax")
