@@ -78,6 +78,8 @@ class DistanceRange:
 
     def entries(self, q: jax.Array, k: jax.Array, transposed: bool) -> jax.Array:
         """Returns the table entry of each pair of int32 [Q] and [K]: [Q, K], or [K, Q]."""
+        if self.by_slot:
+            return jnp.clip(_distances(q, k, transposed), self.low, self.high) - self.low
         # Keys are clipped and not distances, which may exceed int32.
         nearest = add_saturated(q, -self.high), add_saturated(q, -self.low)
         q, k = jnp.expand_dims(q, 1 - transposed), jnp.expand_dims(k, int(transposed))
