@@ -21,7 +21,7 @@ from posenc_jax.cache.slots import (
     sharded_axes,
     write_slots,
 )
-from posenc_jax.cache.storage import Ring, Slots
+from posenc_jax.cache.storage import Ring, Slots, order
 from posenc_jax.checks import array_of_rank, integer_positions, require
 from posenc_jax.engine.mask import Window, add_saturated
 from posenc_jax.schemes.scheme import Scheme
@@ -284,6 +284,8 @@ class KVCache:
         cached, appended = (new.positions, new.segment_ids), (positions, segment_ids)
         counts = self.length, new.written, self.tied
         lost, tied = self.storage.loses_visible(cached, last, appended, *counts, window)
+        # Keys at one position are in the order of slots, in which a ring turns.
+        lost |= tied & _reads_order(self.scheme)
         return dataclasses.replace(new, tied=tied, lost=new.lost | lost)
 
     def take(self, rows: jax.Array) -> Self:
@@ -322,8 +324,11 @@ class KVCache:
         )
         into = jnp.where(self._inside("insert", rows), rows, self.length.shape[0])
         k, v = finite_values(other.k.astype(self.k.dtype), other.v.astype(self.v.dtype))
-        lost = other.overflowed
-        other = dataclasses.replace(other, k=k, v=v, lost=lost, storage=self.storage)
+        lost, tied = other.overflowed, other.tied
+        if self.ring and not other.ring:  # Its rows were not checked.
+            falls, tied = order(other.positions, other.segment_ids)
+            lost |= falls | tied & (_reads_order(self.scheme) | (self.storage.num_sink_tokens > 0))
+        other = dataclasses.replace(other, k=k, v=v, tied=tied, lost=lost, storage=self.storage)
 
         def put(old, new):
             # `new` may have fewer slots.
@@ -422,6 +427,7 @@ class KVCache:
             state=state,
             past_states=past_states,
             length=length,
+            tied=self.tied & (length > 0),
             rewindable=jnp.maximum(self.rewindable - count, 0),
             next_positions=jnp.where(count > 0, after, self.next_positions),
             lost=self.lost | lost,
@@ -532,6 +538,12 @@ def _after(positions: jax.Array, tokens: jax.Array) -> jax.Array:
     """Returns the position after the last of the tokens, int32 [B]; undefined without tokens."""
     least = jnp.iinfo(jnp.int32).min
     return jnp.where(tokens, add_saturated(positions, 1), least).max(1, initial=least)
+
+
+def _reads_order(scheme: Scheme | None) -> bool:
+    """Returns whether a scheme reads the keys between two tokens, in their order."""
+    parts = () if scheme is None else (scheme, *getattr(scheme, "schemes", ()))
+    return any(x.traits.order_only and bool(x.traits.causal_only) for x in parts)
 
 
 export.register_pytree_node_serialization(

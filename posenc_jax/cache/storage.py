@@ -91,7 +91,7 @@ class Ring:
         reach = self._reach(window, positions.shape[1], capacity)
         last_position, last_id = last
         last_id = jnp.where(length[:, None] > 0, last_id, -1)
-        unordered, ties = _order(
+        unordered, ties = order(
             jnp.concatenate([last_position, positions], 1),
             jnp.concatenate([last_id, segment_ids], 1),
         )
@@ -130,7 +130,7 @@ class Ring:
         return sides[0]
 
 
-def _order(positions: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def order(positions: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns bool [B]: rows where a token comes before the one before it, or has its position.
 
     Args:

@@ -127,7 +127,7 @@ def attention(
       scale: the factor on q . k and on scaled terms. Default 1 / sqrt(H).
       softcap: logits become `softcap * tanh(logits / softcap)`.
       sinks: [N] or [B, T, N], a logit per head, or per query and head, that takes its share of
-        the softmax and has no value.
+        the softmax and has no value; queries of padding have none in [B, T, N].
       dropout_rate: share of the weights that are dropped; needs `dropout_key`.
       dropout_key: a JAX random key.
       return_lse: whether to return the log-sum-exp of the logits too.

@@ -25,9 +25,13 @@ be finite too. Kernels multiply logits by log2(e), and take those below -2.3e38 
 
 
 def in_units(x: jax.Array, unit: float) -> jax.Array:
-    """Returns logits times a factor. Finite ones stay finite, -inf stays -inf."""
-    if unit <= 1.0:
-        return unit * x
+    """Returns logits times a factor. Finite ones stay finite, -inf stays -inf.
+
+    The product is rounded: XLA would fuse one with the sum after it, in one pass and not in the
+    other, and one step of float32 at -1e9 is a factor of exp(64) on a weight.
+    """
+    if unit == 1.0:
+        return x
     return jnp.where(x == MASK_VALUE, MASK_VALUE, jnp.maximum(unit * x, LEAST_LOGIT))
 
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.functions import Traced, trace_once
-from posenc_jax.engine.mask import add_saturated
+from posenc_jax.engine.mask import add_saturated, differentiable_in_units
 
 STATIC = {"static": True}  # Marks fields that are part of a pytree's structure.
 _PART = 128  # Tokens whose products with vectors per distance are computed at once.
@@ -258,7 +258,7 @@ class PairTerm(Term):
         out = self._rule(q, k).astype(jnp.float32)
         if self.horizon is not None:
             out -= self._far(self.heads, q.coordinates.dtype)
-        return self.factor * out
+        return differentiable_in_units(out, self.factor)
 
     def _rule(self, q, k):
         features = (q.features, k.features) if self.of_content else ()
@@ -278,7 +278,7 @@ class PairTerm(Term):
         out = out.astype(jnp.float32)
         if self.horizon is not None:
             out -= self._far(self.heads, q.coordinates.dtype)
-        return self.factor * out
+        return differentiable_in_units(out, self.factor)
 
     def dropped(self, dtype: Any) -> jax.Array | None:
         """Returns the constant that `tile` drops, [1, 1, N], for coordinates of a dtype."""
@@ -324,12 +324,14 @@ class SeparableTerm(Term):
 
     def pair(self, q, k):
         out = q.features.astype(jnp.float32) + k.features.astype(jnp.float32)
-        return self.factor * (-jnp.abs(out) if self.symmetric else out)
+        out = -jnp.abs(out) if self.symmetric else out
+        return differentiable_in_units(out, self.factor)
 
     def tile(self, strip, q, k, *, in_vjp):
         a, b = (x.features.astype(jnp.float32) for x in (q, k))
         out = a[:, None] + b[None, :]
-        return self.factor * (-jnp.abs(out) if self.symmetric else out)
+        out = -jnp.abs(out) if self.symmetric else out
+        return differentiable_in_units(out, self.factor)
 
 
 @jax.tree_util.register_dataclass

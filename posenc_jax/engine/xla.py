@@ -41,7 +41,12 @@ from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.derivatives import limit_derivatives
 from posenc_jax.engine.dropout import keep_mask
 from posenc_jax.engine.lower import Lowered, lower
-from posenc_jax.engine.mask import LEAST_LOGIT, MASK_VALUE, visible
+from posenc_jax.engine.mask import (
+    LEAST_LOGIT,
+    MASK_VALUE,
+    differentiable_in_units,
+    visible,
+)
 from posenc_jax.engine.problem import (
     Implementation,
     LogSumExp,
@@ -564,7 +569,7 @@ class Tiles:
             # One tile per row: XLA would otherwise sum rows inside the loop over diagonals.
             out = jnp.broadcast_to(out, (self.operands.q.shape[0], *out.shape[1:]))
         for term in pairs:
-            tile = term.factor * term.pairs.astype(jnp.float32)
+            tile = differentiable_in_units(term.pairs.astype(jnp.float32), term.factor)
             out = tile if out is None else out + tile
         k = k._replace(features=jax.tree.map(self._per_query_head, k.features))
         for n, (term, strip) in enumerate(zip(terms, strips, strict=True)):

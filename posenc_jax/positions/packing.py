@@ -58,8 +58,9 @@ def segment_ids_from_positions(positions: jax.Array) -> jax.Array:
     """
     array_of_rank("segment_ids_from_positions", "positions", positions, 2, "[B, T]")
     positions = integer_positions("segment_ids_from_positions", positions)
-    restarts = positions[:, 1:] <= positions[:, :-1]
-    return jnp.pad(jnp.cumsum(restarts, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    restarts = positions <= jnp.roll(positions, 1, axis=1)
+    first = jnp.arange(positions.shape[1])[None] == 0
+    return jnp.cumsum(restarts & ~first, axis=1, dtype=jnp.int32)
 
 
 def changes(ids: jax.Array) -> jax.Array:

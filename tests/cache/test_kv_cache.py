@@ -568,3 +568,28 @@ def test_a_ring_with_equal_positions_is_right_or_lost(capacity):
         np.testing.assert_allclose(out[0, real, 0], want, atol=1e-5)
         checked += 1
     assert checked > 5
+
+
+def test_a_prefill_with_equal_positions_is_checked_in_a_ring():
+    """In a full cache they are right, so that it does not look at them."""
+    (k, v, positions, ids), more = tokens(5), tokens(1, 2)
+    same, falling = np.minimum(positions, 1), positions[:, ::-1].copy()
+    for at, tied, lost in ((positions, False, False), (same, True, False), (falling, False, True)):
+        ring = insert(empty(5, ring=True), np.arange(2), append(empty(5), k, v, at, ids))
+        np.testing.assert_array_equal(ring.tied, [tied, tied])
+        np.testing.assert_array_equal(ring.overflowed, [lost, lost])
+        # The window of three positions from 0 on has lost the first token.
+        after = append(ring, *more[:2], at.max(1, keepdims=True) + 1, ids[:, :1], window=3)
+        assert after.overflowed.all() == (tied or lost)
+    np.testing.assert_array_equal(rewind(ring, 5).tied, [False, False])
+
+
+def test_schemes_that_read_the_order_of_keys_are_lost_at_equal_positions():
+    for scheme, lost in ((pe.StickBreaking(), True), (pe.T5(num_heads=3), False)):
+        ring = pe.new_cache(scheme, 1, 9, num_heads=3, head_dim=4, ring=True)
+        x = jnp.ones((1, 2, 3, 4))
+        _, ring = pe.scheme_attention(
+            scheme, scheme.init(jax.random.key(0)), x, x, x, positions=jnp.zeros((1, 2), int),
+            cache=ring, is_causal=True, window=3,
+        )  # fmt: skip
+        assert ring.overflowed.all() == lost

@@ -184,3 +184,23 @@ def test_minus_infinity_of_an_array_hides_any_key(implementation, bad):
     )
     assert_close((out, d_q, d_k, d_v, d_rule.pairs[0, 0]), (want[0], *want[2:6]))
     np.testing.assert_allclose(lse, want[1], rtol=1e-6, atol=1e-5)
+
+
+def test_products_of_a_scaled_mask_are_rounded_in_both_passes():
+    """XLA fused them with the sum after them in one pass: exp(64) times the gradient."""
+    q, k, v, g = np.random.default_rng(0).normal(size=(4, 1, 300, 2, 3)).astype(np.float32)
+
+    def gradients(implementation):
+        def loss(q, k, v, number):
+            rule = pe.LogitBias(_on_some_rows, shared=number, scaled=True)
+            options = {"scale": 0.9, "implementation": implementation}
+            return (pe.attention(q, k, v, rules=rule, **options) * g).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v, jnp.float32(-1e9))
+
+    for got, want in zip(gradients("xla"), gradients("dense"), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def _on_some_rows(number, head, i, j):
+    return jnp.where((j % 5 == 2) | (i % 3 == 1), number, 0.0)

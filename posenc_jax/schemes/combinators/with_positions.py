@@ -22,7 +22,7 @@ class _WithPositions(Wrapper):
 
     @property
     def traits(self):
-        return dataclasses.replace(self.scheme.traits, relative=False)
+        return dataclasses.replace(self.scheme.traits, relative=False, mirrored=False)
 
 
 def with_positions(scheme: Scheme, transform: Callable[[jax.Array], jax.Array]) -> Scheme:
