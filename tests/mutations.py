@@ -69,6 +69,13 @@ MUTATIONS = [
     Mutation("check does not name a function made anew", "testing/properties.py",
              "for name, function in itertools.chain(*after):", "for name, function in ():",
              "tests/test_mistakes.py"),
+    Mutation("one list of LongRoPE serves all lengths", "schemes/rotary/scaling/longrope.py",
+             "            self.long is not None,", "            True,",
+             "tests/schemes/rotary/scaling/test_longrope.py"),
+    # Traits.
+    Mutation("symmetric ALiBi tells past from future", "schemes/bias/alibi.py",
+             'mirrored = self.symmetry == "symmetric" and', "mirrored = False and",
+             "tests/test_every_scheme.py"),
     # Positions.
     Mutation("a document of one token joins the next", "positions/packing.py",
              "restarts = positions <= jnp", "restarts = positions < jnp",
