@@ -36,7 +36,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)
 
 # They make golden files and compare with transformers, with packages of their own.
-collect_ignore_glob = ["*make_*.py", "*hf/fuzz*.py"]
+collect_ignore_glob = ["*make_*.py", "*hf/fuzz*.py", "*accelerator_torch.py"]
 
 
 @pytest.fixture(autouse=True)
