@@ -24,7 +24,7 @@ from posenc_jax.cache.slots import (
 from posenc_jax.cache.storage import Ring, Slots, order
 from posenc_jax.checks import array_of_rank, integer_positions, require
 from posenc_jax.engine.mask import Window, add_saturated
-from posenc_jax.schemes.scheme import Scheme
+from posenc_jax.schemes.scheme import Acts, Scheme
 
 
 @jax.tree_util.register_dataclass
@@ -437,8 +437,8 @@ class KVCache:
     def overflowed(self) -> jax.Array:
         """Rows that lost tokens which later tokens may see, bool [B]; their outputs are NaN.
 
-        A row with more tokens than slots recovers when tokens are taken back, of which those that
-        were not stored are the last. A row where a ring,
+        A row with more tokens than slots recovers when tokens are taken back; `rewind` begins with
+        those that were not stored. A row where a ring,
         `take` or `rewind` was used beyond its limits recovers in `reset`.
         """
         return self.lost | self.storage.overflowed(self.length, self.capacity)
@@ -543,7 +543,10 @@ def _after(positions: jax.Array, tokens: jax.Array) -> jax.Array:
 def _reads_order(scheme: Scheme | None) -> bool:
     """Returns whether a scheme reads the keys between two tokens, in their order."""
     parts = () if scheme is None else (scheme, *getattr(scheme, "schemes", ()))
-    return any(x.traits.order_only and bool(x.traits.causal_only) for x in parts)
+    return any(
+        x.traits.order_only and (x.traits.transforms_rows or Acts.ATTENTION in x.acts)
+        for x in parts
+    )
 
 
 export.register_pytree_node_serialization(

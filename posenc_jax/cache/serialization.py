@@ -1,7 +1,7 @@
 """Static fields of a cache as JSON, for `jax.export` of decode steps.
 
-A settings object is written as the name of its class and its fields. Reading imports nothing: the
-module of a class must have been imported before, so that an exported file runs no code.
+A settings object is written as the name of its class and its fields. Reading imports nothing, and
+makes frozen dataclasses alone: the module of a class must have been imported before.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ def from_bytes(data: bytes) -> Any:
     """Returns the settings of `to_bytes`.
 
     Raises:
-      ValueError: if a class is no dataclass of an imported module.
+      ValueError: if a class is no frozen dataclass of an imported module.
     """
     return _decode(json.loads(data))
 
@@ -37,7 +37,7 @@ def _encode(x: Any) -> Any:
         return x
     if type(x) is tuple:
         return [_encode(y) for y in x]
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+    if _is_frozen(type(x)):
         fields = {f.name: _encode(getattr(x, f.name)) for f in dataclasses.fields(x) if f.init}
         return {"class": f"{type(x).__module__}:{type(x).__qualname__}", "fields": fields}
     raise TypeError(
@@ -55,6 +55,11 @@ def _decode(x: Any) -> Any:
     cls: Any = sys.modules.get(module)
     for part in name.split("."):
         cls = getattr(cls, part, None)
-    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
+    if cls is None or not _is_frozen(cls):
         raise ValueError(f"KVCache: import {module}, which has {name}, before reading this file.")
     return cls(**{n: _decode(y) for n, y in x["fields"].items()})
+
+
+def _is_frozen(cls: Any) -> bool:
+    params = getattr(cls, "__dataclass_params__", None)
+    return params is not None and params.frozen

@@ -45,9 +45,9 @@ def resize_grid(
     """Returns a grid [..., R, C] interpolated to [..., rows, columns], as PyTorch does.
 
     The cubic kernel has a = -0.75, as in `torch.nn.functional.interpolate`, which released
-    models use, and the border is repeated. With `antialias` it has a = -0.5, weights are
-    normalised at the border, and the kernel widens when the grid shrinks: in PyTorch, and in
-    `jax.image.resize`.
+    models use, and the border is repeated. With `antialias` the kernel has
+    a = -0.5, weights at the border are normalised, and the kernel widens when the grid shrinks, as
+    in `jax.image.resize` and in PyTorch.
 
     Args:
       grid: [..., R, C].

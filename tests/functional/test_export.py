@@ -1,5 +1,7 @@
 """`jax.export`: sizes that are unknown, and decode steps written to a file."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,11 @@ import posenc_jax as pe
 from posenc_jax.cache.serialization import from_bytes, to_bytes
 
 rng = np.random.default_rng(0)
+
+
+@dataclasses.dataclass
+class Case:
+    """A dataclass that is not frozen."""
 
 
 def _shapes(tree):
@@ -61,5 +68,7 @@ def test_reading_a_cache_imports_nothing():
     data = to_bytes(pe.RoPE(8)).replace(b"posenc_jax.schemes.rotary.rope", b"antigravity")
     with pytest.raises(ValueError, match="KVCache: import antigravity, which has RoPE"):
         from_bytes(data)
+    with pytest.raises(ValueError, match="has Case"):  # It is imported, and not frozen.
+        from_bytes(b'{"class": "test_export:Case", "fields": {}}')
     with pytest.raises(TypeError, match=r"cannot be written by jax\.export"):
         to_bytes(pe.with_positions(pe.RoPE(8), lambda positions: positions))

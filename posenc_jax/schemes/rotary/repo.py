@@ -54,6 +54,7 @@ class RePo(ContentRotary):
     layout: str = "half"
     init_std: float = 0.02
     name: ClassVar[str] = "repo"
+    traits: ClassVar = dataclasses.replace(ContentRotary.traits, mirrored=True)
     param_axes: ClassVar = {"gate": "model_dim width", "content": "model_dim width"}
 
     def __post_init__(self):
