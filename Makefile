@@ -83,7 +83,7 @@ compare: $(VENV)/.installed-experiments ## Train and compare (QUICK=1 SCHEMES=ro
 	  $(call option,SCHEMES,schemes) $(call option,SEEDS,seeds) $(call option,NAME,name) $(ARGS))
 
 study: $(VENV)/.installed-experiments ## Compare at learning rates chosen for each scheme, in hours (ARGS="--minutes 30")
-	$(RUN) -m experiments study $(if $(ACCEL),configs/study_gpu.toml) --run $(ARGS)
+	$(RUN) -m experiments study --run $(ARGS)
 
 scoreboard: $(VENV)/.installed-experiments ## Test claims of the literature, write RESULTS.md (ARGS="R08 --seeds 1")
 	$(RUN) -m experiments scoreboard --run $(ARGS)

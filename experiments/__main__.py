@@ -18,7 +18,6 @@ python -m experiments <command> [file.toml] [changes]
              each scheme, with seeds and intervals           configs/study.toml
   scoreboard test claims of the literature, write their
              outcomes to RESULTS.md                          configs/scoreboard/
-  generate   print text of a model that train has made       a folder of results
   attention  draw attention against distance of models that
              train has made, beyond the trained length too   a folder of results
   report     write report.html again from results of runs    a folder of results
@@ -53,7 +52,6 @@ _EXPERIMENTS = {
     "evaluate": "configs/kback.toml",
 }
 _OTHERS = {
-    "generate": "experiments.commands.generate",
     "attention": "experiments.commands.attention",
     "report": "experiments.commands.compare:report",
     "study": "experiments.study.command",

@@ -73,22 +73,21 @@ def run(options: argparse.Namespace) -> dict:
     return {"sizes": sizes, "steps_per_call": options.steps, "results": rows}
 
 
-def prepare(task, position, data, lanes=1):
+def prepare(task, position, data):
     """Returns a function of some training steps, and the seconds of its preparation.
 
     Args:
       task, position: the model and the batch.
       data: `Data.train` of the task.
-      lanes: models that are trained side by side.
     """
     from experiments.models.model import initialize, seed_keys
     from experiments.training.train import compiled, new_state, rates_of
 
     began = time.perf_counter()
-    call, seeds = compiled(task, position, lanes, data), list(range(lanes))
-    params = initialize(task.model, position, task.vocab_size, seed_keys(seeds, "parameters"))
+    call = compiled(task, position, 1, data)
+    params = initialize(task.model, position, task.vocab_size, seed_keys([0], "parameters"))
     state = new_state(params, task)
-    keys, rates, first = seed_keys(seeds, "data"), rates_of(task, lanes), jnp.int32(0)
+    keys, rates, first = seed_keys([0], "data"), rates_of(task, 1), jnp.int32(0)
     seconds = time.perf_counter() - began
 
     def steps():

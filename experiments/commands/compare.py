@@ -84,10 +84,7 @@ def compare(
 
         try:
             tasks = experiment.tasks.values()
-            seeds = experiment.seeds
-            status = carry_out(
-                options, folder, tasks, stages(), keep, progress, lambda run: seeds
-            ).status
+            status = carry_out(options, folder, tasks, stages(), keep, progress).status
         except KeyboardInterrupt:
             if not (folder / "config.toml").exists():
                 raise

@@ -4,7 +4,7 @@
     sh build/kit/install.sh                               on that machine: installs them
 
 Packages that jax and flax need are left out. The corpora of `configs/scoreboard` and of
-`configs/study_gpu.toml` are in it.
+`configs/gpu_clock.toml` are in it.
 """
 
 import argparse

@@ -20,7 +20,6 @@ from flax import nnx
 
 import posenc_jax as pe
 import posenc_jax.nnx as pnnx
-from experiments.errors import ConfigError
 from experiments.settings.common import Model
 
 Position = pe.Scheme | tuple[pe.LayerSpec, ...]
@@ -94,18 +93,9 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, **tokens: Any) -> jax.Array:
         """Returns [B, T, D] for x [B, T, D]; `tokens` are options of `pnnx.Attention`."""
-        return self._mlp(x + self.attention(self._attention_input(x), **tokens))
-
-    def decode(
-        self, x: jax.Array, cache: pe.KVCache, **tokens: Any
-    ) -> tuple[jax.Array, pe.KVCache]:
-        """Returns [B, T, D] for x [B, T, D] after the tokens in the cache, and the new cache."""
-        y, cache = self.attention(self._attention_input(x), cache=cache, **tokens)
-        return self._mlp(x + y), cache
-
-    def _attention_input(self, x: jax.Array) -> jax.Array:
         y = self.norm1(x)
-        return self.convs[0](y) if self.convs else y
+        y = self.convs[0](y) if self.convs else y
+        return self._mlp(x + self.attention(y, **tokens))
 
     def _mlp(self, x: jax.Array) -> jax.Array:
         z = self.norm2(x)
@@ -180,38 +170,6 @@ class LanguageModel(nnx.Module):
         for block in self.blocks:
             x = block(x, coordinates=coordinates)
         return by_rows(self.head, self.norm(x))
-
-    def decode(
-        self,
-        tokens: jax.Array,
-        caches: list[pe.KVCache],
-        positions: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-    ) -> tuple[jax.Array, list[pe.KVCache]]:
-        """Returns logits [B, T, V] after the tokens in the caches, and the new caches.
-
-        Args:
-          tokens: int32 [B, T].
-          caches: of the blocks, at first `new_caches`.
-          positions: int32 [B, T]. Default: after those in the caches.
-          segment_ids: int32 [B, T], below zero for padding.
-
-        Raises:
-          ConfigError: for models with convolutions.
-        """
-        if any(block.convs for block in self.blocks):
-            raise ConfigError("models with conv_size are not decoded")
-        x, new = self.embed(tokens) * self.embed_scale, []
-        for encoding in self.positions:
-            x = encoding(x, positions, cache=caches[0])
-        for block, cache in zip(self.blocks, caches, strict=True):
-            x, cache = block.decode(x, cache, positions=positions, segment_ids=segment_ids)
-            new.append(cache)
-        return by_rows(self.head, self.norm(x)), new
-
-    def new_caches(self, batch: int, capacity: int) -> list[pe.KVCache]:
-        """Returns empty caches of the blocks."""
-        return [block.attention.new_cache(batch, capacity) for block in self.blocks]
 
     def inputs_and_targets(self, tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the inputs of the model and its targets, int32 [B, T].

@@ -11,19 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
 
 from experiments.errors import ConfigError, ExperimentError, ResultsError
-from experiments.runs import lanes as groups_of_lanes
 from experiments.runs.checkpoints import Deadline, OutOfTime
 from experiments.runs.files import pack
 from experiments.runs.run import VERSIONS, Result, Run, RunFolder, commit, duration, here, load_data
 from experiments.runs.workers import Workers, default_count
 from experiments.settings.trust import add_trust, is_installed, is_project
 from experiments.training import mesh as on_mesh
-
-_PROGRAMS = Path(".cache/jax")
-"""Where compiled programs are kept, below the working folder."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,12 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="processes, each with a processor of its own (default: one per processor on CPUs)",
-    )
-    parser.add_argument(
-        "--lanes",
-        type=int,
-        metavar="N",
-        help="runs side by side in one program (default: 1 on CPUs, else as the file says)",
     )
     parser.add_argument(
         "--pack", type=Path, metavar="FILE", help="then put all results in one .tar.gz"
@@ -74,26 +63,6 @@ def number_of_workers(options: argparse.Namespace) -> int:
             "this device only (CUDA_VISIBLE_DEVICES), each with its --shard I/N"
         )
     return options.workers
-
-
-def number_of_lanes(
-    options: argparse.Namespace, workers: int, lanes: Callable[[Run], int]
-) -> Callable[[Run], int] | None:
-    """Returns the numbers of lanes of programs, None for runs one after the other.
-
-    Raises:
-      ConfigError: if the number is below 1, or above 1 with a mesh or several processes.
-    """
-    count = options.lanes
-    if count is None:
-        return None if options.mesh or jax.default_backend() == "cpu" else lanes
-    if count < 1:
-        raise ConfigError(f"--lanes: must be at least 1, got {count}")
-    if count > 1 and options.mesh:
-        raise ConfigError("--lanes: must be 1 with --mesh, which has all devices")
-    if count > 1 and workers > 1:
-        raise ConfigError("--lanes: needs --workers 1; on CPUs runs one after the other are faster")
-    return None if count == 1 else lambda run: count
 
 
 def shard(text: str) -> tuple[int, int]:
@@ -220,7 +189,6 @@ class Queue:
         mesh: jax.sharding.Mesh | None = None,
         keep: bool = False,
         show: Any = None,
-        lanes: Callable[[Run], int] | None = None,
     ):
         """Starts the clock.
 
@@ -231,10 +199,8 @@ class Queue:
           mesh: devices to train on; default: one.
           keep: whether to keep trained parameters.
           show: shows progress as `Lines` does, which is the default.
-          lanes: returns how many runs the program of a run trains side by side; default: one.
         """
         commit()  # Files may change while runs go on.
-        self.lanes = lanes
         self.folder, self.workers, self.mesh, self.keep = folder, workers, mesh, keep
         self.status, self.over = 0, False
         self.show = show or Lines()
@@ -253,7 +219,7 @@ class Queue:
         units, self._ended = _units(runs), 0
         if self.workers == 1:
             with self.deadline.of_sigterm():
-                for unit in units if self.lanes is None else self._groups(units, self.lanes):
+                for unit in units:
                     if not self.deadline.over():
                         self.carry_out(unit, self._handle)
         else:
@@ -271,17 +237,6 @@ class Queue:
             self.show.message(f"Time is over with {waiting} runs left; the same command continues.")
             self.over = True
 
-    def _groups(
-        self, units: Sequence[list[Run]], lanes: Callable[[Run], int]
-    ) -> Sequence[list[Run]]:
-        """Returns runs in groups whose programs are compiled."""
-        parts, began = groups_of_lanes.groups(units, lanes), time.monotonic()
-        if not self.deadline.over():
-            count = groups_of_lanes.compile_all(parts, lanes)
-            took = duration(time.monotonic() - began)
-            self.show.message(f"{len(units)} runs in {len(parts)} groups; {count} programs: {took}")
-        return parts
-
     def _handle(self, event: Step | Ended | str) -> None:
         if isinstance(event, Step):
             self.show.update(event)
@@ -294,8 +249,6 @@ class Queue:
 
     def carry_out(self, unit: list[Run], send: Callable[[Step | Ended | str], None]) -> None:
         """Carries out runs until the time is over, and sends their progress and their ends."""
-        if self.lanes is not None and groups_of_lanes.is_group(unit):
-            return self._carry_out_group(unit, self.lanes(unit[0]), send)
         for each in unit:
             began, result, error = time.monotonic(), None, ""
 
@@ -314,30 +267,6 @@ class Queue:
                 error = _in_one_line(raised)
             send(Ended(each.name, result, error, time.monotonic() - began))
 
-    def _carry_out_group(
-        self, group: list[Run], lanes: int, send: Callable[[Step | Ended | str], None]
-    ) -> None:
-        """Carries out runs side by side."""
-        began, waiting = time.monotonic(), {each.name for each in group}
-
-        def report(step: int, losses: list[float]) -> None:
-            for each, loss in zip(group, losses, strict=True):
-                send(Step(each.name, step, loss))
-
-        try:
-            for run, result in groups_of_lanes.carry_out(
-                self.folder, group, lanes, self.deadline, self.keep, send, report
-            ):
-                waiting.remove(run.name)
-                send(Ended(run.name, result, "", time.monotonic() - began))
-        except OutOfTime:
-            return
-        except ExperimentError:
-            raise
-        except Exception as raised:
-            for name in waiting:
-                send(Ended(name, None, _in_one_line(raised), time.monotonic() - began))
-
 
 def _in_one_line(error: Exception) -> str:
     """Returns an exception, after the last line of the user's own code that it passed."""
@@ -354,7 +283,6 @@ def carry_out(
     stages: Iterable[Iterable[Run]],
     keep: bool = False,
     show: Any = None,
-    lanes: Callable[[Run], int] = lambda run: 1,
 ) -> Queue:
     """Carries out the runs of a command, and returns their queue.
 
@@ -367,13 +295,11 @@ def carry_out(
       stages: runs whose results are needed; later stages may depend on results of earlier ones.
       keep: whether to keep trained parameters.
       show: shows progress as `Lines` does, which is the default.
-      lanes: returns how many runs the program of a run trains side by side on accelerators.
 
     Raises:
       ConfigError: for flags that do not fit the tasks or the machine.
       ResultsError: if another process works in a folder, or it cannot be written.
     """
-    keep_programs()
     workers, mesh = number_of_workers(options), None
     if options.mesh:
         sizes = [size for task in tasks for size in sharded(task)]
@@ -381,8 +307,7 @@ def carry_out(
     if jax.process_index() > 0:
         raise SystemExit(_follow(mesh))
     try:
-        side_by_side = number_of_lanes(options, workers, lanes)
-        queue = Queue(folder, options.minutes, workers, mesh, keep, show, side_by_side)
+        queue = Queue(folder, options.minutes, workers, mesh, keep, show)
         for runs in stages:
             waiting = [each for each in runs if RunFolder(folder, each).missing(keep)]
             queue.work(waiting)
@@ -395,17 +320,6 @@ def carry_out(
     if options.pack:
         say(f"Pack: {pack(folder, options.pack)} files in {options.pack}")
     return queue
-
-
-def keep_programs() -> None:
-    """Keeps compiled programs of accelerators between calls, unless the environment names a place.
-
-    On CPUs, programs of another processor could be read.
-    """
-    if jax.default_backend() != "cpu" and jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(_PROGRAMS.absolute()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        compilation_cache.reset_cache()  # A program may have been compiled before.
 
 
 def sharded(task: Any) -> list[tuple[str, str, int]]:

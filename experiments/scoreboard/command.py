@@ -8,7 +8,6 @@ import jax
 
 from experiments.errors import ConfigError, ResultsError
 from experiments.runs.files import write_whole
-from experiments.runs.forecast import Part, add_plan, forecast
 from experiments.runs.run import Run, RunFolder
 from experiments.runs.run_queue import (
     add_arguments,
@@ -30,7 +29,6 @@ python -m experiments scoreboard                          outcomes of all claims
 python -m experiments scoreboard R08 R10 --run            run these, with all their seeds
 python -m experiments scoreboard --run --shard 1/2        half of what this machine can run
 python -m experiments scoreboard R12 --run --minutes 9    stop in time; the next call continues
-python -m experiments scoreboard --plan                   a forecast of claims for a GPU, anywhere
 python -m experiments scoreboard --folder mine --run      claims of your own: mine/RESULTS.md
 
 Folders of runs are named by the hash of their settings: what has a result is not run again. Claims
@@ -48,7 +46,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("claims", nargs="*", metavar="R01", help="names of claims (default: all)")
     parser.add_argument("--run", action="store_true", help="run what has no result yet")
     add_arguments(parser)
-    add_plan(parser)
     parser.add_argument("--seeds", type=int, help="seeds to run now (default: as the claim says)")
     parser.add_argument("--fresh", action="store_true", help="remove earlier results of the claims")
     parser.add_argument(
@@ -75,14 +72,9 @@ def main(arguments: list[str]) -> int:
     everything = load_all(folder, [])
     load_all(folder, options.claims)  # Raises for unknown names.
     chosen = [c for c in everything if not options.claims or c.name in options.claims]
-    if not options.claims and (options.run or options.plan):
-        on_cpu = jax.default_backend() == "cpu" and not options.plan
-        device = "cpu" if on_cpu else "gpu"
+    if not options.claims and options.run:
+        device = "cpu" if jax.default_backend() == "cpu" else "gpu"
         chosen = [claim for claim in chosen if claim.about.device == device]
-    if options.plan:
-        for line in plan_in_words(chosen, options.minutes):
-            say(line)
-        return 0
     status = 0
     if options.run:
         tasks = [
@@ -92,9 +84,7 @@ def main(arguments: list[str]) -> int:
             if not isinstance(run, SpeedRun)
         ]
         stages = _stages(chosen, files.results, options.seeds, part, options.fresh)
-        count = max((claim.about.seeds for claim in chosen), default=1)
-        lanes = min(options.seeds or count, count)
-        status = carry_out(options, files.results, tasks, stages, lanes=lambda run: lanes).status
+        status = carry_out(options, files.results, tasks, stages).status
     outcomes = [judge(claim, files.results) for claim in everything]
     write_whole(files.page, page(outcomes, files))
     _show([outcome for outcome in outcomes if outcome.claim in chosen])
@@ -103,25 +93,6 @@ def main(arguments: list[str]) -> int:
     if mixed:
         raise ResultsError("; ".join(f"{o.claim.name}: {o.reason}" for o in mixed))
     return status
-
-
-def plan_in_words(claims: Sequence[Claim], minutes: float) -> Iterator[str]:
-    """Yields lines with the runs of claims on a GPU, their programs, and the times they may take.
-
-    Args:
-      claims: the claims.
-      minutes: of a piece.
-    """
-    runs: dict[str, tuple[str, Run, int]] = {}
-    for claim in claims:
-        for name, run in claim.runs.items():
-            if not isinstance(run, SpeedRun):
-                runs.setdefault(run.name, (f"{claim.name} {name}", run, claim.about.seeds))
-    parts = [
-        Part(name, run, seeds, [[run.task.train.steps] * seeds], len(run.task.test_lengths))
-        for name, run, seeds in runs.values()
-    ]
-    yield from forecast(f"Claims {', '.join(c.name for c in claims)}:", parts, minutes)
 
 
 def _stages(

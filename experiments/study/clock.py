@@ -4,7 +4,7 @@
 
 Runs of a study share a machine with each other and with other programs, so their times do not
 compare. The clock alternates between the schemes of a size in one process: on one processor, as
-runs have one, or on an accelerator with the lanes that runs have. Its file is `clock.json` in the
+runs have one, or on an accelerator. Its file is `clock.json` in the
 folder of results. The share of the machine's time that other programs had meanwhile is measured
 too: above `BUSY`, nothing is concluded from times.
 """
@@ -23,8 +23,6 @@ import jax
 from experiments.errors import ResultsError
 from experiments.runs.environment import environment
 from experiments.runs.files import to_json, write_whole
-from experiments.runs.lanes import compile_all
-from experiments.runs.run_queue import keep_programs
 from experiments.runs.workers import Workers
 from experiments.settings.config_io import convert
 
@@ -97,7 +95,7 @@ def measure(cells: Mapping[str, Mapping[str, Any]], folder: Path, say: Any) -> C
             with Workers(1, _in_worker) as workers:
                 (measured,) = workers.answers([unit], lambda unit: None, lambda: True)
         else:
-            (measured,) = _on_accelerator(of_size)
+            measured = _on_accelerator(of_size)
         steps[size], rounds[size], others[size] = measured
         share = "unknown" if others[size] is None else f"{others[size]:.1%}"
         say(f"{size}: {rounds[size]} rounds; time of other programs: {share}")
@@ -111,25 +109,19 @@ def _in_worker() -> Generator[Any]:
     yield _measure
 
 
-def _on_accelerator(cells: Mapping[str, Any]) -> list[Any]:
-    """Returns what `_measure` sends, of the programs of the runs, each with all its lanes."""
-    keep_programs()
-    compile_all(
-        [[cell.grid[0]] for cell in cells.values()], lambda run: cells[run.scheme].about.lanes
-    )
+def _on_accelerator(cells: Mapping[str, Any]) -> Any:
+    """Returns what `_measure` sends, of the programs of the runs."""
     unit = {name: (cell.task, cell.grid[0].position) for name, cell in cells.items()}
     measured: list[Any] = []
-    (lanes,) = {cell.about.lanes for cell in cells.values()}
     steps = next(iter(cells.values())).task.train.steps_per_call
-    _measure(unit, measured.append, steps, lanes, rounds=CALLS - 2)
-    return measured
+    _measure(unit, measured.append, steps, rounds=CALLS - 2)
+    return measured[0]
 
 
 def _measure(
     unit: Mapping[str, tuple[Any, Any]],
     send: Any,
     steps_per_call: int = 5,
-    lanes: int = 1,
     rounds: int = 15,
 ) -> None:
     """Sends milliseconds of a step by scheme, the number of rounds, and the share of others."""
@@ -141,7 +133,7 @@ def _measure(
     for name, (task, position) in unit.items():
         train = dataclasses.replace(task.train, steps_per_call=steps_per_call)
         task = dataclasses.replace(task, train=train)
-        cases[name], _ = prepare(task, position, load_data(task).train, lanes)
+        cases[name], _ = prepare(task, position, load_data(task).train)
         per_call[name] = train.steps_per_call
     before = _processor_seconds()
     timings = side_by_side(cases, rounds=rounds, seconds=0.0)

@@ -11,14 +11,12 @@ from experiments.pages.report import render
 from experiments.pages.scheme_results import Lookup, SchemeResults, collect
 from experiments.pages.tables import label
 from experiments.runs.files import write_whole
-from experiments.runs.forecast import add_plan
 from experiments.runs.run import Result, Run, RunFolder
 from experiments.runs.run_queue import add_arguments, carry_out, refuse_other_versions, say, shard
 from experiments.settings.config_io import Parser, names
 from experiments.study import clock
 from experiments.study.catalogue_page import catalogue_page, catalogue_picture
 from experiments.study.gains import gains_picture
-from experiments.study.on_gpu import lanes_of, plan_in_words
 from experiments.study.page import drawing, length_suffix, page
 from experiments.study.plan import Study, forecast, load
 from experiments.study.rows import Row, rows_of
@@ -30,7 +28,6 @@ python -m experiments study --clock                  time a step of each scheme,
 python -m experiments study --run                    run what has no result, in stages
 python -m experiments study --run --minutes 9        stop in time; the next call continues
 python -m experiments study --run --shard 1/2        half of the schemes; another call has the rest
-python -m experiments study configs/study_gpu.toml --plan    a forecast for a GPU, on any machine
 
 Folders of runs are named by the hash of their settings: what has a result is not run again.
 """
@@ -51,7 +48,6 @@ def main(arguments: list[str]) -> int:
         help="first measure a step of each scheme, in a minute or two; needs an idle machine",
     )
     add_arguments(parser)
-    add_plan(parser)
     parser.add_argument(
         "--also",
         type=names,
@@ -69,17 +65,13 @@ def main(arguments: list[str]) -> int:
     target = options.page or Path("docs") / f"{study.name}.md"
     if target.suffix != ".md":
         raise ConfigError(f"--page: must be the name of a Markdown file, got {target}")
-    if options.plan:
-        for line in plan_in_words(study, options.minutes):
-            say(line)
-        return 0
     status = 0
     if options.clock:
         clock.measure(study.timed_sizes, folder, say)
     if options.run:
         tasks = [cell.task for cells in study.cells.values() for cell in cells.values()]
         stages = _stages(study, folder, part)
-        status = carry_out(options, folder, tasks, stages, lanes=lanes_of(study)).status
+        status = carry_out(options, folder, tasks, stages).status
     results, times = known(folder), clock.read(folder)
     rows = by_scheme(study, results)
     for path, text in pages(study, rows, results, times, options.file, folder, target).items():

@@ -75,8 +75,6 @@ class _Size:
     """Whether to run with the baseline's training time too, or the schemes that do."""
     budgets: tuple[Annotated[float, Field(gt=0, le=1000)], ...] = ()
     """Other numbers of steps for the baseline, relative to its own, growing."""
-    lanes: Annotated[int, Field(ge=1, le=100)] = 1
-    """Runs side by side in one program, on accelerators."""
     best: NonNegativeInt = 0
     """With `rates_of`: the number of schemes with the best mean scores there that run; 0: all. If
     this size has more selection seeds, these choose their settings anew."""

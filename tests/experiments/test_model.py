@@ -13,7 +13,6 @@ from flax import nnx
 from support import KINDS, one_of_all
 
 import posenc_jax as pe
-from experiments.errors import ConfigError
 from experiments.models.model import (
     LanguageModel,
     count_parameters,
@@ -120,21 +119,6 @@ def test_layers_attend_within_their_chunk_or_window(layer, first):
     reached = np.abs(out[0] - out[1]).max(-1) > 1e-5
     assert reached[4:8].all() and not reached[:4].any()
     assert reached[first - 1] and not reached[first:].any()
-
-
-def test_decoding_within_chunks_equals_whole_passes():
-    layers = (pe.LayerSpec(ROPE, chunk_size=8, window=5), pe.LayerSpec(pe.T5(2), chunk_size=4))
-    network = new_model(layers, TWO_LAYERS)
-    tokens = np.random.default_rng(0).integers(1, TASK.vocab_size, (2, 20))
-    whole, outs = jax.jit(network)(tokens), []
-    decode, caches = nnx.jit(LanguageModel.decode), network.new_caches(2, 20)
-    for part in np.split(tokens, 4, axis=1):
-        out, caches = decode(network, part, caches)
-        outs.append(out)
-    np.testing.assert_allclose(np.concatenate(outs, 1), whole, atol=1e-5)
-    convolved = nnx.eval_shape(lambda: new_model(ROPE, dataclasses.replace(SIZES, conv_size=3)))
-    with pytest.raises(ConfigError, match="models with conv_size are not decoded"):
-        convolved.decode(tokens, convolved.new_caches(2, 20))
 
 
 def test_settings_of_layers_change_the_model():
