@@ -13,7 +13,7 @@ def test_files_name_the_version():
     readme = (ROOT / "README.md").read_text()
     assert set(re.findall(r"(?i)version v?([0-9]+[.][0-9]+[.][0-9]+)", readme)) <= {pe.__version__}
     headings = re.findall(r"(?m)^## (\S+)", (ROOT / "CHANGELOG.md").read_text())
-    assert headings[:2] == ["Unreleased", pe.__version__]
+    assert pe.__version__ in headings[:2]  # The first may be "Unreleased".
 
 
 def test_the_address_stands_in_one_file():
