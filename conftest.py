@@ -5,7 +5,9 @@ import gc
 import os
 import shutil
 import tempfile
-from importlib.metadata import version
+import types
+from collections import Counter
+from importlib.metadata import PackageNotFoundError, version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiling is most of the time of these tests. The older of jaxlib 0.10's two ways to make code
@@ -29,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from packaging.requirements import Requirement
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Tests compile more than they compute, and numbers need no optimiser. It is LLVM's alone that goes:
@@ -69,6 +72,58 @@ def forget():
     if programs > 500:
         jax.clear_caches()
         programs = 0
+
+
+def is_installed(requirement):
+    """Whether a package is installed, in a version that a requirement allows."""
+    requirement = Requirement(requirement)
+    try:
+        return requirement.specifier.contains(version(requirement.name), prereleases=True)
+    except PackageNotFoundError:
+        return False
+
+
+def missing(item):
+    """Returns the requirements of a test, from its marks `needs`, that are not installed."""
+    needed = dict.fromkeys(name for mark in item.iter_markers("needs") for name in mark.args)
+    return [name for name in needed if not is_installed(name)]
+
+
+DESELECTED = []  # Of each deselected test, the requirements that are missing.
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Deselects tests whose packages are not installed."""
+    if without := [item for item in items if missing(item)]:
+        items[:] = [item for item in items if not missing(item)]
+        config.hook.pytest_deselected(items=without)
+
+
+def pytest_deselected(items):
+    DESELECTED.extend(missing(x) if isinstance(x, pytest.Item) else x.missing for x in items)
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["deselected"] = DESELECTED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Reports what the first worker deselected: all collect the same tests."""
+    if not DESELECTED:
+        deselected = getattr(node, "workeroutput", {}).get("deselected", [])
+        items = [types.SimpleNamespace(missing=names) for names in deselected]
+        node.config.hook.pytest_deselected(items=items)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Names the packages that deselected tests need."""
+    for names, count in Counter(tuple(names) for names in DESELECTED if names).items():
+        tests = "1 test needs" if count == 1 else f"{count} tests need"
+        packages = " ".join(f"'{name}'" for name in names)
+        terminalreporter.write_line(f"{tests} packages: pip install {packages}")
 
 
 def pytest_collection_finish():

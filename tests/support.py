@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 import re
 from typing import Any
@@ -255,13 +254,7 @@ def recorded(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]
     return json.loads(str(arrays.pop("about"))), arrays
 
 
-EVERY_CASE = os.environ.get("CASES") == "all"
-"""Whether to run cases that are like others, too."""
-one_of_all = pytest.mark.skipif(not EVERY_CASE, reason="CASES=all runs it")
-gpu_lowered = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the GPU kernels need jax 0.11.2"
-)
-gpu_interpreted = pytest.mark.skipif(
-    jax.__version_info__ < (0, 12),
-    reason="the interpreter for GPUs of jax 0.11 refuses phases that no thread has waited for",
-)
+slow = pytest.mark.slow
+gpu_lowered = pytest.mark.needs("jax>=0.11.2")
+# The interpreter for GPUs of jax 0.11 refuses phases that no thread has waited for.
+gpu_interpreted = pytest.mark.needs("jax>=0.12")

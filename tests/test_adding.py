@@ -15,7 +15,7 @@ import make_scheme_pages
 import numpy as np
 import pytest
 from flax import nnx
-from support import EVERY_CASE
+from support import slow
 
 import posenc_jax as pe
 from posenc_jax import testing
@@ -79,16 +79,21 @@ class Doubled(pe.FrequencyMap):
 SCHEMES = [LogDistance(6), LearnedSpeed(8), pe.RoPE(8, scaling=Doubled())]
 
 
-@pytest.fixture(scope="module", params=SCHEMES, ids=["scheme", "rotary scheme", "frequency map"])
-def case(request):
-    return testing.Case(request.param)
+CASES = {scheme: testing.Case(scheme) for scheme in SCHEMES}
+WORDS = ["scheme", "rotary scheme", "frequency map"]
 
 
-@pytest.mark.parametrize("name", PROPERTIES)
-def test_added_scheme_has_the_common_properties(case, name):
-    if isinstance(case.scheme, pe.RoPE) and name != PROPERTIES[-1] and not EVERY_CASE:
-        pytest.skip("CASES=all runs it")  # It is RoPE with other frequencies.
-    testing.PROPERTIES[name].check(case)
+def properties():
+    """Every scheme with each property; RoPE with other frequencies is slow but for the last."""
+    for scheme, word in zip(SCHEMES, WORDS, strict=True):
+        for name in PROPERTIES:
+            marks = slow if isinstance(scheme, pe.RoPE) and name != PROPERTIES[-1] else ()
+            yield pytest.param(scheme, name, id=f"{word}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("scheme", "name"), list(properties()))
+def test_added_scheme_has_the_common_properties(scheme, name):
+    testing.PROPERTIES[name].check(CASES[scheme])
 
 
 def test_added_schemes_run_in_a_layer_and_in_a_chain():

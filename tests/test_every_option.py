@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import SIZES, Option, build, one_of_all, parameters, run
+from support import SIZES, Option, build, parameters, run, slow
 
 import posenc_jax as pe
 
@@ -51,7 +51,7 @@ def where(cls):
 
 def once(cls, field):
     """Returns the marks of a setting: where a base class has it, code of that class reads it."""
-    return () if field in cls.__annotations__ else one_of_all
+    return () if field in cls.__annotations__ else slow
 
 
 def settings(classes):

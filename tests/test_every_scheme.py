@@ -6,6 +6,7 @@ Below are those that only this repository needs.
 
 import dataclasses
 import functools
+import itertools
 import re
 import sys
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support import EVERY_CASE, KINDS, build, close, make_batch, one_of_all, output
+from support import KINDS, build, close, make_batch, output, slow
 
 import posenc_jax as pe
 from posenc_jax import testing
@@ -56,78 +57,99 @@ OF_ONE = {
 """tests/modules/test_param_dtypes.py reads the dtypes of every scheme in its traced program."""
 EAGER = {"rope", "t5", "fox", "learned"}
 """An operation that is not compiled with others costs as much as a small program."""
+MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
 
 
 def kind_of(scheme):
     return next(name for name, cls in pe.SCHEMES.items() if cls is type(scheme))
 
 
-def hooks_of(scheme):
-    return {
-        name
-        for name in IN_TILES | IN_CACHES
-        if getattr(type(scheme), name) is not getattr(pe.Scheme, name)
-    }
+def hooks_of(kind):
+    cls = pe.SCHEMES[kind]
+    return {n for n in IN_TILES | IN_CACHES if getattr(cls, n) is not getattr(pe.Scheme, n)}
 
 
 def shapes_of(scheme):
     return jax.tree.leaves(jax.eval_shape(scheme.init, jax.random.key(0)))
 
 
-def runs(scheme, name):
-    """Whether a property is measured without CASES=all."""
+def is_quick(kind, name):
+    """Whether a property of a scheme is measured by default."""
     if name == "jit_equals_eager":
-        return kind_of(scheme) in EAGER
-    if kind_of(scheme) in ONE_OF_EACH:
+        return kind in EAGER
+    if kind in ONE_OF_EACH:
         return True
-    in_tiles = hooks_of(scheme) & (IN_TILES | {"features"})
+    in_tiles = hooks_of(kind) & (IN_TILES | {"features"})
     return not (
         name in OF_ONE
-        or (name == "every_parameter_has_a_gradient" and not (in_tiles or shapes_of(scheme)))
+        or (
+            name == "every_parameter_has_a_gradient"
+            and not (in_tiles or shapes_of(build(pe.SCHEMES[kind])))
+        )
         or (name in OF_TILES and not in_tiles)
-        or (name in OF_CACHES and not hooks_of(scheme) & IN_CACHES)
+        or (name in OF_CACHES and not hooks_of(kind) & IN_CACHES)
     )
+
+
+def for_schemes(are_quick, *others):
+    """Returns cases of all schemes; cases of schemes for which `are_quick` is false are slow."""
+    return [
+        pytest.param(kind, *other, marks=() if are_quick(kind, *other) else slow)
+        for kind in pe.SCHEMES
+        for other in itertools.product(*others)
+    ]
 
 
 @pytest.fixture(scope="session")
 def case(scheme):
     """All properties of a scheme share what it compiles."""
     case = testing.Case(scheme)
-    if not (EVERY_CASE or runs(scheme, "tiles_equal_the_reference")):
+    if not is_quick(kind_of(scheme), "tiles_equal_the_reference"):
         case.implementations = ("reference",)
     return case
 
 
-@pytest.mark.parametrize("name", testing.PROPERTIES)
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    for_schemes(is_quick, testing.PROPERTIES),
+    indirect=["scheme"],
+    scope="session",
+)
 def test_property(case, name):
-    if not (EVERY_CASE or runs(case.scheme, name)):
-        pytest.skip("CASES=all runs it")
     testing.PROPERTIES[name].check(case)
 
 
-def test_sharded_over_eight_devices_gives_the_same_numbers(case):
-    # On an explicit mesh, whose shardings are checked while tracing; numbers need one of a kind.
+def spread(case):
+    """A batch for eight devices, on an explicit mesh, and the program for it."""
     x = np.random.default_rng(0).normal(size=(8, LENGTH, case.model_dim)).astype("f4")
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        spread = NamedSharding(mesh, PartitionSpec("data"))
-        run = jax.jit(functools.partial(case.model, case.scheme, implementation="reference"))
-        sharded = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spread)
+    sharding = NamedSharding(MESH, PartitionSpec("data"))
+    run = jax.jit(functools.partial(case.model, case.scheme, implementation="reference"))
+    return x, sharding, run
+
+
+def test_sharding_over_eight_devices_is_kept(case):
+    """Shardings on an explicit mesh are checked while tracing."""
+    with jax.set_mesh(MESH):
+        x, sharding, run = spread(case)
+        sharded = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         out, _ = jax.eval_shape(run, case.params, case.weights, sharded)
-        assert out.sharding.spec[0] == "data"
-        if kind_of(case.scheme) not in EAGER and not EVERY_CASE:
-            return
-        out, _ = run(case.params, case.weights, jax.device_put(x, spread))
+    assert out.sharding.spec[0] == "data"
+
+
+@pytest.mark.parametrize("scheme", for_schemes(EAGER.__contains__), indirect=True, scope="session")
+def test_eight_devices_give_the_same_numbers(case):
+    with jax.set_mesh(MESH):
+        x, sharding, run = spread(case)
+        out, _ = run(case.params, case.weights, jax.device_put(x, sharding))
     assert out.sharding.spec[0] == "data"
     pairs = np.split(x, 8 // BATCH)  # The properties have compiled a batch of this size.
     close(out, np.concatenate([case.run(pair)[0] for pair in pairs]), 1e-5)
 
 
+@pytest.mark.parametrize("scheme", for_schemes(hooks_of), indirect=True, scope="session")
 @pytest.mark.parametrize(("batch", "length"), [(0, 4), (2, 0)])
 def test_empty_batches_and_sequences(scheme, batch, length):
     """Traced, with gradients: there is nothing to compute."""
-    if not (EVERY_CASE or hooks_of(scheme)):
-        pytest.skip("CASES=all runs it")
     tokens = make_batch(batch, length)
     params = scheme.init(jax.random.key(0))
 
@@ -139,9 +161,10 @@ def test_empty_batches_and_sequences(scheme, batch, length):
     assert jax.eval_shape(jax.grad(total), params) == jax.eval_shape(lambda: params)
 
 
+@pytest.mark.parametrize(
+    "scheme", for_schemes(lambda kind: "rules" in hooks_of(kind)), indirect=True, scope="session"
+)
 def test_the_traits_say_which_schemes_tell_past_from_future(case):
-    if not (EVERY_CASE or "rules" in hooks_of(case.scheme)):
-        pytest.skip("CASES=all runs it")
     change = mirrored_change(case)
     assert change is None or (change < 2e-5) == case.scheme.traits.mirrored
 
@@ -163,7 +186,7 @@ TRANSFORMED = ["fourier", "t5", "short_conv"]
 
 @pytest.fixture(
     params=[
-        pytest.param(k, marks=() if k in TRANSFORMED else one_of_all)
+        pytest.param(k, marks=() if k in TRANSFORMED else slow)
         for k in sorted({*KINDS, *TRANSFORMED})
     ]
 )

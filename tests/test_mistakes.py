@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import EVERY_CASE
+from support import slow
 
 import posenc_jax as pe
 from posenc_jax import testing
@@ -252,7 +252,7 @@ WRONG = {
     LogOfZero: (["the output is not finite", "log(0)"], "jit_equals_eager"),
     MisspeltKey: (["is it a misspelt `key`?"], "adding_a_constant_changes_nothing"),
 }
-"""Mistakes that are measured, with a property that finds them; CASES=all measures them all."""
+"""Mistakes that are measured, with a property that finds them; slow cases measure them all."""
 
 
 def message_of(scheme):
@@ -273,11 +273,12 @@ def test_a_mistake_that_raises_is_explained(cls):
         assert "test_mistakes.py:" in message
 
 
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=slow)])
 @pytest.mark.parametrize("cls", WRONG, ids=lambda cls: cls.__name__)
-def test_a_mistake_that_is_measured_is_explained(cls, monkeypatch):
+def test_a_mistake_that_is_measured_is_explained(cls, everything, monkeypatch):
     parts, name = WRONG[cls]
     names = ["hashable_and_equal_by_value", name]
-    if not EVERY_CASE:
+    if not everything:
         some = {name: testing.PROPERTIES[name] for name in names}
         monkeypatch.setattr(testing.properties, "PROPERTIES", some)
     message = message_of(cls(6))

@@ -8,7 +8,7 @@ import sys
 import pages
 import pytest
 
-pytest.importorskip("ty")
+pytestmark = pytest.mark.needs("ty")
 
 ROOT = pathlib.Path(__file__).parent.parent
 RETURN_TYPES = """

@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from support import one_of_all
+from support import slow
 
 import posenc_jax as pe
 from posenc_jax import nnx, testing
@@ -340,8 +340,8 @@ def test_grape_with_heads_on_an_explicit_axis():
     [
         ("deberta", "ring", ("packed", "rows reused", "rewound")),
         ("learned", "full", ("left padding", "rows of different lengths", "rows inserted")),
-        pytest.param("t5", "sinks", ("chunks of 64", "rows reused", "beams"), marks=one_of_all),
-        pytest.param("shaw", "full", ("beams", "rewound"), marks=one_of_all),
+        pytest.param("t5", "sinks", ("chunks of 64", "rows reused", "beams"), marks=slow),
+        pytest.param("shaw", "full", ("beams", "rewound"), marks=slow),
     ],
 )
 def test_situations_of_a_server(name, policy, situations):

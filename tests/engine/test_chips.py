@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from engine.kernel_cases import described
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from support import gpu_lowered
 
 import posenc_jax as pe
 from posenc_jax.engine import api, chips
@@ -24,9 +25,6 @@ from posenc_jax.prove import steps
 from posenc_jax.prove.contact import DeviceError
 
 H100 = chips.Chip("NVIDIA H100 80GB HBM3", "0.11.2", "cuda 13000", ("bfloat16",), "", "")
-for_gpus = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11, 2), reason="the kernels for GPUs need a newer jax"
-)
 
 
 @pytest.fixture
@@ -74,7 +72,7 @@ def _places(length, keys):
     return {"q_positions": at[keys - length :], "k_positions": at, "length": length, "keys": keys}
 
 
-@for_gpus
+@gpu_lowered
 def test_what_none_takes_on_a_chip_of_the_table(chip):
     """cuDNN where it serves the call; rules, and calls that it lacks, by the kernels."""
     assert _chosen() == _chosen(window=64) == "cudnn"
@@ -103,7 +101,7 @@ def test_what_none_takes_on_a_chip_of_the_table(chip):
     assert _chosen(ALIBI, **_places(16, 2**14)) == _chosen(ALIBI, **_places(64, 2**13)) == "xla"
 
 
-@for_gpus
+@gpu_lowered
 @pytest.mark.parametrize(
     "change",
     [
@@ -131,7 +129,7 @@ def test_tpus_wait_for_a_run(chip):
         assert (_chosen(T5), _chosen(), _chosen(ALIBI, **decode)) == ("pallas", "splash", "dense")
 
 
-@for_gpus
+@gpu_lowered
 def test_the_setting_of_a_program_is_part_of_what_is_traced(chip):
     words = []
 
@@ -157,7 +155,7 @@ def test_the_setting_of_a_program_is_part_of_what_is_traced(chip):
         pe.kernels_by_default("pallas")
 
 
-@for_gpus
+@gpu_lowered
 def test_chips_that_are_described_and_devices_that_a_trace_does_not_show(chip, monkeypatch):
     for kind, word in (("NVIDIA H200", "xla"), (H100.device_kind, "pallas")):
         with described(kind):
@@ -166,7 +164,7 @@ def test_chips_that_are_described_and_devices_that_a_trace_does_not_show(chip, m
     assert _chosen(T5) == "xla"
 
 
-@for_gpus
+@gpu_lowered
 def test_sharded_arrays(chip, monkeypatch):
     """What cannot be divided over the devices keeps what it took before."""
     chip.device_kind = "cpu"  # As meshes of its devices say.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from engine.rules import KINDS
 from jax.sharding import AxisType, PartitionSpec
-from support import one_of_all
+from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine import dense
@@ -42,7 +42,7 @@ def _rule(heads=2):
 
 
 @pytest.mark.parametrize(
-    "options", [{"window": (300, 20)}, pytest.param({"is_causal": True}, marks=one_of_all)], ids=str
+    "options", [{"window": (300, 20)}, pytest.param({"is_causal": True}, marks=slow)], ids=str
 )
 def test_queries_meet_only_ranges_of_keys_that_they_may_see(options):
     q, k, v = _tokens(1030, batch=1, heads=1)
@@ -95,7 +95,7 @@ def test_causal_work_is_less(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "extra", [{}, pytest.param({"softcap": 2.0}, marks=one_of_all), {"dropout_rate": 0.3}], ids=str
+    "extra", [{}, pytest.param({"softcap": 2.0}, marks=slow), {"dropout_rate": 0.3}], ids=str
 )
 def test_a_rule_may_take_the_place_of_the_softmax(extra):
     q, k, v = _tokens(19)

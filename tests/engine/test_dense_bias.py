@@ -7,7 +7,7 @@ import pytest
 from engine.kernel_cases import arrays_of, assert_close, described
 from engine.rules import KINDS
 from oracle import qkv, softmax_attention
-from support import gpu_interpreted, gpu_lowered, one_of_all
+from support import gpu_interpreted, gpu_lowered, slow
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
@@ -27,7 +27,7 @@ UNEQUAL = PallasTPU(Blocks(128, 128), Blocks(256, 384), interpret=True)
 CASES = [((1, N), TILES), ((B, 1), Dense(block=2**12)), ((1, 1), UNEQUAL)]
 MORE_CASES = [((1, 1), TILES), ((B, N), TILES), ((B, 1), TILES), ((1, N), "reference")]
 MORE_CASES += [(lead, KERNELS) for lead in ((1, 1), (B, N), (B, 1), (1, N))]
-CASES += [pytest.param(*case, marks=one_of_all) for case in MORE_CASES]
+CASES += [pytest.param(*case, marks=slow) for case in MORE_CASES]
 WEIGHTS = RANDOM.normal(size=(B, T, N, 8)).astype("f4")
 
 
@@ -104,11 +104,11 @@ def exact_gradients(q, k, v, bias, d_out, sees):
     ("kernels", "length", "kv_heads", "lead", "dtype"),
     [
         (KERNELS, 200, 2, (1, N), jnp.bfloat16),
-        pytest.param(KERNELS, 200, 6, (2, 1), jnp.float32, marks=one_of_all),
-        pytest.param(KERNELS, 63, 2, (2, N), jnp.float32, marks=one_of_all),
+        pytest.param(KERNELS, 200, 6, (2, 1), jnp.float32, marks=slow),
+        pytest.param(KERNELS, 63, 2, (2, N), jnp.float32, marks=slow),
         pytest.param(OF_GPU, 63, 2, (1, 1), jnp.bfloat16, marks=gpu_interpreted),
-        pytest.param(OF_GPU, 200, 6, (2, 1), jnp.bfloat16, marks=[gpu_interpreted, one_of_all]),
-        pytest.param(OF_GPU, 200, 2, (1, N), jnp.float32, marks=[gpu_interpreted, one_of_all]),
+        pytest.param(OF_GPU, 200, 6, (2, 1), jnp.bfloat16, marks=[gpu_interpreted, slow]),
+        pytest.param(OF_GPU, 200, 2, (1, N), jnp.float32, marks=[gpu_interpreted, slow]),
     ],
 )
 def test_kernels_equal_float64_numpy(kernels, length, kv_heads, lead, dtype):
@@ -169,7 +169,7 @@ def test_attention_matches_a_float64_softmax_with_another_rule():
     ("implementation", "softcap"),
     [(TILES, None), ("dense", 5.0), (KERNELS, None)]
     + [
-        pytest.param(*case, marks=one_of_all)
+        pytest.param(*case, marks=slow)
         for case in ((TILES, 5.0), (KERNELS, 5.0), ("reference", 5.0))
     ],
     ids=str,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engine.kernel_cases import assert_close
 from engine.rules import KINDS, explicit_mask
-from support import one_of_all
+from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
@@ -159,8 +159,8 @@ def _reference(kind, feature):
     [
         *((*case, "dense") for case in DENSE_CASES),
         *((*case, "xla") for case in CASES),
-        *(pytest.param(*case, "xla", marks=one_of_all) for case in MORE_CASES),
-        *(pytest.param(*case, "dense", marks=one_of_all) for case in MORE_DENSE_CASES),
+        *(pytest.param(*case, "xla", marks=slow) for case in MORE_CASES),
+        *(pytest.param(*case, "dense", marks=slow) for case in MORE_DENSE_CASES),
     ],
 )
 def test_equals_the_reference(kind, feature, implementation):
@@ -198,7 +198,7 @@ def test_the_reference_reads_what_is_seen_from_the_options():
 
 @pytest.mark.parametrize("implementation", ("reference", *IMPLEMENTATIONS.values()), ids=repr)
 @pytest.mark.parametrize(
-    ("window", "per_query"), [pytest.param(None, False, marks=one_of_all), (3, True)]
+    ("window", "per_query"), [pytest.param(None, False, marks=slow), (3, True)]
 )
 def test_equals_what_is_written_in_the_paper(implementation, window, per_query):
     """Float64 loops over heads, queries and keys: GQA, a bias, softcap, sinks, segments.

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from engine.rules import KINDS
-from support import one_of_all
+from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
@@ -22,7 +22,7 @@ TILES = XLA(Blocks(8, 4), Blocks(4, 8))
 IN_TILES = ("t5", "fox", "shaw", "unbounded")
 CASES = [*((kind, "xla") for kind in IN_TILES), ("whole", "reference")]
 MORE_CASES = [(k, i) for k in KINDS for i in ("reference", "xla") if (k, i) not in CASES]
-CASES += [pytest.param(*case, marks=one_of_all) for case in MORE_CASES]
+CASES += [pytest.param(*case, marks=slow) for case in MORE_CASES]
 
 
 @pytest.mark.parametrize(("kind", "implementation"), CASES)

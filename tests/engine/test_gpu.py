@@ -3,7 +3,7 @@
 The interpreter simulates warpgroups, shared memory, copies and barriers. Products there take
 float32 operands too, which shows errors that the rounding of bfloat16 would hide. It compiles each
 block of threads anew, so two small cases run by default: a bias by distance, and features of
-tokens. CASES=all adds the others.
+tokens. Slow cases are the others.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import pytest
 from engine import tma
 from engine.kernel_cases import B, assert_close, case_of, outcome
 from engine.rules import KINDS
-from support import EVERY_CASE, gpu_interpreted, gpu_lowered, one_of_all
+from support import gpu_interpreted, gpu_lowered, slow
 
 import posenc_jax as pe
 from posenc_jax.engine.gpu import tile
@@ -42,7 +42,7 @@ CASES += [("kerple", "causal", 200), ("separable", "causal", 200)]
 TOLERANCE = {"unbounded": 1e-4}  # Its logits are about 100, which float32 rounds to 1e-5.
 
 
-@one_of_all
+@slow
 @gpu_interpreted
 @pytest.mark.parametrize(("rule", "feature", "length"), CASES)
 def test_equals_the_reference(rule, feature, length):
@@ -139,7 +139,7 @@ def test_the_compiled_gather_reads_the_place_of_each_register(columns, monkeypat
     ("rule", "feature", "heads"),
     [
         ("gate", "both_ways_segments", 2),
-        pytest.param("narrow", "causal", 1, marks=one_of_all),
+        pytest.param("narrow", "causal", 1, marks=slow),
     ],
 )
 def test_one_row_equals_the_reference(rule, feature, heads):
@@ -151,8 +151,8 @@ def test_one_row_equals_the_reference(rule, feature, heads):
 @pytest.mark.parametrize(
     ("rule", "sizes"),
     [
-        pytest.param("t5", {"heads": 2, "dim": 80, "value_dim": 96}, marks=one_of_all),
-        pytest.param("unbounded", {"heads": 1}, marks=one_of_all),
+        pytest.param("t5", {"heads": 2, "dim": 80, "value_dim": 96}, marks=slow),
+        pytest.param("unbounded", {"heads": 1}, marks=slow),
     ],
 )
 def test_the_checking_interpreter_finds_nothing(rule, sizes):
@@ -166,7 +166,7 @@ def test_the_checking_interpreter_finds_nothing(rule, sizes):
     assert_close(outcome(kernels, *case), expected, TOLERANCE.get(rule, 3e-5))
 
 
-@one_of_all
+@slow
 @gpu_interpreted
 @pytest.mark.parametrize(
     ("rule", "sizes"),
@@ -182,7 +182,7 @@ def test_sizes_and_grouped_heads_equal_the_reference(rule, sizes):
     assert_close(outcome(KERNELS, *case), outcome("reference", *case))
 
 
-@one_of_all
+@slow
 @gpu_interpreted
 @pytest.mark.parametrize(
     ("rule", "dtype", "times"),
@@ -220,7 +220,7 @@ def _attend(rules=(), changed=lambda x: x, **options):
 
 
 @gpu_interpreted
-@one_of_all
+@slow
 def test_a_bias_of_zeros_changes_no_bit():
     def zero(shared, head, q, k):
         return head * (q - k).astype(jnp.float32)
@@ -230,7 +230,7 @@ def test_a_bias_of_zeros_changes_no_bit():
 
 
 @gpu_interpreted
-@one_of_all
+@slow
 def test_nan_in_padding_has_no_effect():
     ids = jnp.where(jnp.arange(128) < 90, 0, -1)[None].repeat(B, 0)
 
@@ -245,15 +245,15 @@ def test_nan_in_padding_has_no_effect():
     assert np.all(np.isneginf(np.asarray(spoilt[1][1])[:, 90:]))
 
 
-LOWERED = [("t5", "sinks", 4), ("by_query_head", "causal", 6)]
-if EVERY_CASE:
-    LOWERED += [
-        ("kerple_by_pair", "segments", 3),
-        ("none", "permuted", 3),
-        ("separable", "causal", 3),
-        ("same_for_all", "softcap", 4),
-        ("wide", "softcap", 7),
-    ]
+LOWERED = [
+    ("t5", "sinks", 4),
+    ("by_query_head", "causal", 6),
+    pytest.param("kerple_by_pair", "segments", 3, marks=slow),
+    pytest.param("none", "permuted", 3, marks=slow),
+    pytest.param("separable", "causal", 3, marks=slow),
+    pytest.param("same_for_all", "softcap", 4, marks=slow),
+    pytest.param("wide", "softcap", 7, marks=slow),
+]
 
 
 @gpu_lowered

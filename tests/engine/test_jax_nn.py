@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import qkv
-from support import one_of_all
+from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine import jax_nn
@@ -33,7 +33,7 @@ MORE_CASES = [(options, not masked) for options, masked in CASES]
 
 
 @pytest.mark.parametrize(
-    ("options", "masked"), [*CASES, *(pytest.param(*case, marks=one_of_all) for case in MORE_CASES)]
+    ("options", "masked"), [*CASES, *(pytest.param(*case, marks=slow) for case in MORE_CASES)]
 )
 def test_equals_the_reference(options, masked):
     options = options | ({"mask": _blind()} if masked else {})

@@ -1,12 +1,12 @@
 """Attention, forward and backward, becomes a program for TPU and for CUDA.
 
 Without such hardware: JAX's part of compiling is all that runs. Of schemes that need the same of
-attention, one runs by default, and LieRE, which needs eigenvectors; CASES=all runs every scheme.
+attention, one runs by default, and LieRE, which needs eigenvectors; slow cases run every scheme.
 """
 
 import jax
 import pytest
-from support import KINDS, build, make_batch, one_of_all, output
+from support import KINDS, build, make_batch, output, slow
 
 import posenc_jax as pe
 
@@ -14,7 +14,7 @@ SOME = {*KINDS, "liere"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in SOME else one_of_all) for n in pe.SCHEMES]
+    "name", [pytest.param(n, marks=() if n in SOME else slow) for n in pe.SCHEMES]
 )
 def test_lowers_with_its_gradients(name):
     scheme = build(pe.SCHEMES[name])

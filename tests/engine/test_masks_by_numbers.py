@@ -13,7 +13,7 @@ import pytest
 from engine.kernel_cases import assert_close
 from jax.sharding import AxisType
 from oracle import qkv
-from support import one_of_all
+from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
@@ -131,9 +131,9 @@ def _compare(implementation, arrays, rule, added, seen, sinks, d_out, d_lse):
         (KERNELS, _later_or_padding, 63),
         (KERNELS, _near, 63),
         (XLA(), None, 2),
-        pytest.param(XLA(), None, 700, marks=one_of_all),
-        pytest.param(XLA(), _near, 300, marks=one_of_all),
-        pytest.param(KERNELS, _near, 300, marks=one_of_all),
+        pytest.param(XLA(), None, 700, marks=slow),
+        pytest.param(XLA(), _near, 300, marks=slow),
+        pytest.param(KERNELS, _near, 300, marks=slow),
     ],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
@@ -153,7 +153,7 @@ def _compare_numbers(implementation, rule, length):
             _compare(implementation, arrays, masked, added, seen, some, d_out, d_lse)
 
 
-@pytest.mark.parametrize("inner", [TILES, pytest.param("dense", marks=one_of_all)], ids=str)
+@pytest.mark.parametrize("inner", [TILES, pytest.param("dense", marks=slow)], ids=str)
 def test_rows_masked_by_a_number_over_a_ring(inner):
     """Devices have different numbers of keys in a row, and all tops are -1e9."""
     with jax.set_mesh(jax.make_mesh((8,), ("sequence",), axis_types=(AxisType.Auto,))):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engine.kernel_cases import arrays_of
 from engine.rules import KINDS
-from support import one_of_all
+from support import slow
 
 import posenc_jax as pe
 
@@ -39,7 +39,7 @@ SOME = ("t5", "fire", "separable", "shaw", "wide", "whole")  # The program below
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=() if k in SOME else one_of_all) for k in IN_JAXPR]
+    "kind", [pytest.param(k, marks=() if k in SOME else slow) for k in IN_JAXPR]
 )
 def test_no_array_of_all_pairs_in_the_jaxpr(kind):
     def largest(length):
@@ -51,7 +51,7 @@ def test_no_array_of_all_pairs_in_the_jaxpr(kind):
     assert large < 8192 * 8192 // 4
 
 
-MORE_KINDS = [pytest.param(kind, marks=one_of_all) for kind in ("t5", "fire", "whole", "shaw")]
+MORE_KINDS = [pytest.param(kind, marks=slow) for kind in ("t5", "fire", "whole", "shaw")]
 
 
 @pytest.mark.parametrize("kind", ["unbounded", *MORE_KINDS])

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import one_of_all
+from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
@@ -22,9 +22,9 @@ T, N = 40, 2
 
 
 def cases(default, *axes):
-    """Returns `default`, and the others of the product of all axes for CASES=all."""
+    """Returns `default`, and the others of the product of all axes as slow cases."""
     others = [case for case in itertools.product(*axes) if case not in default]
-    return [*default, *(pytest.param(*case, marks=one_of_all) for case in others)]
+    return [*default, *(pytest.param(*case, marks=slow) for case in others)]
 
 
 def tokens(length=T):
@@ -271,7 +271,7 @@ def test_nan_in_queries_of_padding_reaches_no_gradient(kind, implementation):
 
 
 @pytest.mark.parametrize(
-    "name", ["deberta", *(pytest.param(name, marks=one_of_all) for name in ("fox", "grape_a"))]
+    "name", ["deberta", *(pytest.param(name, marks=slow) for name in ("fox", "grape_a"))]
 )
 def test_nan_in_cached_features_of_unused_slots_reaches_no_gradient(name):
     sizes = {"deberta": {"head_dim": 8, "span": 4}, "fox": {}, "grape_a": {"head_dim": 8}}[name]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import golden, one_of_all
+from support import golden, slow
 
 import posenc_jax as pe
 
@@ -70,8 +70,8 @@ def run(function, implementation, captured):
     ("function", "implementation"),
     [
         *((function, "xla") for function in MODS),
-        pytest.param(by_row, "dense", marks=one_of_all),
-        pytest.param(causal, "reference", marks=one_of_all),
+        pytest.param(by_row, "dense", marks=slow),
+        pytest.param(causal, "reference", marks=slow),
     ],
     ids=lambda x: getattr(x, "__name__", x),
 )

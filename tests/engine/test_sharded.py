@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from engine.rules import KINDS
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support import one_of_all
+from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
@@ -86,7 +86,7 @@ CASES += [("data and heads", TILES, EXPLICIT, ("fire", "shaw"))]
 CASES += [("more devices than key heads", TILES, AUTO, ("fox",))]
 MORE_CASES = [(mesh, TILES, kind) for mesh in MESHES for kind in (AUTO, EXPLICIT)]
 MORE_CASES += [("data and heads", "reference", kind) for kind in (AUTO, EXPLICIT)]
-CASES += [pytest.param(*case, RULES, marks=one_of_all) for case in MORE_CASES]
+CASES += [pytest.param(*case, RULES, marks=slow) for case in MORE_CASES]
 
 
 @pytest.mark.parametrize(("mesh", "implementation", "kind", "rules"), CASES)

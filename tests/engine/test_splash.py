@@ -12,7 +12,7 @@ import pytest
 from engine.kernel_cases import FEATURES, assert_close, described, products_in_kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support import one_of_all
+from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine import api
@@ -89,7 +89,7 @@ MORE_CASES += [("causal", {"heads": 12, "kv_heads": 4, "dim": 80, "value_dim": 9
 MORE_CASES += [("window", {"length": 1100, "heads": 6, "kv_heads": 2, "dim": 128})]
 MORE_CASES += [("both_ways_segments", {"dim": 256, "heads": 6, "kv_heads": 1, "length": 256})]
 MORE_CASES += [("two_sided_window", {"dim": 192, "length": 384}), ("sinks", {"length": 256})]
-ALL_CASES = [*CASES, *(pytest.param(*case, marks=one_of_all) for case in MORE_CASES)]
+ALL_CASES = [*CASES, *(pytest.param(*case, marks=slow) for case in MORE_CASES)]
 
 
 @pytest.mark.parametrize(("feature", "sizes"), ALL_CASES)
@@ -235,8 +235,8 @@ def _spread(x, mesh, axes):
     ("kind", "kv_heads"),
     [
         (AxisType.Explicit, 2),
-        pytest.param(AxisType.Auto, 2, marks=one_of_all),
-        pytest.param(AxisType.Explicit, 8, marks=one_of_all),
+        pytest.param(AxisType.Auto, 2, marks=slow),
+        pytest.param(AxisType.Explicit, 8, marks=slow),
     ],
 )
 def test_batch_and_heads_over_devices(kind, kv_heads):

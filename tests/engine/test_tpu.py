@@ -21,7 +21,7 @@ from engine.rules import KINDS
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support import one_of_all
+from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
@@ -54,9 +54,9 @@ TOLERANCE = {"unbounded": 1e-4}
 
 
 def _all_cases(*default):
-    """Returns `default`, and the other cases for CASES=all."""
+    """Returns `default`, and the other cases, which are slow."""
     others = (case for case in CASES + MORE_CASES if case not in default)
-    return [*default, *(pytest.param(*case, marks=one_of_all) for case in others)]
+    return [*default, *(pytest.param(*case, marks=slow) for case in others)]
 
 
 @pytest.mark.parametrize(("rule", "feature"), _all_cases(*CASES))
@@ -73,7 +73,7 @@ def test_equals_the_reference(rule, feature):
     [
         ("wide", "window", {"heads": 2, "kv_heads": 1, "length": 600}, Blocks(384, 128)),
         *(
-            pytest.param(*case, marks=one_of_all)
+            pytest.param(*case, marks=slow)
             for case in (
                 ("same_for_all", "causal", {"heads": 4, "dim": 80, "value_dim": 96}, TILES),
                 ("separable", "causal", {"heads": 4, "dim": 256, "length": 63}, TILES),
@@ -124,7 +124,7 @@ def test_blocks_that_are_no_whole_lanes_are_refused():
         PallasTPU(backward=Blocks(128, 100))
 
 
-@one_of_all
+@slow
 def test_under_x64():
     """With grouped heads, and head dims that are no whole lanes."""
     case = case_of("two_sided_window", "scaled", heads=4, kv_heads=1, dim=80, value_dim=96)
@@ -137,7 +137,7 @@ def test_under_x64():
 
 
 @pytest.mark.parametrize(
-    ("rule", "dim", "times"), [("t5", 128, 2), pytest.param("narrow", 64, 3, marks=one_of_all)]
+    ("rule", "dim", "times"), [("t5", 128, 2), pytest.param("narrow", 64, 3, marks=slow)]
 )
 def test_bfloat16_is_close_to_float32(rule, dim, times):
     """At most twice the rounding of the reference; scaled queries and weights are bfloat16.
@@ -180,7 +180,7 @@ def test_large_features_do_not_round_those_of_other_tokens():
     chex.assert_trees_all_close(small, exact, atol=0.02)
 
 
-@one_of_all
+@slow
 def test_a_bias_of_zeros_changes_no_bit():
     def zero(shared, head, q, k):
         return head * (q - k).astype(jnp.float32)
@@ -207,7 +207,7 @@ def test_a_bias_of_zeros_changes_no_bit():
 
 @pytest.mark.parametrize(
     "rule",
-    ["t5", *(pytest.param(x, marks=one_of_all) for x in ("separable", "narrow", "all_pairs"))],
+    ["t5", *(pytest.param(x, marks=slow) for x in ("separable", "narrow", "all_pairs"))],
 )
 def test_the_checking_interpreter_finds_nothing_and_padding_may_be_nan(rule):
     """No races, no reads out of bounds or of memory that was never written; the same bits twice."""
@@ -229,7 +229,7 @@ def test_the_checking_interpreter_finds_nothing_and_padding_may_be_nan(rule):
     assert not np.any(np.asarray(seen)[padding])
 
 
-@pytest.mark.parametrize("hidden", [pytest.param("padding", marks=one_of_all), "later"])
+@pytest.mark.parametrize("hidden", [pytest.param("padding", marks=slow), "later"])
 def test_nan_in_keys_that_no_query_sees_has_no_effect(hidden):
     """Neither in values nor in features, of padding or of slots after a chunk of queries."""
     _, static, arrays, dynamic = case_of("chunk" if hidden == "later" else "segments", "none")
@@ -425,11 +425,11 @@ ON_DEVICES = [
     ("dropout", "t5", 2, AUTO, "data", "heads"),
     ("both_ways_segments", "unbounded", 8, EXPLICIT, "data", "heads"),
     ("segments", "all_pairs", 8, EXPLICIT, "data", "heads"),
-    pytest.param("causal", "narrow", 8, EXPLICIT, "data", "heads", marks=one_of_all),
-    pytest.param("causal", "none", 4, AUTO, "data", "heads", marks=one_of_all),
-    pytest.param("dropout", "t5", 2, AUTO, None, "heads", marks=one_of_all),
-    pytest.param("dropout", "t5", 4, EXPLICIT, "data", "heads", marks=one_of_all),
-    pytest.param("segments", "separable", 8, AUTO, "data", "heads", marks=one_of_all),
+    pytest.param("causal", "narrow", 8, EXPLICIT, "data", "heads", marks=slow),
+    pytest.param("causal", "none", 4, AUTO, "data", "heads", marks=slow),
+    pytest.param("dropout", "t5", 2, AUTO, None, "heads", marks=slow),
+    pytest.param("dropout", "t5", 4, EXPLICIT, "data", "heads", marks=slow),
+    pytest.param("segments", "separable", 8, AUTO, "data", "heads", marks=slow),
 ]
 """Feature, rule, key heads, kind of mesh, and the axes of the batch and of the heads."""
 

@@ -12,7 +12,7 @@ import pytest
 from engine.rules import KINDS
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support import build, decode, empty_cache, make_batch, one_of_all, output
+from support import build, decode, empty_cache, make_batch, output, slow
 
 import posenc_jax as pe
 from posenc_jax.engine.rules import LogitBias
@@ -124,7 +124,7 @@ MORE_CASES = {
 ALL_CASES = CASES | MORE_CASES
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(n, marks=one_of_all) for n in MORE_CASES)])
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(n, marks=slow) for n in MORE_CASES)])
 def test_equals_the_reference(name):
     case = ALL_CASES[name]
     arrays, dynamic = _arrays(case)
@@ -134,7 +134,7 @@ def test_equals_the_reference(name):
     assert not np.any(np.asarray(got[0])[2])
 
 
-@pytest.mark.parametrize("softcap", [pytest.param(None, marks=one_of_all), 3.0])
+@pytest.mark.parametrize("softcap", [pytest.param(None, marks=slow), 3.0])
 def test_rules_may_hide_distances(softcap):
     """Entries are picked by products with zeros and ones, and zero times -inf is NaN."""
 
@@ -216,7 +216,7 @@ def test_derivatives_equal_the_reference():
     [
         ("fox", 5, False),
         ("t5", 1, True),
-        *(pytest.param(name, 1, False, marks=one_of_all) for name in ("inkling", "deberta")),
+        *(pytest.param(name, 1, False, marks=slow) for name in ("inkling", "deberta")),
     ],
 )
 def test_steps_with_a_cache_equal_one_pass(scheme, chunk, ring):
@@ -249,10 +249,7 @@ def test_batch_and_heads_over_devices(kind):
 @pytest.mark.parametrize(
     ("name", "x64"),
     [("chunk, ring and window", False), ("softcap and sinks", True), ("segments", False)]
-    + [
-        pytest.param(name, True, marks=one_of_all)
-        for name in ("chunk, ring and window", "segments")
-    ],
+    + [pytest.param(name, True, marks=slow) for name in ("chunk, ring and window", "segments")],
 )
 def test_lowers_for_tpu(name, x64):
     """The cache in each order of axes."""

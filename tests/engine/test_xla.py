@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine.rules import KINDS
-from support import one_of_all
+from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks, Visibility, make_plan
@@ -86,7 +86,7 @@ def test_on_tpu_many_heads_do_not_make_blocks_smaller(monkeypatch):
 
 @pytest.mark.parametrize(
     ("length", "keys", "heads"),
-    [(1, 63, 2), pytest.param(63, 63, 12, marks=one_of_all), (5, 600, 2)],
+    [(1, 63, 2), pytest.param(63, 63, 12, marks=slow), (5, 600, 2)],
 )
 def test_awkward_sizes(length, keys, heads):
     q, _, _ = _tokens(length, heads=heads, dim=6)
@@ -133,7 +133,7 @@ def test_the_same_bits_in_every_run_and_packed_equals_separate():
     np.testing.assert_allclose(out, first[1], atol=3e-6)
 
 
-each_kind = pytest.mark.parametrize("kind", ["shaw", pytest.param("t5", marks=one_of_all)])
+each_kind = pytest.mark.parametrize("kind", ["shaw", pytest.param("t5", marks=slow)])
 
 
 @each_kind

@@ -136,8 +136,10 @@ def test_a_wrong_number_of_a_scheme_is_found(monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.needs("torch")
 def test_torch_has_the_biases_of_the_papers():
-    torch = pytest.importorskip("torch")
+    import torch
+
     from experiments.bench import accelerator_torch as peers
 
     table = torch.randn(peers.HEADS, 32)

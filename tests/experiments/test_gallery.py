@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from support import one_of_all
+from support import slow
 
 import posenc_jax as pe
 from experiments.__main__ import main
@@ -80,7 +80,7 @@ def test_unknown_scheme_is_one_line(capsys, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("name", ["rope", pytest.param("t5", marks=one_of_all)])
+@pytest.mark.parametrize("name", ["rope", pytest.param("t5", marks=slow)])
 def test_gallery_is_reproducible(name, tmp_path):
     for folder in ("a", "b"):
         main(["gallery", "--schemes", name, "--out", str(tmp_path / folder)])

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import venv
 
-from support import one_of_all
+from support import slow
 
 from experiments.commands import kit
 
@@ -44,7 +44,7 @@ def test_a_pip_that_fails_is_one_line(tmp_path, capsys):
     assert err.startswith("error: pip install: ") and err.count("\n") == 1
 
 
-@one_of_all
+@slow
 def test_the_kit_runs_where_jax_and_flax_are(tmp_path, request):
     """Its environment stands for the machine: nothing but jax and flax, and no network for pip."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"

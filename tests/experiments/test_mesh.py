@@ -14,7 +14,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from support import one_of_all
+from support import slow
 
 from experiments.__main__ import main
 from experiments.errors import ConfigError
@@ -77,7 +77,7 @@ def program(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["data=4,tensor=2", *(pytest.param(t, marks=one_of_all) for t in ("data=8", "sequence=8"))],
+    ["data=4,tensor=2", *(pytest.param(t, marks=slow) for t in ("data=8", "sequence=8"))],
 )
 def test_training_on_a_mesh_equals_that_on_one_device(text):
     on = mesh.make(text, sharded(TASK))
@@ -130,7 +130,7 @@ def test_a_run_continues_on_another_number_of_devices(tmp_path):
     assert_equal_to_one_device(train(TASK, POSITION, SEEDS, None, checkpoint=checkpoint()))
 
 
-@one_of_all
+@slow
 def test_two_processes_equal_one_device(tmp_path):
     """One is told which it is, the other reads the environment of Slurm."""
     lines = [f"{k} = {json.dumps(v)}" for k, v in TABLES.items() if not isinstance(v, dict)]

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from support import KINDS, one_of_all
+from support import KINDS, slow
 
 import posenc_jax as pe
 from experiments.models.model import (
@@ -62,8 +62,8 @@ def abstract_model(name):
 
 
 def some(names):
-    """Parameters of a test; schemes that are like one of `names` need CASES=all."""
-    return [pytest.param(n, marks=() if n in names else one_of_all) for n in NAMES]
+    """Parameters of a test; schemes that are like one of `names` are slow."""
+    return [pytest.param(n, marks=() if n in names else slow) for n in NAMES]
 
 
 def without_scheme(state):

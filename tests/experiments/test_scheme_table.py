@@ -1,14 +1,15 @@
 """The table of schemes agrees with their classes."""
 
-from support import EVERY_CASE, KINDS
+import pytest
+from support import KINDS, slow
 
 import posenc_jax as pe
 from experiments.__main__ import main
 from experiments.commands.scheme_table import COLUMNS, row
 
 
-def test_every_scheme_has_a_row(capsys, monkeypatch):
-    names = pe.SCHEMES if EVERY_CASE else KINDS
+@pytest.mark.parametrize("names", [KINDS, pytest.param(pe.SCHEMES, marks=slow)], ids=len)
+def test_every_scheme_has_a_row(names, capsys, monkeypatch):
     monkeypatch.setattr(pe, "SCHEMES", {name: pe.SCHEMES[name] for name in names})
     assert main(["schemes"]) == 0
     lines = capsys.readouterr().out.strip().splitlines()

@@ -60,10 +60,10 @@ def test_the_error_has_the_reason(name):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.needs(json.loads(FILE.read_text())["origin"].replace(" ", "=="))
 def test_the_names_are_those_of_transformers():
-    transformers = pytest.importorskip("transformers", minversion="5.23")
-    if f"transformers {transformers.__version__}" != json.loads(FILE.read_text())["origin"]:
-        pytest.skip("another version of transformers than the file is made with")
+    import transformers
+
     assert names_of_transformers() == NAMES
     for name, text in READ_AS.items():
         cls = transformers.CONFIG_MAPPING[name]

@@ -66,10 +66,9 @@ def test_tables_equal_those_of_transformers(kind):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.needs("torch", "transformers>=5.23")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_is_what_transformers_gives(kind):
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers", minversion="5.23")
     maker = importlib.import_module("hf.make_layers")
     about, arrays = maker.make(kind)
     assert json.loads(json.dumps(about)) == KINDS[kind]

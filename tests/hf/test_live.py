@@ -15,13 +15,14 @@ from posenc_jax.engine.mask import visible
 from posenc_jax.hf.model_types import MODEL_TYPES
 from posenc_jax.hf.rotary import Rotating
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.needs("torch", "transformers>=5.23"),
+]
 
 
 @pytest.fixture(scope="module")
 def maker():
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers", minversion="5.23")
     return importlib.import_module("hf.make_golden")
 
 

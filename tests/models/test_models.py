@@ -12,7 +12,7 @@ import pytest
 
 from examples import deepseek, families
 from tests.models.agreement import FOLDER, NAMES, agreement, read
-from tests.support import one_of_all
+from tests.support import slow
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -23,7 +23,7 @@ ONE_PASS = "gpt2", "bloom", "ministral3", "gpt_oss", "gemma3", "deepseek_v3"
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in GREEDY else one_of_all) for n in NAMES]
+    "name", [pytest.param(n, marks=() if n in GREEDY else slow) for n in NAMES]
 )
 def test_models_agree_with_transformers(name):
     error, steps = agreement(name)
@@ -52,9 +52,8 @@ def test_one_pass_over_a_packed_batch_has_the_logits_of_greedy_decoding(name):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.needs("torch", "transformers>=5.23")
 def test_the_files_are_what_transformers_gives():
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers", minversion="5.23")
     maker = importlib.import_module("models.make_golden")
     for name in maker.CASES:
         golden, file = maker.make(name), read(name)[1]

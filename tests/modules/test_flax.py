@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from support import BATCH, KINDS, KV_HEADS, SIZES, build, one_of_all
+from support import BATCH, KINDS, KV_HEADS, SIZES, build, slow
 
 import posenc_jax as pe
 import posenc_jax.linen as pl
@@ -30,10 +30,10 @@ IN_STOCK = [
 
 
 def kinds(names, some=None):
-    """Parametrizes a test by `name`; names that are not in `some` need CASES=all."""
+    """Parametrizes a test by `name`; names that are not in `some` are slow."""
     some = names if some is None else some.split()
     assert set(some) <= set(names)
-    params = [pytest.param(name, marks=() if name in some else one_of_all) for name in names]
+    params = [pytest.param(name, marks=() if name in some else slow) for name in names]
     return pytest.mark.parametrize("name", params)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import build, make_batch, one_of_all
+from support import build, make_batch, slow
 
 import posenc_jax as pe
 
@@ -45,7 +45,7 @@ def test_nothing_is_computed_in_the_bfloat16_of_parameters(name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("fire", "shaw") else one_of_all) for n in SHAPES]
+    "name", [pytest.param(n, marks=() if n in ("fire", "shaw") else slow) for n in SHAPES]
 )
 def test_parameters_in_bfloat16_give_the_numbers_of_their_values(name):
     run = jax.jit(functools.partial(attend, build(pe.SCHEMES[name])))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import attend, decode, qkv
-from support import SIZES, build, close, make_batch, one_of_all, parameters
+from support import SIZES, build, close, make_batch, parameters, slow
 
 import posenc_jax as pe
 from posenc_jax import positions as pos
@@ -53,7 +53,7 @@ def test_rows_segments_and_keys_draw_independently(draw):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "skip_wise" else one_of_all) for n in DRAWS]
+    "name", [pytest.param(n, marks=() if n == "skip_wise" else slow) for n in DRAWS]
 )
 def test_draws_are_the_same_under_jit(name):
     eager, compiled = (

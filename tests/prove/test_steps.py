@@ -1,7 +1,7 @@
 """The steps themselves: in the interpreter all is right, and an injected fault has its place.
 
-`make_fault_table.py` runs all steps of the selection with each fault; CASES=all compares the steps
-that find it here, and runs the steps of both platforms.
+`make_fault_table.py` runs all steps of the selection with each fault; slow cases compare the
+steps that find it here, and run the steps of both platforms.
 """
 
 import re
@@ -23,7 +23,7 @@ from prove.faults import (
     outcomes,
     selected,
 )
-from support import EVERY_CASE, gpu_interpreted, one_of_all
+from support import gpu_interpreted, slow
 
 from posenc_jax.engine.gpu.implementation import PallasGPU
 from posenc_jax.engine.tpu import backward, backward_pairs, decode, forward
@@ -88,14 +88,14 @@ def test_other_implementations_are_right(word, name):
         refused.run()
 
 
-@one_of_all
+@slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_steps_are_right_in_the_interpreter(family):
     chosen = steps(family=family, interpret=True, small=True)
     assert {step.name: place for step in chosen if (place := step.run()) is not None} == {}
 
 
-@one_of_all
+@slow
 @gpu_interpreted
 @pytest.mark.parametrize("name", [FORWARD, SOFTCAP, BACKWARD, DECODE])
 def test_steps_of_the_gpu_kernels_are_right_in_the_interpreter(name):
@@ -104,34 +104,42 @@ def test_steps_of_the_gpu_kernels_are_right_in_the_interpreter(name):
 
 
 @gpu_interpreted
-def test_parts_of_the_gpu_kernels_are_right_in_the_interpreter():
+@pytest.mark.parametrize("small", [True, pytest.param(False, marks=slow)])
+def test_parts_of_the_gpu_kernels_are_right_in_the_interpreter(small):
     from posenc_jax.prove.gpu_primitives import primitives
 
-    parts = primitives(True, small=not EVERY_CASE)
+    parts = primitives(True, small=small)
     assert {part.name: place for part in parts if (place := part.run()) is not None} == {}
 
 
-DEFAULT = ("the last block of keys of a row is the one before", "a tile is left out of dk")
+QUICK = ("the last block of keys of a row is the one before", "a tile is left out of dk")
 
 
 def _marks(fault):
     if fault.gpu:
         return [gpu_interpreted]
-    return [] if fault.name in DEFAULT else [one_of_all]
+    return [] if fault.name in QUICK else [slow]
 
 
 @pytest.mark.parametrize(
     "fault", [pytest.param(fault, id=fault.name, marks=_marks(fault)) for fault in FAULTS]
 )
 def test_an_injected_fault_has_its_place(fault):
-    if EVERY_CASE:
-        said = outcomes(fault)
-        assert {*said} == {fault.step, *fault.fails}
-    else:
-        with injected(fault):
-            (step,) = selected(fault.gpu, (fault.step,))
-            said = {step.name: outcome(step) or "right"}
-    assert re.search(fault.place, said[fault.step])
+    with injected(fault):
+        (step,) = selected(fault.gpu, (fault.step,))
+        assert re.search(fault.place, outcome(step) or "right")
+
+
+@slow
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=fault.name, marks=[gpu_interpreted] if fault.gpu else [])
+        for fault in FAULTS
+    ],
+)
+def test_the_steps_that_find_a_fault(fault):
+    assert {*outcomes(fault)} == {fault.step, *fault.fails}
 
 
 SETTING = "jax_pallas_poison_buffers"
@@ -153,8 +161,8 @@ def test_poisoned_memory():
     assert np.isnan(floats).all() and (np.asarray(integers) == -(2**31)).all()
 
 
-@one_of_all
-@pytest.mark.skipif(not hasattr(jax.config, SETTING), reason="the setting is newer")
+@slow
+@pytest.mark.needs("jax>=0.12")
 @pytest.mark.parametrize("name", [SOFTCAP, BACKWARD, "backward: array of all pairs", DECODE])
 def test_kernels_read_no_poisoned_memory(name, monkeypatch):
     kernels, was = [], getattr(jax.config, SETTING)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import one_of_all
+from support import slow
 
 import posenc_jax as pe
 from posenc_jax.nnx import Attention
@@ -74,7 +74,7 @@ RECIPES = {
 
 @pytest.mark.parametrize(
     "name",  # cohere2 has the kinds of layers of smollm3 and gemma3.
-    [pytest.param(n, marks=one_of_all if n in ("smollm3", "gemma3") else ()) for n in RECIPES],
+    [pytest.param(n, marks=slow if n in ("smollm3", "gemma3") else ()) for n in RECIPES],
 )
 def test_decoding_through_layers_that_differ_equals_one_pass(name):
     layers = len(RECIPES[name])

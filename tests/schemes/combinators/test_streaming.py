@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv
-from support import one_of_all, parameters, run
+from support import parameters, run, slow
 
 import posenc_jax as pe
 from posenc_jax.schemes.rotary.axial import axial_frequencies
@@ -70,7 +70,7 @@ FEW |= {("alibi", 0, "xla"), ("alibi", 1, "reference"), ("alibi", 2, "xla")}
 @pytest.mark.parametrize(
     "name, sizes, implementation",
     [
-        pytest.param(name, sizes, i, marks=() if (name, s, i) in FEW else one_of_all)
+        pytest.param(name, sizes, i, marks=() if (name, s, i) in FEW else slow)
         for name in SCHEMES
         for s, sizes in enumerate([(4, 8), (1, 3), (3, 1)])
         for i in ("reference", "xla")
@@ -111,7 +111,7 @@ def test_decoding_equals_the_whole_forward_pass(name):
     [
         ("rope", 5),
         ("alibi", 1),
-        *(pytest.param(*case, marks=one_of_all) for case in (("rope", 1), ("alibi", 5))),
+        *(pytest.param(*case, marks=slow) for case in (("rope", 1), ("alibi", 5))),
     ],
 )
 def test_a_ring_keeps_the_first_tokens(name, chunk):

@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import qkv
-from support import Option, initial, one_of_all, parameters
+from support import Option, initial, parameters, slow
 
 import posenc_jax as pe
 from posenc_jax.schemes.content.deberta import deberta_boundaries
@@ -101,7 +101,7 @@ def of_many(n, causal, far, implementation):
 @pytest.mark.parametrize(
     "options, is_causal, far, implementation",
     [
-        pytest.param(o, causal, far, i, marks=() if of_many(n, causal, far, i) else one_of_all)
+        pytest.param(o, causal, far, i, marks=() if of_many(n, causal, far, i) else slow)
         for n, o in enumerate(VARIANTS)
         for causal in (False, True)
         for far in (False, True)

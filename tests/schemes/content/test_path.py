@@ -12,7 +12,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import qkv
-from support import one_of_all, parameters
+from support import parameters, slow
 
 import posenc_jax as pe
 from posenc_jax.schemes.content import path
@@ -113,7 +113,7 @@ VARIANTS = [{}, {"rank": None, "num_kv_heads": 3}, {"rank": 4}, {"short_conv": F
 @pytest.mark.parametrize(
     "options, implementation",
     [
-        pytest.param(o, i, marks=one_of_all if i == "reference" and o else ())
+        pytest.param(o, i, marks=slow if i == "reference" and o else ())
         for o in VARIANTS
         for i in ("reference", "xla")
     ],

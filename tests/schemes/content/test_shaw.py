@@ -6,7 +6,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import qkv, softmax_attention
-from support import golden, one_of_all, parameters
+from support import golden, parameters, slow
 
 import posenc_jax as pe
 
@@ -84,7 +84,7 @@ VARIANTS = [
 @pytest.mark.parametrize(
     "options, is_causal",
     [
-        pytest.param(o, causal, marks=() if causal == n % 2 or n == 6 else one_of_all)
+        pytest.param(o, causal, marks=() if causal == n % 2 or n == 6 else slow)
         for n, o in enumerate(VARIANTS)
         for causal in (True, False)
     ],
@@ -133,7 +133,7 @@ def music_transformer(q, k, v, embeddings):
     [
         pytest.param(
             *(clip, per_head, i),
-            marks=() if (i == "xla") == per_head ^ (clip == 80) else one_of_all,
+            marks=() if (i == "xla") == per_head ^ (clip == 80) else slow,
         )
         for clip in (5, 80)
         for per_head in (False, True)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 from oracle import attend, qkv
-from support import build, close, forward, make_batch, one_of_all, parameters, run
+from support import build, close, forward, make_batch, parameters, run, slow
 
 import posenc_jax as pe
 
@@ -242,9 +242,7 @@ def _derivatives(scheme, point, way):
 FEW = ("rope", "learned_rope", "rerope")
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in FEW else pytest.param(n, marks=one_of_all) for n in ROTARY]
-)
+@pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=slow) for n in ROTARY])
 def test_forward_mode_and_forward_over_reverse_agree_with_reverse_mode(name):
     scheme = build(pe.SCHEMES[name])
     point, way = ((parameters(scheme, seed=i), make_batch(1, 5, seed=i)) for i in range(2))
@@ -258,7 +256,7 @@ def test_forward_mode_and_forward_over_reverse_agree_with_reverse_mode(name):
     [
         (("learned_rope",), "reference"),
         (("rerope", "self_extend"), "xla"),  # Their rules read no array.
-        pytest.param(ROTARY, "reference", marks=one_of_all),
+        pytest.param(ROTARY, "reference", marks=slow),
     ],
 )
 def test_gradients_of_a_batch_over_devices_are_those_of_one_device(names, implementation):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, softmax_attention
-from support import Option, one_of_all
+from support import Option, slow
 
 import posenc_jax as pe
 
@@ -47,7 +47,7 @@ def dual_chunk(q, k, i, j, w, chunk_size, local_window):
     "chunk, local, heads, kv_heads, start",
     [(12, 4, 6, 3, 0), (9, 7, 12, 12, 257), (12, 4, 6, 2, 10**6)]
     + [
-        pytest.param(*case, marks=one_of_all)
+        pytest.param(*case, marks=slow)
         for case in [(9, 7, 6, 3, 0), (12, 4, 12, 12, 257), (9, 7, 6, 2, 10**6)]
     ],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oracle import attend, qkv, softmax_attention
-from support import LENGTH, close, decode, empty_cache, make_batch, one_of_all, output
+from support import LENGTH, close, decode, empty_cache, make_batch, output, slow
 
 import posenc_jax as pe
 from posenc_jax.positions import from_segment_ids
@@ -34,7 +34,7 @@ LONG = pe.LongRoPE(
 NTK = pe.DynamicNTK(factor=3.0, original_max_position=12, length=None)
 each = pytest.mark.parametrize("scaling", [LONG, NTK], ids=["longrope", "dynamic_ntk"])
 steps = pytest.mark.parametrize(
-    "scaling", [NTK, pytest.param(LONG, marks=one_of_all)], ids=["dynamic_ntk", "longrope"]
+    "scaling", [NTK, pytest.param(LONG, marks=slow)], ids=["dynamic_ntk", "longrope"]
 )
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, softmax_attention
-from support import Option, one_of_all
+from support import Option, slow
 
 import posenc_jax as pe
 
@@ -69,7 +69,7 @@ SIZES = [(6, 3, 0), (12, 12, 257), (6, 2, 10**6)]
 @pytest.mark.parametrize(
     "name, heads, kv_heads, start",
     [
-        pytest.param(name, *size, marks=() if i % 3 == j else one_of_all)
+        pytest.param(name, *size, marks=() if i % 3 == j else slow)
         for i, name in enumerate(CASES)
         for j, size in enumerate(SIZES)
     ],

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import attend, qkv, softmax_attention
-from support import Option, one_of_all
+from support import Option, slow
 
 import posenc_jax as pe
 
@@ -43,7 +43,7 @@ def self_extend(q, k, i, j, w, group_size_1, group_size_2):
     "window, group, heads, kv_heads, start",
     [(8, 4, 6, 3, 0), (10, 3, 12, 12, 257), (10, 3, 6, 2, 10**6)]
     + [
-        pytest.param(*case, marks=one_of_all)
+        pytest.param(*case, marks=slow)
         for case in [(10, 3, 6, 3, 0), (8, 4, 12, 12, 257), (8, 4, 6, 2, 10**6)]
     ],
 )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import BATCH, LENGTH, close, decode, empty_cache, make_batch, one_of_all, output
+from support import BATCH, LENGTH, close, decode, empty_cache, make_batch, output, slow
 
 import posenc_jax as pe
 from posenc_jax.engine.mask import LEAST_LOGIT
@@ -26,7 +26,7 @@ SCHEMES = [
 KINDS = SCHEMES[2:]  # Leak and restart are numbers in the code that all of ReRoPE runs.
 each = pytest.mark.parametrize(
     "scheme",
-    [pytest.param(s, marks=() if s in KINDS else one_of_all) for s in SCHEMES],
+    [pytest.param(s, marks=() if s in KINDS else slow) for s in SCHEMES],
     ids=lambda s: f"{s.name}-{SCHEMES.index(s)}",
 )
 kinds = pytest.mark.parametrize("scheme", KINDS, ids=lambda s: s.name)
@@ -63,7 +63,7 @@ MASKS = [{}, {"window": (9, 2), "is_causal": False}, {"window": 6, "contiguous":
 @pytest.mark.parametrize(
     "scheme, options",
     [
-        pytest.param(s, o, id=f"{s.name}-{o}", marks=() if (i, j) in FEW else one_of_all)
+        pytest.param(s, o, id=f"{s.name}-{o}", marks=() if (i, j) in FEW else slow)
         for i, s in enumerate(KINDS)
         for j, o in enumerate(MASKS)
     ],
@@ -97,7 +97,7 @@ def test_implementations_agree_with_their_gradients(scheme, options):
 @pytest.mark.parametrize(
     "scheme, implementation",
     [
-        pytest.param(s, i, id=f"{s.name}-{i}", marks=one_of_all if i + s.name in LIKE else ())
+        pytest.param(s, i, id=f"{s.name}-{i}", marks=slow if i + s.name in LIKE else ())
         for s in KINDS
         for i in ("reference", "xla")
     ],
@@ -117,7 +117,7 @@ def test_sinks_count_once_and_dropout_drops_the_same_weights(scheme, tokens, imp
     assert np.abs(dropped - otherwise).max() > 0.01
 
 
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("reference", marks=one_of_all)])
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("reference", marks=slow)])
 def test_two_ranges_with_equal_angles_are_one_attention(tokens, implementation):
     """STRING that restarts at its window is RoPE, computed in two ranges."""
     scheme = pe.ReRoPE(head_dim=8, window=4, leak=1.0)
