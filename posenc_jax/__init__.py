@@ -3,13 +3,14 @@
 A scheme is a frozen dataclass of settings with pure functions, `SCHEMES` is the dict of schemes by
 name, and `help(posenc_jax.RoPE)` describes one:
 
-    embedding   NoPE (none), LearnedAbsolute, Sinusoidal, Sinusoidal2D, LearnableFourier
-    rotary      RoPE, LearnedRoPE, SelectiveRoPE, AxialRoPE, RoPEMixed, MRoPE, LieRE, ComRoPE, XPos,
-                PoPE, FoPE, RePo, RoPEPlusPlus, VORoPE, ReRoPE, SelfExtend, DualChunk, RoPEByLength
-    bias        ALiBi, T5, KERPLELog, KERPLEPower, FIRE, Sandwich, BAM, DAPE, TUPE, Swin, SwinV2
-    content     Shaw, TransformerXL, DeBERTa, Inkling, CoPE, FoX, CABLE, GRAPEA, PaTH,
-                StickBreaking, PartialKeyOffset, ShortConv
+    embedding   NoPE (none), LearnedAbsolute, Sinusoidal
+    rotary      RoPE, LearnedRoPE, AxialRoPE, RoPEMixed, MRoPE, XPos, PoPE, RePo, VORoPE, ReRoPE,
+                SelfExtend, DualChunk, RoPEByLength
+    bias        ALiBi, T5, KERPLELog, FIRE, TUPE, Swin, SwinV2
+    content     Shaw, TransformerXL, DeBERTa, Inkling, CoPE, FoX, GRAPEA, PaTH, StickBreaking,
+                PartialKeyOffset
     logits      SSMax, QueryTemperature
+    few users   contrib: schemes and random positions without a promise of stability
 
     frequencies of RoPE  PI, NTK, NTKByParts, YaRN, Llama3, LongRoPE, DynamicNTK, Proportional,
                          ClippedFrequencies, HighFrequenciesOnly, Resonance (FrequencyMap)
@@ -43,6 +44,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from posenc_jax import contrib as contrib
 from posenc_jax import positions as positions
 from posenc_jax import sharding as sharding
 from posenc_jax.angles import cos_sin as cos_sin
@@ -77,21 +79,15 @@ from posenc_jax.positions.image_grids import grid_coordinates as grid_coordinate
 from posenc_jax.positions.image_grids import resize_grid as resize_grid
 from posenc_jax.positions.mrope import mrope_coordinates as mrope_coordinates
 from posenc_jax.qk_norm import QKNorm as QKNorm
-from posenc_jax.schemes.additive.fourier import LearnableFourier as LearnableFourier
 from posenc_jax.schemes.additive.learned import LearnedAbsolute as LearnedAbsolute
 from posenc_jax.schemes.additive.learned import resize_learned as resize_learned
 from posenc_jax.schemes.additive.none import NoPE as NoPE
 from posenc_jax.schemes.additive.sinusoidal import Sinusoidal as Sinusoidal
 from posenc_jax.schemes.additive.sinusoidal import sinusoidal_encoding as sinusoidal_encoding
-from posenc_jax.schemes.additive.sinusoidal_2d import Sinusoidal2D as Sinusoidal2D
 from posenc_jax.schemes.bias.alibi import ALiBi as ALiBi
 from posenc_jax.schemes.bias.alibi import alibi_slopes as alibi_slopes
-from posenc_jax.schemes.bias.bam import BAM as BAM
-from posenc_jax.schemes.bias.dape import DAPE as DAPE
 from posenc_jax.schemes.bias.fire import FIRE as FIRE
 from posenc_jax.schemes.bias.kerple import KERPLELog as KERPLELog
-from posenc_jax.schemes.bias.kerple import KERPLEPower as KERPLEPower
-from posenc_jax.schemes.bias.sandwich import Sandwich as Sandwich
 from posenc_jax.schemes.bias.swin import Swin as Swin
 from posenc_jax.schemes.bias.swin_v2 import SwinV2 as SwinV2
 from posenc_jax.schemes.bias.t5 import T5 as T5
@@ -102,7 +98,6 @@ from posenc_jax.schemes.combinators.on_axis import on_axis as on_axis
 from posenc_jax.schemes.combinators.on_distances import on_distances as on_distances
 from posenc_jax.schemes.combinators.streaming import streaming as streaming
 from posenc_jax.schemes.combinators.with_positions import with_positions as with_positions
-from posenc_jax.schemes.content.cable import CABLE as CABLE
 from posenc_jax.schemes.content.cope import CoPE as CoPE
 from posenc_jax.schemes.content.deberta import DeBERTa as DeBERTa
 from posenc_jax.schemes.content.fox import FoX as FoX
@@ -111,7 +106,6 @@ from posenc_jax.schemes.content.inkling import Inkling as Inkling
 from posenc_jax.schemes.content.partial_key_offset import PartialKeyOffset as PartialKeyOffset
 from posenc_jax.schemes.content.path import PaTH as PaTH
 from posenc_jax.schemes.content.shaw import Shaw as Shaw
-from posenc_jax.schemes.content.short_conv import ShortConv as ShortConv
 from posenc_jax.schemes.content.stick_breaking import StickBreaking as StickBreaking
 from posenc_jax.schemes.content.transformer_xl import TransformerXL as TransformerXL
 from posenc_jax.schemes.layer_spec import LayerSpec as LayerSpec
@@ -120,14 +114,11 @@ from posenc_jax.schemes.logit_scale.ssmax import SSMax as SSMax
 from posenc_jax.schemes.logit_scale.temperature import QueryTemperature as QueryTemperature
 from posenc_jax.schemes.rotary.axial import AxialRoPE as AxialRoPE
 from posenc_jax.schemes.rotary.base import Rotary as Rotary
-from posenc_jax.schemes.rotary.comrope import ComRoPE as ComRoPE
 from posenc_jax.schemes.rotary.dual_chunk import DualChunk as DualChunk
-from posenc_jax.schemes.rotary.fope import FoPE as FoPE
 from posenc_jax.schemes.rotary.frequencies import FrequencyMap as FrequencyMap
 from posenc_jax.schemes.rotary.frequencies import rope_frequencies as rope_frequencies
 from posenc_jax.schemes.rotary.layouts import permute_qk as permute_qk
 from posenc_jax.schemes.rotary.learned_rope import LearnedRoPE as LearnedRoPE
-from posenc_jax.schemes.rotary.liere import LieRE as LieRE
 from posenc_jax.schemes.rotary.mrope import MRoPE as MRoPE
 from posenc_jax.schemes.rotary.per_sequence_scaling import RoPEByLength as RoPEByLength
 from posenc_jax.schemes.rotary.pope import PoPE as PoPE
@@ -136,7 +127,6 @@ from posenc_jax.schemes.rotary.rerope import ReRoPE as ReRoPE
 from posenc_jax.schemes.rotary.rope import RoPE as RoPE
 from posenc_jax.schemes.rotary.rope import apply_rope as apply_rope
 from posenc_jax.schemes.rotary.rope_mixed import RoPEMixed as RoPEMixed
-from posenc_jax.schemes.rotary.rope_pp import RoPEPlusPlus as RoPEPlusPlus
 from posenc_jax.schemes.rotary.rotate import apply_rotation as apply_rotation
 from posenc_jax.schemes.rotary.scaling.clipped import ClippedFrequencies as ClippedFrequencies
 from posenc_jax.schemes.rotary.scaling.dynamic_ntk import DynamicNTK as DynamicNTK
@@ -152,7 +142,6 @@ from posenc_jax.schemes.rotary.scaling.p_rope import Proportional as Proportiona
 from posenc_jax.schemes.rotary.scaling.resonance import Resonance as Resonance
 from posenc_jax.schemes.rotary.scaling.yarn import YaRN as YaRN
 from posenc_jax.schemes.rotary.scaling.yarn import yarn_logit_scale as yarn_logit_scale
-from posenc_jax.schemes.rotary.selective import SelectiveRoPE as SelectiveRoPE
 from posenc_jax.schemes.rotary.self_extend import SelfExtend as SelfExtend
 from posenc_jax.schemes.rotary.vo_rope import VORoPE as VORoPE
 from posenc_jax.schemes.rotary.xpos import XPos as XPos
@@ -165,7 +154,7 @@ if TYPE_CHECKING:
     from posenc_jax import nnx as nnx
     from posenc_jax import testing as testing
 
-__all__ = ["SCHEMES", "positions", "sharding"]
+__all__ = ["SCHEMES", "contrib", "positions", "sharding"]
 __all__ += [
     name
     for name, thing in list(globals().items())
@@ -185,10 +174,10 @@ class _Schemes(dict[str, type[Scheme]]):
 
 SCHEMES: dict[str, type[Scheme]] = _Schemes(
     (thing.name, thing)
-    for thing in list(globals().values())
+    for thing in (*list(globals().values()), *vars(contrib).values())
     if isinstance(thing, type) and issubclass(thing, Scheme) and thing.name
 )
-"""Every exported scheme class by its `name`."""
+"""Every scheme class by its `name`, those of `contrib` included."""
 
 if not TYPE_CHECKING:  # A type checker would take every name for a module.
 
@@ -197,7 +186,9 @@ if not TYPE_CHECKING:  # A type checker would take every name for a module.
         if name in ("linen", "nnx", "testing"):
             return importlib.import_module(f"posenc_jax.{name}")
         hint = ""
-        if not name.startswith("_"):
+        if name in contrib.__all__:
+            hint = "; it is in posenc_jax.contrib"
+        elif not name.startswith("_"):
             lower = {public.lower(): public for public in __all__}
             near = difflib.get_close_matches(name.lower(), lower, 1)
             hint = f"; did you mean {lower[near[0]]!r}?" if near else ""

@@ -44,7 +44,8 @@ README, PAGE, SERVING, KERNELS, SHEET = (
 )
 # The headings of docs/schemes.md.
 FAMILIES = {
-    name: page.FAMILIES[name] for name in ("additive", "rotary", "bias", "content", "logit_scale")
+    name: page.FAMILIES[name]
+    for name in ("additive", "rotary", "bias", "content", "logit_scale", "contrib")
 }
 # Modules whose functions convert arrays or weights, or make the numbers of a scheme.
 HELPERS = (
@@ -55,7 +56,8 @@ HELPERS = (
 def scheme_classes() -> list[type[pe.Scheme]]:
     """Returns the scheme classes of all files of the families, exported or not."""
     classes = []
-    for path in sorted(p for f in FAMILIES for p in (PACKAGE / "schemes" / f).rglob("*.py")):
+    folders = [PACKAGE / "contrib", *(PACKAGE / "schemes" / family for family in FAMILIES)]
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for cls in vars(importlib.import_module(name)).values():
             if isinstance(cls, type) and issubclass(cls, pe.Scheme):
@@ -135,7 +137,10 @@ def tables() -> dict[str, str]:
         "Combinators": [f for f in functions if ".combinators." in f.__module__]
         + [pe.layer_pattern],
         "Positions and coordinates": [
-            f for f in vars(pe.positions).values() if isinstance(f, types.FunctionType)
+            f
+            for module in (pe.positions, pe.contrib)
+            for f in vars(module).values()
+            if isinstance(f, types.FunctionType)
         ],
         "Helpers": [f for f in functions if re.search(HELPERS, f.__module__)],
     }
@@ -178,19 +183,22 @@ def paper(cls: type[pe.Scheme]) -> re.Match | None:
 
 def missing(cls: type[pe.Scheme]) -> list[str]:
     """Returns a line for each part that a scheme lacks in package, tests and documentation."""
-    family, file = cls.__module__.split(".")[2:]
-    init, name = "posenc_jax/__init__.py", cls.__name__
-    test = ROOT / f"tests/schemes/{family}/test_{file}.py"
+    *folders, file = cls.__module__.split(".")[1:]
+    folder, name = "/".join(folders), cls.__name__
+    home = pe.contrib if folder == "contrib" else pe
+    init = f"{home.__name__.replace('.', '/')}/__init__.py"
+    test = ROOT / f"tests/{folder}/test_{file}.py"
     text = test.read_text() if test.exists() else ""
     settings = [f.name for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING]
     values = ", ".join(f'"{setting}": ...' for setting in settings)
-    options = f"OPTIONS = {{pe.{name}: {{{values}}}}}, another value of each setting"
+    key = f"{'contrib' if home is pe.contrib else 'pe'}.{name}: {{"
+    options = f"OPTIONS = {{{key}{values}}}}}, another value of each setting"
     checks = [
-        (paper(cls), f"posenc_jax/schemes/{family}/{file}.py: a link to arxiv.org/abs"),
-        (hasattr(pe, name), f"{init}: from {cls.__module__} import {name} as {name}"),
-        (re.search(rf"\b{name}\b", str(pe.__doc__)), f"{init}: {name} in the docstring"),
+        (paper(cls), f"posenc_jax/{folder}/{file}.py: a link to arxiv.org/abs"),
+        (hasattr(home, name), f"{init}: from {cls.__module__} import {name} as {name}"),
+        (re.search(rf"\b{name}\b", str(home.__doc__)), f"{init}: {name} in the docstring"),
         (text, f"{test.relative_to(ROOT)}: a test with numbers from outside"),
-        (not settings or f"pe.{name}: {{" in text, f"{test.relative_to(ROOT)}: {options}"),
+        (not settings or key in text, f"{test.relative_to(ROOT)}: {options}"),
     ]
     lines = [line for present, line in checks if not present]
     pages = {

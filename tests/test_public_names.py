@@ -11,7 +11,7 @@ import pytest
 import posenc_jax as pe
 from posenc_jax.__main__ import main
 
-MODULES = {"positions", "sharding"}
+MODULES = {"contrib", "positions", "sharding"}
 
 
 def test_all_is_what_the_package_defines():
@@ -36,6 +36,7 @@ def test_help_lists_what_there_is():
         ("Attention", "; it is in posenc_jax.nnx and in posenc_jax.linen"),
         ("rope", "; did you mean 'RoPE'?"),
         ("Rope", "; did you mean 'RoPE'?"),
+        ("DAPE", "has no attribute 'DAPE'; it is in posenc_jax.contrib"),
         ("t5", "; did you mean 'T5'?"),
         ("atention", "; did you mean 'attention'?"),
         ("zzzzzz", "has no attribute 'zzzzzz'"),
@@ -47,7 +48,9 @@ def test_a_name_that_is_not_there_has_a_hint(name, hint):
     assert str(error.value).endswith(hint)
 
 
-@pytest.mark.parametrize("name", ["", ".nnx", ".linen", ".positions", ".sharding", ".testing"])
+@pytest.mark.parametrize(
+    "name", ["", ".nnx", ".linen", ".contrib", ".positions", ".sharding", ".testing"]
+)
 def test_public_names_have_docstrings(name):
     module = importlib.import_module(f"posenc_jax{name}")
     things = [getattr(module, n) for n in module.__all__]
@@ -85,6 +88,6 @@ def test_unknown_names():
         _ = pe.RoPEE
     with pytest.raises(KeyError, match="unknown scheme 'roep'; did you mean 'rope'"):
         pe.SCHEMES["roep"]
-    with pytest.raises(KeyError, match="unknown scheme 'zzz'; there are fourier, learned"):
+    with pytest.raises(KeyError, match="unknown scheme 'zzz'; there are learned, none"):
         pe.SCHEMES["zzz"]
     assert "roep" not in pe.SCHEMES and pe.SCHEMES.get("roep") is None

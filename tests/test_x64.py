@@ -40,7 +40,7 @@ for name, cls in pe.SCHEMES.items():
 
 tables = (jnp.ones((1, 5, 2), jnp.float64),) * 2
 at = jnp.zeros((1, 5), jnp.int32)
-for draw in (pe.positions.random_floats, pe.positions.continuous):
+for draw in (pe.positions.random_floats, pe.contrib.continuous):
     options = {"high": 8.0} if draw is pe.positions.random_floats else {}
     assert draw(jax.random.key(0), at, **options).dtype == jnp.float32, draw
 q = jnp.ones((1, 40, 1, 4), jnp.float32)

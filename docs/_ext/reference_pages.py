@@ -20,7 +20,7 @@ from sphinx.util import inspect as sphinx_inspect
 
 import posenc_jax as pe
 
-MODULES = ("nnx", "linen", "positions", "sharding", "testing")
+MODULES = ("nnx", "linen", "positions", "sharding", "testing", "contrib")
 SCHEMES = (
     "embedding",
     "rotary",
@@ -31,7 +31,7 @@ SCHEMES = (
     "combinations",
 )
 """Families under "Schemes" in the table of contents; the others are below "Reference"."""
-FORMULA = "posenc_jax.schemes."
+FORMULA = ("posenc_jax.schemes.", "posenc_jax.contrib.")
 PICTURES = """8 heads of 64, and 128 tokens, with windows and chunks within them. Tokens have equal
 content unless the caption says otherwise, so that keys differ by position only; parameters are the
 initial ones. `python -m experiments gallery` draws more."""
@@ -164,7 +164,8 @@ def data_doc(module: str, name: str) -> str:
 def page(name: str, thing: Any) -> list[str]:
     """Returns the page of a public name."""
     module = inspect.getmodule(thing)
-    lines = [f"# {name}", "", *directive("posenc_jax", name, thing)]
+    home = "posenc_jax" if name in pe.__all__ else "posenc_jax.contrib"
+    lines = [f"# {name}", "", *directive(home, name, thing)]
     if name == "SCHEMES":
         rows = [
             f"| `{key}` | [{cls.__name__}]({cls.__name__}.md) |" for key, cls in pe.SCHEMES.items()
@@ -191,6 +192,8 @@ def module_page(name: str) -> list[str]:
     module = importlib.import_module(f"posenc_jax.{name}")
     lines = [f"# posenc_jax.{name}", "", *formula(module)]
     lines += ["```{eval-rst}", f".. py:module:: posenc_jax.{name}", "```", ""]
+    if module is pe.contrib:  # Its schemes have pages like the others.
+        return [*lines, *table(module.__all__), *toctree(module.__all__)]
     for member in module.__all__:
         thing = getattr(module, member)
         if inspect.isroutine(thing) or inspect.isclass(thing):
@@ -203,12 +206,15 @@ def table(names: list[str]) -> list[str]:
     """Returns a table of names with the first sentence of each docstring."""
     lines = ["| name | what it is |", "|---|---|"]
     for name in names:
-        thing = (
-            importlib.import_module(f"posenc_jax.{name}") if name in MODULES else getattr(pe, name)
-        )
+        thing = importlib.import_module(f"posenc_jax.{name}") if name in MODULES else public(name)
         sentence = "Scheme classes by name." if name == "SCHEMES" else first_sentence(thing)
         lines.append(f"| [{label(name)}]({file(name)}.md) | {sentence} |")
     return [*lines, ""]
+
+
+def public(name: str) -> Any:
+    """Returns a thing of `posenc_jax` or of `posenc_jax.contrib`."""
+    return getattr(pe if name in pe.__all__ else pe.contrib, name)
 
 
 def label(name: str) -> str:
@@ -241,6 +247,7 @@ def write(app) -> None:
         for name in names:
             thing = getattr(pe, name)
             pages[file(name)] = module_page(name) if name in MODULES else page(name, thing)
+    pages |= {name: page(name, public(name)) for name in pe.contrib.__all__}
     pages["index"] = index + toctree(shown)
     pages["gallery"] = gallery()
     for old in folder.iterdir():
@@ -256,8 +263,8 @@ def gallery() -> list[str]:
     """Returns the page with a picture of each scheme."""
     lines = ["# Gallery", "", "Every scheme and frequency map; each picture leads to its page.", ""]
     lines += ["::::{grid} 2 3 3 4", ":gutter: 2", ":class-container: gallery", ""]
-    things = [getattr(pe, name) for names in families().values() for name in names]
-    for thing in things:
+    names = [name for names in families().values() for name in names if name not in MODULES]
+    for thing in map(public, [*names, *pe.contrib.__all__]):
         if is_scheme(thing) or is_map(thing):
             first = pictures(thing)[0].split()[1]
             lines += [f":::{{grid-item-card}} {thing.__name__}", f":img-bottom: {first}"]

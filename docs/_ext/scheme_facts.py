@@ -129,11 +129,11 @@ def _decoding() -> dict[str, list[str]]:
 
 
 def _test_file(cls: type) -> Path:
-    *folders, module = cls.__module__.split(".")[2:]
-    folder = ROOT.joinpath("tests", "schemes", *folders)
+    *folders, module = cls.__module__.split(".")[1:]
+    folder = ROOT.joinpath("tests", *folders)
     same = folder / f"test_{module}.py"
     others = sorted((ROOT / "tests" / "schemes").rglob("test_*.py"))
-    setting = f"pe.{cls.__name__}: {{"
+    setting = f".{cls.__name__}: {{"
     return same if same.exists() else next(f for f in others if setting in f.read_text())
 
 

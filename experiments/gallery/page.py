@@ -27,9 +27,10 @@ FAMILIES = {
     "rotary": "Rotary",
     "bias": "Biases",
     "content": "Position and content",
+    "contrib": "Few users",
     "scaling": "Frequency maps of RoPE",
 }
-"""Headings by folder of `posenc_jax/schemes`."""
+"""Headings by the folder of a scheme or map."""
 STRIP = ("rope", "alibi", "t5", "fire", "shaw", "deberta", "inkling", "tupe")
 
 

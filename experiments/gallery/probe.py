@@ -59,7 +59,7 @@ class Probe:
 
     Attributes:
       name, title: the name and the class of the scheme.
-      family: its folder in `posenc_jax/schemes`.
+      family: its folder.
       about, formula, paper: from the module docstring of the scheme.
       encoding: [T, D], the vector added to the embedding at each position.
       picture: [T, T], the effect on logits, mean over heads; NaN for masked keys.

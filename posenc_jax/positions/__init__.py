@@ -9,18 +9,15 @@ from posenc_jax.positions.packing import (
     segment_ids_from_positions,
 )
 from posenc_jax.positions.random import (
-    continuous,
     random_floats,
     randomized,
     randomized_distances,
     shifted,
-    skip_wise,
     spaced_floats,
 )
 
 __all__ = [
     "bilevel",
-    "continuous",
     "count_up",
     "digit_places",
     "from_padding_mask",
@@ -30,6 +27,5 @@ __all__ = [
     "randomized_distances",
     "segment_ids_from_positions",
     "shifted",
-    "skip_wise",
     "spaced_floats",
 ]

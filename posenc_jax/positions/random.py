@@ -3,26 +3,20 @@
 Functions take a random key and positions [B, T] and return coordinates [B, T]; masks and
 windows still use the positions. Rows, and segments of packed rows, draw independently,
 by the key, the row and the segment id; for one draw per batch give `positions[:1]`. Reusing
-the key continues a draw while decoding. Exceptions are `randomized`, `random_floats` and
-`skip_wise`, which draw for all positions at once: draw for the prompt and the tokens to come, then
-slice.
+the key continues a draw while decoding. Exceptions are `randomized` and
+`random_floats`, which draw for all positions at once: draw for the prompt and the tokens to come,
+then slice.
 
 Papers: Ruoss et al. Randomized Positional Encodings Boost Length Generalization of Transformers.
 2023. https://arxiv.org/abs/2305.16843
 Kiyono et al. SHAPE: Shifted Absolute Position Embedding for Transformers. 2021.
 https://arxiv.org/abs/2109.05644
-Likhomanenko et al. CAPE: Encoding Relative Positions with Continuous Augmented Positional
-Embeddings. 2021. https://arxiv.org/abs/2106.03143
-Zhu et al. PoSE: Efficient Context Window Extension of LLMs via Positional Skip-wise Training.
-2023. https://arxiv.org/abs/2309.10400
 Shimizu et al. Position Encoding with Random Float Sampling Enhances Length Generalization of
 Transformers. 2026. https://arxiv.org/abs/2602.14050
 Reference code: google-deepmind/randomized_positional_encodings, models/positional_encodings.py;
-butsugiri/shape, onmt/modules/embeddings.py; gcambara/cape, cape/cape.py; dwzhu-pku/PoSE,
-src/train_pose.py.
+butsugiri/shape, onmt/modules/embeddings.py.
 """
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -32,31 +26,21 @@ from posenc_jax import checks
 from posenc_jax.checks import array_of_rank, integer_positions, require
 
 
-def _checked(
+def checked(
     caller: str, positions: jax.Array, segment_ids: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
+    """Returns positions and segment ids, int32 [B, T] each."""
     array_of_rank(caller, "positions", positions, 2, "[B, T]")
     positions = integer_positions(caller, positions)
     return positions, checks.segments(caller, segment_ids, positions.shape)
 
 
-def _by_segment(key: jax.Array, segments: jax.Array, draw: Callable, *arrays: jax.Array):
+def by_segment(key: jax.Array, segments: jax.Array, draw: Callable, *arrays: jax.Array):
     """Returns `draw(key, *values)` for every token, with one key for each segment of each row."""
     rows = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(segments.shape[0]))
     fold = jax.vmap(jax.vmap(jax.random.fold_in), (0, 0))
     keys = fold(jnp.broadcast_to(rows[:, None], segments.shape), segments)
     return jax.vmap(jax.vmap(draw))(keys, *arrays)
-
-
-def _sizes(segments: jax.Array) -> jax.Array:
-    """Returns int32 [B, T]: the number of tokens in each token's segment."""
-
-    def of_row(ids):
-        order = jnp.sort(ids)
-        end, start = (jnp.searchsorted(order, ids, side=side) for side in ("right", "left"))
-        return (end - start).astype(jnp.int32)
-
-    return jax.vmap(of_row)(segments)
 
 
 def randomized(
@@ -83,7 +67,7 @@ def randomized(
     >>> bool((jnp.diff(randomized(jax.random.key(0), positions, 2048)[0]) > 0).all())
     True
     """
-    positions, segments = _checked("randomized", positions, segment_ids)
+    positions, segments = checked("randomized", positions, segment_ids)
     batch, length = positions.shape
     require(
         max_length >= length,
@@ -129,7 +113,7 @@ def random_floats(
     >>> bool((jnp.diff(random_floats(jax.random.key(0), positions, 64.0)[0]) > 0).all())
     True
     """
-    positions, segments = _checked("random_floats", positions, segment_ids)
+    positions, segments = checked("random_floats", positions, segment_ids)
     checks.positive("random_floats", high=high)
     drawn = jax.random.uniform(key, positions.shape, jnp.float32, maxval=high)
     return _sorted_by_segment(drawn, positions, segments)
@@ -153,7 +137,7 @@ def spaced_floats(positions: jax.Array, length: int, high: float) -> jax.Array:
     >>> spaced_floats(jnp.arange(4)[None], 4, 8.0)
     Array([[1., 3., 5., 7.]], dtype=float32)
     """
-    positions, _ = _checked("spaced_floats", positions, None)
+    positions, _ = checked("spaced_floats", positions, None)
     checks.positive("spaced_floats", length=length, high=high)
     return (positions.astype(jnp.float32) + 0.5) * (high / length)
 
@@ -203,98 +187,8 @@ def shifted(
     >>> jnp.diff(coordinates[0])
     Array([1, 1], dtype=int32)
     """
-    positions, segments = _checked("shifted", positions, segment_ids)
+    positions, segments = checked("shifted", positions, segment_ids)
     require(max_shift >= 1, f"shifted: max_shift must be at least 1, got {max_shift}.")
-    return positions + _by_segment(
+    return positions + by_segment(
         key, segments, lambda k: jax.random.randint(k, (), 0, max_shift, jnp.int32)
     )
-
-
-def continuous(
-    key: jax.Array,
-    positions: jax.Array,
-    *,
-    global_shift: float = 5.0,
-    local_shift: float = 0.5,
-    max_scaling: float = 1.03,
-    segment_ids: jax.Array | None = None,
-) -> jax.Array:
-    """Returns positions shifted, jittered and scaled at random (CAPE), float32 [B, T].
-
-    The coordinate of position p is (p + d + e) s. Each segment draws d uniformly from
-    +-global_shift and ln s from +-ln max_scaling; each token draws e from +-local_shift.
-    Defaults are for text; evaluation uses the positions. For audio the authors subtract
-    the mean of each sequence from its positions first.
-
-    Args:
-      key: a random key.
-      positions: int32 [B, T].
-      global_shift: the greatest shift of a segment.
-      local_shift: the greatest jitter of a token; up to 0.5 the order of tokens is kept.
-      max_scaling: the greatest scale factor.
-      segment_ids: int32 [B, T]. Default: one segment.
-
-    Raises:
-      ValueError: for negative shifts, `max_scaling` below one, or shapes that differ.
-
-    >>> continuous(jax.random.key(0), jnp.arange(3)[None]).dtype
-    dtype('float32')
-    """
-    positions, segments = _checked("continuous", positions, segment_ids)
-    require(
-        min(global_shift, local_shift) >= 0,
-        f"continuous: shifts must not be negative, got {global_shift} and {local_shift}.",
-    )
-    require(max_scaling >= 1, f"continuous: max_scaling must be at least 1, got {max_scaling}.")
-
-    def draw(key, position):
-        segment_key, token_key = jax.random.split(key)
-        shift, scale = jax.random.uniform(segment_key, (2,), jnp.float32, minval=-1.0)
-        token_key = jax.random.fold_in(token_key, position)
-        jitter = jax.random.uniform(token_key, (), jnp.float32, minval=-1.0)
-        moved = position.astype(jnp.float32) + global_shift * shift + local_shift * jitter
-        return moved * jnp.exp(math.log(max_scaling) * scale)
-
-    return _by_segment(key, segments, draw, positions)
-
-
-def skip_wise(
-    key: jax.Array,
-    positions: jax.Array,
-    max_length: int,
-    *,
-    segment_ids: jax.Array | None = None,
-) -> jax.Array:
-    """Returns positions with one gap (PoSE), int32 [B, T], all below `max_length`.
-
-    Of n tokens, a random number from 1 to (n + 1) // 2 keep their positions; a random number from
-    0 to `max_length - n` is added to the positions of the others. The authors may also take the
-    two chunks from different places of a text; the caller can.
-
-    Args:
-      key: a random key.
-      positions: int32 [B, T], from 0 in every segment.
-      max_length: the context length to fine-tune for.
-      segment_ids: int32 [B, T]. Default: one segment.
-
-    Raises:
-      ValueError: if `max_length` is below T, or shapes differ.
-
-    >>> coordinates = skip_wise(jax.random.key(0), jnp.arange(8)[None], 1000)
-    >>> int((jnp.diff(coordinates[0]) > 1).sum())
-    1
-    """
-    positions, segments = _checked("skip_wise", positions, segment_ids)
-    require(
-        max_length >= positions.shape[1],
-        f"skip_wise: max_length must be at least the {positions.shape[1]} positions, "
-        f"got {max_length}.",
-    )
-
-    def draw(key, position, size):
-        cut_key, gap_key = jax.random.split(key)
-        cut = jax.random.randint(cut_key, (), 1, (size + 1) // 2 + 1, jnp.int32)
-        gap = jax.random.randint(gap_key, (), 0, max_length - size + 1, jnp.int32)
-        return position + jnp.where(position >= cut, gap, 0)
-
-    return _by_segment(key, segments, draw, positions, _sizes(segments))

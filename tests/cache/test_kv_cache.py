@@ -504,7 +504,7 @@ def test_a_value_that_overflows_in_the_cache_ends_with_its_row(dtype):
 
 def test_states_have_the_dtype_of_the_cache():
     """A scan carries it; activations are float32."""
-    scheme = pe.chain(pe.ShortConv(num_heads=2, num_kv_heads=2, head_dim=8), pe.RoPE(8))
+    scheme = pe.chain(pe.contrib.ShortConv(num_heads=2, num_kv_heads=2, head_dim=8), pe.RoPE(8))
     params = scheme.init(jax.random.key(0))
     cache, _ = decoded(scheme, params, jnp.bfloat16, [1.0, 2.0, 3.0], max_rewind=2)
     dtypes = {x.dtype for x in jax.tree.leaves((cache.state, cache.past_states))}

@@ -26,7 +26,7 @@ VOCABULARY = np.random.default_rng(0).normal(size=(64, DIM)).astype(np.float32)
 SIZES = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4, "model_dim": DIM}
 # Rotated keys, arrays per key, running sums, and the last inputs of convolutions.
 SUMS = pe.chain(
-    pe.ShortConv(num_heads=2, num_kv_heads=1, head_dim=4),
+    pe.contrib.ShortConv(num_heads=2, num_kv_heads=1, head_dim=4),
     pe.RoPE(head_dim=4),
     pe.FoX(num_heads=2, model_dim=DIM),
 )

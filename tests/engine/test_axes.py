@@ -11,7 +11,7 @@ from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.xla import XLA
 
 SHAW = pe.Shaw(num_heads=6, head_dim=8)
-DAPE = pe.DAPE(num_heads=6)
+DAPE = pe.contrib.DAPE(num_heads=6)
 COPE = pe.CoPE(head_dim=8)
 Q, K, V = qkv(batch=2, length=7, kv_heads=6)
 

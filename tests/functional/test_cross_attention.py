@@ -117,7 +117,7 @@ def test_what_has_no_meaning_is_refused():
     with pytest.raises(ValueError, match=r"q \(2, 7, 6, 8\) and k \(1, 7, 3, 8\) differ in batch"):
         call(x, x[:1])
     places = {"positions": jnp.arange(T), "k_positions": jnp.arange(T)}
-    for cls in (pe.FoX, pe.ShortConv):
+    for cls in (pe.FoX, pe.contrib.ShortConv):
         layer.encoding = pn.PositionEncoding(build(cls), rngs=nnx.Rngs(0))
         with pytest.raises(NotImplementedError, match=f"{cls.__name__}.* a running state of one"):
             call(x, x, **places)

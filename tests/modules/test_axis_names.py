@@ -155,7 +155,7 @@ def test_schemes_declare_the_axes_of_their_parameters():
         "['queries']": "model_dim num_heads head_dim",
         "['table']": "rows model_dim",
     }
-    assert axes(pe.ShortConv(2, 2, 2, on="k")) == {"['k']": "width num_kv_heads head_dim"}
+    assert axes(pe.contrib.ShortConv(2, 2, 2, on="k")) == {"['k']": "width num_kv_heads head_dim"}
     path = axes(pe.chain(pe.RoPE(8), build(pe.PaTH, num_kv_heads=3)))
     assert path["[1]['beta']"] == "model_dim num_kv_heads" and path["[1]['conv']"] == "- -"
     assert path["[1]['w'][0]"] == "model_dim rank" and path["[1]['w'][1]"] == "- -"

@@ -128,7 +128,7 @@ WRONG = {
         "position": pe.LayerSpec(pe.chain(pe.ALiBi(N), pe.RoPE(4)))
     },
     r"num_kv_heads is 3, and ShortConv.* was made for 6": {
-        "position": pe.ShortConv(num_heads=N, num_kv_heads=N, head_dim=H)
+        "position": pe.contrib.ShortConv(num_heads=N, num_kv_heads=N, head_dim=H)
     },
     r"model_dim is 20, and FoX.* was made for 8": {"position": pe.FoX(num_heads=N, model_dim=8)},
     "softcap must be": {"softcap": -1.0},

@@ -13,6 +13,7 @@ from oracle import attend, decode, qkv
 from support import SIZES, build, close, make_batch, parameters, slow
 
 import posenc_jax as pe
+from posenc_jax import contrib
 from posenc_jax import positions as pos
 
 KEY = jax.random.key(3)
@@ -22,8 +23,8 @@ DRAWS = {
     "randomized": lambda key, p, **o: pos.randomized(key, p, 50, **o),
     "random_floats": lambda key, p, **o: pos.random_floats(key, p, 50.0, **o),
     "shifted": lambda key, p, **o: pos.shifted(key, p, 40, **o),
-    "continuous": pos.continuous,
-    "skip_wise": lambda key, p, **o: pos.skip_wise(key, p, 60, **o),
+    "continuous": contrib.continuous,
+    "skip_wise": lambda key, p, **o: contrib.skip_wise(key, p, 60, **o),
 }
 COMPILED = [jax.jit(draw) for draw in DRAWS.values()]
 ALL = pytest.mark.parametrize("draw", COMPILED, ids=DRAWS.keys())
@@ -183,52 +184,6 @@ def test_shifts_cover_their_range_and_keep_distances():
         assert all(len(set(part.tolist())) == 1 for part in parts(moved))
 
 
-def test_continuous_draws_cover_their_bounds():
-    keys, positions = jax.random.split(KEY, 2000), pos.count_up(1, 3, 100)
-
-    def of(**options):
-        none = {"global_shift": 0.0, "local_shift": 0.0, "max_scaling": 1.0}
-        draw = jax.vmap(lambda k: pos.continuous(k, positions, **(none | options))[0])
-        return np.asarray(jax.jit(draw)(keys))
-
-    np.testing.assert_array_equal(of(), np.tile(positions, (2000, 1)))
-    moved = of(global_shift=5.0) - np.asarray(positions)
-    assert (
-        np.ptp(moved, axis=1).max() < 1e-4 and 4.9 < moved.max() <= 5 and -5 <= moved.min() < -4.9
-    )
-    assert abs(moved.mean()) < 0.3
-    jitter = of(local_shift=0.5) - np.asarray(positions)
-    assert 0.49 < jitter.max() <= 0.5 + 1e-5 and abs(np.corrcoef(jitter.T)[0, 1]) < 0.1
-    stretch = of(max_scaling=1.03) / np.asarray(positions)
-    assert np.ptp(stretch, axis=1).max() < 1e-5
-    assert 1.029 < stretch.max() <= 1.03 + 1e-5 and 1 / 1.03 - 1e-5 <= stretch.min() < 0.972
-
-
-def pose(length, rt1, rt):
-    """dwzhu-pku/PoSE, train_preprocess_function_pose at 43b43b3: lt is 0."""
-    ids = np.arange(length)
-    ids[rt1:] += rt
-    return ids
-
-
-def test_gaps_match_the_authors():
-    np.testing.assert_array_equal(pose(8, 3, 20), [0, 1, 2, 23, 24, 25, 26, 27])
-    cuts, gaps = set(), set()
-    keys = jax.random.split(KEY, 400)
-    draw = jax.vmap(lambda k: pos.skip_wise(k, PLACES, 30, segment_ids=PACKED))
-    outs = jax.jit(draw)(keys)
-    for out in np.asarray(outs):
-        for part in parts(out):
-            gap = int((part - np.arange(len(part)))[-1])
-            jumps = np.flatnonzero(np.diff(part) > 1)
-            cut = int(jumps[0]) + 1 if len(jumps) else 1
-            np.testing.assert_array_equal(part, pose(len(part), cut, gap))
-            if len(part) == 11:
-                cuts.add(cut)
-                gaps.add(gap)
-    assert cuts == set(range(1, 7)) and gaps == set(range(20))
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def embed_and_attend(scheme, params, part, placement):
     x = pe.scheme_embedding(scheme, params, part.x, coordinates=placement["coordinates"])
@@ -282,13 +237,13 @@ def test_decoding_after_left_padding():
         ),
         (lambda p: pos.randomized_distances(KEY, 5, 5), "count must be 1 to 4 .*, got 5"),
         (lambda p: pos.shifted(KEY, p, 0), "shifted: max_shift must be at least 1, got 0"),
-        (lambda p: pos.skip_wise(KEY, p, 18), "skip_wise: max_length .* 19 .*, got 18"),
+        (lambda p: contrib.skip_wise(KEY, p, 18), "skip_wise: max_length .* 19 .*, got 18"),
         (
-            lambda p: pos.continuous(KEY, p, local_shift=-1.0),
+            lambda p: contrib.continuous(KEY, p, local_shift=-1.0),
             "must not be negative, got 5.0 and -1",
         ),
         (
-            lambda p: pos.continuous(KEY, p, max_scaling=0.5),
+            lambda p: contrib.continuous(KEY, p, max_scaling=0.5),
             "max_scaling must be .*, got 0.5",
         ),
         (

@@ -95,7 +95,7 @@ def test_decoding_through_layers_that_differ_equals_one_pass(name):
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_convolution_stays_in_its_chunk(size):
     """Its kernel of 4 tokens reaches over several chunks of this size."""
-    conv = pe.ShortConv(num_heads=2, num_kv_heads=2, head_dim=8)
+    conv = pe.contrib.ShortConv(num_heads=2, num_kv_heads=2, head_dim=8)
     params = jax.tree.map(lambda x: x + normal(*x.shape), conv.init(jax.random.key(0)))
     q, k, v = normal(3, 1, 7, 2, 8)
 

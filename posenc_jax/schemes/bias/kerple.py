@@ -1,15 +1,14 @@
-r"""KERPLE: a learned, concave or convex penalty on distance, one shape per head.
+r"""KERPLE: a learned penalty on the logarithm of the distance, one shape per head.
 
-    log      logits[n, i, j] = q_i . k_j / sqrt(H) - r1[n] * ln(1 + r2[n] |i - j|)
-    power    logits[n, i, j] = q_i . k_j / sqrt(H) - r1[n] * |i - j|^r2[n]       r2 <= 2
+    logits[n, i, j] = q_i . k_j / sqrt(H) - r1[n] * ln(1 + r2[n] |i - j|)
 
-Both are conditionally positive definite kernels for positive r1 and r2; power with r2 = 1
-is ALiBi with learned slopes. The log form extrapolates best in the paper.
+It is a conditionally positive definite kernel for positive r1 and r2. The paper's other one, a
+power of the distance, extrapolates less well and is `posenc_jax.contrib.KERPLEPower`.
 
 Parameters are kept positive as in the authors' code: before each use they are projected onto
-[0.01, inf), r2 of the power form onto [0.01, 2]. The gradient is taken at the projected value
-(straight through), so a parameter at the bound can leave it. The authors write the projected
-value back after each step; here the optimiser's value stays.
+[0.01, inf). The gradient is taken at the projected value (straight through), so a parameter at the
+bound can leave it. The authors write the projected value back after each step; here the optimiser's
+value stays.
 
 The authors share one set of parameters between all layers. The third form in their code, which
 multiplies logits by exp(-r3 |i - j|^r4) and has no released results, is omitted. NeMo's
@@ -21,8 +20,8 @@ reversed. In encoders use ALiBi's `symmetry="split"`, T5 with `bidirectional=Tru
 
 Paper: Chi et al. KERPLE: Kernelized Relative Positional Embedding for Length
 Extrapolation. 2022. https://arxiv.org/abs/2205.09921
-Reference code: chijames/KERPLE, megatron/mpu/layers.py, ParallelKerpleLog and
-ParallelKerplePower (there, p and a are r1 and r2 of the log form, a and p of the power form).
+Reference code: chijames/KERPLE, megatron/mpu/layers.py, ParallelKerpleLog (there, p and a are r1
+and r2).
 """
 
 import dataclasses
@@ -36,7 +35,7 @@ from posenc_jax.engine.rules import LogitBias
 from posenc_jax.schemes.scheme import Scheme, Traits
 
 
-def _project(x, high=None):
+def project(x, high=None):
     """Returns x clipped to [0.01, high] in float32, with the gradient of x (straight through)."""
     x = x.astype(jnp.float32)
     return jax.lax.stop_gradient(jnp.clip(x, 0.01, high)) + (x - jax.lax.stop_gradient(x))
@@ -47,15 +46,8 @@ def _log_penalty(shared, head, q, k):
     return -r1 * jnp.log1p(r2 * jnp.abs(q - k).astype(jnp.float32))
 
 
-def _power_penalty(shared, head, q, k):
-    r1, r2 = head
-    distance = jnp.abs(q - k).astype(jnp.float32)
-    nonzero = distance > 0  # 0^r2 has no finite derivative.
-    return jnp.where(nonzero, -r1 * jnp.where(nonzero, distance, 1.0) ** r2, 0.0)
-
-
 @dataclasses.dataclass(frozen=True)
-class _KERPLE(Scheme):
+class KERPLE(Scheme):
     """A kernel with parameters r1 and r2 per head, initially uniform from 0 to `initial`."""
 
     num_heads: int
@@ -75,7 +67,7 @@ class _KERPLE(Scheme):
 
 
 @dataclasses.dataclass(frozen=True)
-class KERPLELog(_KERPLE):
+class KERPLELog(KERPLE):
     """KERPLE's logarithmic kernel (Chi et al. 2022).
 
     Attributes:
@@ -93,28 +85,5 @@ class KERPLELog(_KERPLE):
     initial: ClassVar[dict[str, float]] = {"r1": 2.0, "r2": 1.0}
 
     def rules(self, params, q_features=None, k_features=None):
-        heads = _project(params["r1"]), _project(params["r2"])
+        heads = project(params["r1"]), project(params["r2"])
         return LogitBias(_log_penalty, heads=heads, relative=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class KERPLEPower(_KERPLE):
-    """KERPLE's power kernel (Chi et al. 2022).
-
-    Attributes:
-      num_heads: the number of query heads, N.
-
-    Raises:
-      ValueError: if `num_heads` is less than one.
-
-    >>> params = {"r1": jnp.array([0.5]), "r2": jnp.array([2.0])}
-    >>> KERPLEPower(num_heads=1).rules(params).dense(jnp.array([2]), jnp.arange(3))[0]
-    Array([[-2. , -0.5,  0. ]], dtype=float32)
-    """
-
-    name: ClassVar[str] = "kerple_power"
-    initial: ClassVar[dict[str, float]] = {"r1": 1.0, "r2": 2.0}
-
-    def rules(self, params, q_features=None, k_features=None):
-        heads = _project(params["r1"]), _project(params["r2"], 2.0)
-        return LogitBias(_power_penalty, heads=heads, relative=True)

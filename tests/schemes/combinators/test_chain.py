@@ -156,7 +156,10 @@ def test_only_one_scheme_of_a_chain_may_add_to_the_values():
 
 def test_only_one_scheme_of_a_chain_may_transform_rows_of_logits():
     cope, sticks = pe.CoPE(head_dim=8), pe.StickBreaking()
-    for pair in ((cope, sticks), (pe.on_axis(cope, 0), pe.on_axis(pe.DAPE(num_heads=6), 1))):
+    for pair in (
+        (cope, sticks),
+        (pe.on_axis(cope, 0), pe.on_axis(pe.contrib.DAPE(num_heads=6), 1)),
+    ):
         with pytest.raises(ValueError, match=r"chain: only one scheme may transform rows of logi"):
             pe.chain(*pair)
     assert len(pe.chain(cope, pe.ALiBi(num_heads=6)).schemes) == 2

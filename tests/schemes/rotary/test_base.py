@@ -13,7 +13,7 @@ from support import build, close, forward, make_batch, parameters, run, slow
 
 import posenc_jax as pe
 
-ROTARY = [n for n, c in pe.SCHEMES.items() if c.__module__.startswith("posenc_jax.schemes.rotary")]
+ROTARY = [n for n, c in pe.SCHEMES.items() if issubclass(c, pe.Rotary)]
 # Angles from content, or several rotations per key: these have no tables of coordinates.
 WITHOUT_TABLES = {
     *("repo", "selective_rope"),
@@ -174,7 +174,9 @@ def test_a_cached_xpos_origin_ignores_padding():
 
 
 @pytest.mark.parametrize("head_dim", ["8", 8.0, True])
-@pytest.mark.parametrize("cls", [pe.RoPE, pe.XPos, pe.ReRoPE, pe.MRoPE, pe.LieRE, pe.ComRoPE])
+@pytest.mark.parametrize(
+    "cls", [pe.RoPE, pe.XPos, pe.ReRoPE, pe.MRoPE, pe.contrib.LieRE, pe.contrib.ComRoPE]
+)
 def test_a_head_dim_that_is_not_an_integer_is_a_type_error(cls, head_dim):
     with pytest.raises(
         TypeError, match=f"{cls.name}: head_dim must be an integer, got {head_dim!r}"

@@ -8,9 +8,14 @@ from oracle import attend, qkv, softmax_attention
 from support import Option, golden, initial
 
 import posenc_jax as pe
+from posenc_jax import contrib
 
 OPTIONS = {
-    pe.BAM: {"learn_location": Option(True), "scale_inside": True, "initial_shape": initial(0.5)}
+    contrib.BAM: {
+        "learn_location": Option(True),
+        "scale_inside": True,
+        "initial_shape": initial(0.5),
+    }
 }
 GOLDEN = golden("bam")
 BOTH = pytest.mark.parametrize("name", ["bam", "bam_inference"])
@@ -22,14 +27,17 @@ def params(name):
 
 @BOTH
 def test_matches_the_prior_of_the_authors(name):
-    scheme = pe.BAM(num_heads=6, learn_location=True, scale_inside=name == "bam_inference")
+    scheme = contrib.BAM(num_heads=6, learn_location=True, scale_inside=name == "bam_inference")
     bias = scheme.rules(params(name)).dense(jnp.arange(9), jnp.arange(9))
     np.testing.assert_allclose(bias, GOLDEN[name]["bias"], rtol=2e-6, atol=2e-6)
 
 
 @BOTH
 def test_initial_prior_is_that_of_the_authors_and_alibi(name):
-    scheme, positions = pe.BAM(num_heads=6, scale_inside=name == "bam_inference"), jnp.arange(9)
+    scheme, positions = (
+        contrib.BAM(num_heads=6, scale_inside=name == "bam_inference"),
+        jnp.arange(9),
+    )
     bias = scheme.rules(scheme.init(jax.random.key(0))).dense(positions[-1:], positions)
     np.testing.assert_allclose(bias[:, 0], GOLDEN[name]["initial"], rtol=2e-6)
     alibi = pe.ALiBi(num_heads=6).rules({}).dense(positions[-1:], positions)
@@ -46,7 +54,7 @@ def test_attention_matches_the_paper(scale_inside):
         inner = (distance * scale if scale_inside else distance) + 1e-5
         return q @ k / np.sqrt(8) - inner ** p["shape"][n] * (1 if scale_inside else scale)
 
-    scheme = pe.BAM(num_heads=6, learn_location=True, scale_inside=scale_inside)
+    scheme = contrib.BAM(num_heads=6, learn_location=True, scale_inside=scale_inside)
     for implementation in ("reference", "xla"):
         out = attend(scheme, params("bam"), *arrays, is_causal=True, implementation=implementation)
         np.testing.assert_allclose(out, softmax_attention(*arrays, logit), atol=5e-6)
@@ -54,7 +62,7 @@ def test_attention_matches_the_paper(scale_inside):
 
 def test_gradients_are_finite_where_a_key_is_at_the_centre_of_the_prior():
     """|j - i - m| is zero there, and its power has no derivative."""
-    scheme = pe.BAM(num_heads=6, learn_location=True)
+    scheme = contrib.BAM(num_heads=6, learn_location=True)
     learned = params("bam") | {"loc": jnp.zeros(6)}
 
     def total(learned):
@@ -66,4 +74,4 @@ def test_gradients_are_finite_where_a_key_is_at_the_centre_of_the_prior():
 
 def test_refuses_a_shape_that_is_no_number():
     with pytest.raises(ValueError, match="initial_shape"):
-        pe.BAM(num_heads=2, initial_shape=float("nan"))
+        contrib.BAM(num_heads=2, initial_shape=float("nan"))

@@ -6,9 +6,10 @@ import pytest
 from oracle import attend, decode, key, qkv, query, softmax_attention
 
 import posenc_jax as pe
+from posenc_jax import contrib
 
 OPTIONS = {
-    pe.RoPEPlusPlus: {
+    contrib.RoPEPlusPlus: {
         "theta": 100.0,
         "layout": "interleaved",
         "scaling": pe.PI(factor=2.0),
@@ -52,7 +53,7 @@ def test_attention_matches_the_authors(heads, count):
     q, k, v = qkv(length=21, heads=count)
     mapped = authors(q, k, np.arange(21), MODES[heads])
     expected = softmax_attention(*mapped, v, lambda q, k, n, i, j: q @ k / np.sqrt(8))
-    out = attend(pe.RoPEPlusPlus(head_dim=8, heads=heads), {}, q, k, v, is_causal=True)
+    out = attend(contrib.RoPEPlusPlus(head_dim=8, heads=heads), {}, q, k, v, is_causal=True)
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
@@ -60,7 +61,7 @@ def test_attention_matches_the_authors(heads, count):
 def test_queries_at_far_positions(heads):
     q, k, _ = qkv(length=4)
     positions = np.array([1, 257, 10**6, 2**31 - 1])
-    scheme = pe.RoPEPlusPlus(head_dim=8, heads=heads, theta=50.0)
+    scheme = contrib.RoPEPlusPlus(head_dim=8, heads=heads, theta=50.0)
     expected = authors(q, k, positions, MODES[heads], theta=50.0)
     got = (f(scheme, {}, x, jnp.asarray(positions)[None]) for f, x in ((query, q), (key, k)))
     for a, b in zip(got, expected, strict=True):
@@ -69,14 +70,14 @@ def test_queries_at_far_positions(heads):
 
 def test_an_imaginary_query_worked_out_by_hand():
     """x = (1, 2, 3, 4) at position 1, printed by the authors' lines."""
-    scheme = pe.RoPEPlusPlus(head_dim=4, heads="all")
+    scheme = contrib.RoPEPlusPlus(head_dim=4, heads="all")
     x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
     got = query(scheme, {}, x, jnp.array([[1]])).ravel()
     np.testing.assert_allclose(got, [2.4623779, 4.01979967, 1.98411065, -1.95990067], rtol=1e-6)
 
 
 def test_decodes_with_heads_added():
-    scheme = pe.RoPEPlusPlus(head_dim=8, heads="added")
+    scheme = contrib.RoPEPlusPlus(head_dim=8, heads="added")
     q, k, v = qkv(length=9)
     whole = attend(scheme, {}, q, k, v, is_causal=True)
     assert whole.shape == (1, 9, 12, 8)
@@ -97,13 +98,13 @@ def test_decodes_with_heads_added():
 )
 def test_errors_name_the_setting_and_the_value(change, message):
     with pytest.raises(ValueError, match=message):
-        pe.RoPEPlusPlus(**({"head_dim": 8} | change))
+        contrib.RoPEPlusPlus(**({"head_dim": 8} | change))
 
 
 def test_errors_name_the_shapes():
     q, _, _ = qkv(length=5)
     positions = jnp.arange(5)[None]
     with pytest.raises(ValueError, match=r"rope_pp: .* head_dim 4, got q or k of .*\(1, 5, 6, 8\)"):
-        pe.RoPEPlusPlus(head_dim=4).query({}, q, positions)
+        contrib.RoPEPlusPlus(head_dim=4).query({}, q, positions)
     with pytest.raises(ValueError, match="rope_pp: needs an even number of heads, got 5"):
-        pe.RoPEPlusPlus(head_dim=8).query({}, q[:, :, :5], positions)
+        contrib.RoPEPlusPlus(head_dim=8).query({}, q[:, :, :5], positions)

@@ -7,8 +7,9 @@ from oracle import attend, qkv, softmax_attention
 from support import Option
 
 import posenc_jax as pe
+from posenc_jax import contrib
 
-OPTIONS = {pe.Sandwich: {"dim": 8, "centred": Option(False, sinks=True)}}
+OPTIONS = {contrib.Sandwich: {"dim": 8, "centred": Option(False, sinks=True)}}
 
 ARRAYS = qkv(length=21)
 
@@ -21,7 +22,9 @@ def reference(heads, distance, dim=128):
 
 
 def dense(positions, **options):
-    return pe.Sandwich(**options).rules({}).dense(jnp.asarray(positions), jnp.asarray(positions))
+    return (
+        contrib.Sandwich(**options).rules({}).dense(jnp.asarray(positions), jnp.asarray(positions))
+    )
 
 
 def test_numbers_worked_out_beforehand():
@@ -53,7 +56,7 @@ def test_attention_matches_the_paper(is_causal):
         sees=lambda i, j: j <= i or not is_causal,
     )
     for centred in (True, False):  # They differ by rounding alone.
-        scheme = pe.Sandwich(num_heads=6, dim=10, centred=centred)
+        scheme = contrib.Sandwich(num_heads=6, dim=10, centred=centred)
         out = attend(scheme, {}, *ARRAYS, is_causal=is_causal)
         np.testing.assert_allclose(out, expected, atol=1e-5 if centred else 3e-5)
 
@@ -80,4 +83,4 @@ def test_bias_is_zero_on_the_diagonal():
 )
 def test_errors_name_the_argument_and_the_value(change, message):
     with pytest.raises(ValueError, match=f"sandwich: {message}"):
-        pe.Sandwich(**({"num_heads": 2} | change))
+        contrib.Sandwich(**({"num_heads": 2} | change))

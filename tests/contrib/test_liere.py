@@ -8,8 +8,9 @@ from oracle import attend, qkv, query, softmax_attention
 from support import parameters
 
 import posenc_jax as pe
+from posenc_jax import contrib
 
-OPTIONS = {pe.LieRE: {"size": 4, "groups": 2}}
+OPTIONS = {contrib.LieRE: {"size": 4, "groups": 2}}
 
 GRID = (
     jnp.asarray(pe.grid_coordinates(1, 3, 7), jnp.float32) / jnp.asarray([2.0, 6.0])[:, None, None]
@@ -50,7 +51,7 @@ def authors(x, coordinates, upper, size):
     "size, groups, dim", [(2, 1, 8), (2, 3, 8), (4, 3, 8), (8, 1, 8), (3, 2, 8)]
 )
 def test_attention_on_an_image_matches_the_authors(size, groups, dim):
-    scheme = pe.LieRE(head_dim=dim, size=size, groups=groups)
+    scheme = contrib.LieRE(head_dim=dim, size=size, groups=groups)
     params = parameters(scheme)
     q, k, v = qkv(length=21, kv_heads=6)
     coordinates = np.asarray(GRID)[:, 0]
@@ -61,7 +62,7 @@ def test_attention_on_an_image_matches_the_authors(size, groups, dim):
 
 
 def test_blocks_of_two_rotate_exactly_at_far_positions():
-    scheme = pe.LieRE(head_dim=4)
+    scheme = contrib.LieRE(head_dim=4)
     params = parameters(scheme)
     (q, _, _) = qkv(length=4, dim=4)
     coordinates = np.array([[1, 257, 10**6, 2**31 - 1], [0, 3, -5, 10**9]])
@@ -76,7 +77,7 @@ def test_blocks_of_two_rotate_exactly_at_far_positions():
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_gradients_are_slopes_of_the_authors_code(size):
-    scheme = pe.LieRE(head_dim=size, size=size)
+    scheme = contrib.LieRE(head_dim=size, size=size)
     upper = parameters(scheme)["upper"]
     (q, _, _) = qkv(length=4, heads=2, kv_heads=2, dim=size)
     coordinates = np.array(
@@ -101,7 +102,7 @@ def test_gradients_are_slopes_of_the_authors_code(size):
 
 
 def test_starts_uniform():
-    upper = pe.LieRE(head_dim=64, size=8, groups=3).init(jax.random.key(0))["upper"]
+    upper = contrib.LieRE(head_dim=64, size=8, groups=3).init(jax.random.key(0))["upper"]
     assert 0 <= upper.min() < 0.1 and 6.1 < upper.max() < 2 * np.pi
 
 
@@ -115,14 +116,14 @@ def test_starts_uniform():
 )
 def test_errors_name_the_setting_and_the_value(change, message):
     with pytest.raises(ValueError, match=f"liere: {message}"):
-        pe.LieRE(**({"head_dim": 8} | change))
+        contrib.LieRE(**({"head_dim": 8} | change))
 
 
 def test_errors_name_the_shapes():
     q, _, _ = qkv(length=5)
-    scheme = pe.LieRE(head_dim=8, groups=4)
+    scheme = contrib.LieRE(head_dim=8, groups=4)
     params = parameters(scheme)
     with pytest.raises(ValueError, match=r"liere: .* got q or k of shape \(1, 5, 6, 8\)"):
         scheme.query(params, q, jnp.arange(5)[None])
     with pytest.raises(ValueError, match=r"liere: coordinates must be .* got \(3, 1, 5\)"):
-        pe.LieRE(head_dim=8).query(params, q, jnp.zeros((3, 1, 5), int))
+        contrib.LieRE(head_dim=8).query(params, q, jnp.zeros((3, 1, 5), int))

@@ -12,9 +12,10 @@ from oracle import qkv, softmax_attention
 from support import build, close, golden, parameters
 
 import posenc_jax as pe
+from posenc_jax import contrib
 from posenc_jax.modules.attention_fn import attention_fn
 
-OPTIONS = {pe.ShortConv: {"on": "kv", "width": 3, "residual": False, "silu": True}}
+OPTIONS = {contrib.ShortConv: {"on": "kv", "width": 3, "residual": False, "silu": True}}
 
 GOLDEN = golden("short_conv")
 LAYERS = pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: str(case["width"]))
@@ -49,7 +50,7 @@ def test_the_scheme_is_the_canon_layer_on_q_k_and_v(case):
     """Their channels are q, then k, then v: here 2 heads, 2 and 1 of 2 channels."""
     x, kernel = (np.asarray(case[name], np.float32) for name in ("x", "kernel"))
     sizes = {name: case[name] for name in ("width", "residual", "silu")}
-    scheme = pe.ShortConv(num_heads=3, num_kv_heads=1, head_dim=2, **sizes)
+    scheme = contrib.ShortConv(num_heads=3, num_kv_heads=1, head_dim=2, **sizes)
     parts, expected, kernels = (
         dict(zip("qkv", np.split(np.asarray(a, np.float32), [6, 8], -1), strict=True))
         for a in (x, case["out"], kernel)
@@ -120,7 +121,7 @@ def test_bfloat16_is_computed_in_float32():
     ("on", "implementation"), [("qkv", "xla"), ("kv", "reference"), ("v", "xla")]
 )
 def test_attention_matches_a_loop_in_packed_rows(on, implementation):
-    scheme = pe.ShortConv(num_heads=6, num_kv_heads=3, head_dim=8, on=on, silu=True)
+    scheme = contrib.ShortConv(num_heads=6, num_kv_heads=3, head_dim=8, on=on, silu=True)
     params = parameters(scheme)
     arrays = dict(zip("qkv", qkv(batch=1, length=21), strict=True))
     segment_ids = np.repeat([0, 1], [9, 12])[None].astype(np.int32)
@@ -149,7 +150,7 @@ def test_attention_matches_a_loop_in_packed_rows(on, implementation):
 @pytest.mark.parametrize("segment_ids", [None, SEGMENTS[:, :21]], ids=["one", "packed"])
 def test_heads_and_rows_may_be_sharded(segment_ids):
     scheme = pe.chain(
-        pe.ShortConv(num_heads=6, num_kv_heads=2, head_dim=8), pe.PartialKeyOffset(head_dim=8)
+        contrib.ShortConv(num_heads=6, num_kv_heads=2, head_dim=8), pe.PartialKeyOffset(head_dim=8)
     )
     arrays = qkv(batch=2, length=21, kv_heads=2)
     params = parameters(scheme)
@@ -205,7 +206,7 @@ def test_a_convolution_of_inputs_decodes_with_its_state_beside_the_cache(left_pa
 
 
 def test_the_state_is_the_last_tokens():
-    scheme = build(pe.ShortConv)
+    scheme = build(contrib.ShortConv)
     cache = jax.eval_shape(
         lambda: pe.new_cache(scheme, 2, 5, num_heads=6, num_kv_heads=3, head_dim=8)
     )
@@ -219,7 +220,7 @@ def test_the_state_is_the_last_tokens():
 
 
 def test_flax_layers_train_with_it_and_refuse_to_decode():
-    scheme = build(pe.ShortConv)
+    scheme = build(contrib.ShortConv)
     params = parameters(scheme)
     q, k, v = qkv(length=9)
     run = jax.jit(functools.partial(attention_fn, scheme, is_causal=True))
@@ -231,7 +232,7 @@ def test_flax_layers_train_with_it_and_refuse_to_decode():
 @pytest.mark.parametrize("on", ["", "vk", "qx", "qq"])
 def test_refuses_other_letters(on):
     with pytest.raises(ValueError, match="some of the letters qkv"):
-        build(pe.ShortConv, on=on)
+        build(contrib.ShortConv, on=on)
 
 
 def test_refuses_shapes_that_do_not_fit():
@@ -241,4 +242,4 @@ def test_refuses_shapes_that_do_not_fit():
         pe.short_convolution(X, KERNEL, SEGMENTS[:, :3])
     q, k, v = qkv(length=3, kv_heads=2)
     with pytest.raises(ValueError, match=r"k must be \[B, T, 3, 8\]"):
-        build(pe.ShortConv).mix({"q": np.ones((4, 6, 8), "f4")}, q, k, v, None, None)
+        build(contrib.ShortConv).mix({"q": np.ones((4, 6, 8), "f4")}, q, k, v, None, None)

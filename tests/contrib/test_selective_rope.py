@@ -9,9 +9,10 @@ from oracle import qkv, softmax_attention
 from support import parameters, run
 
 import posenc_jax as pe
+from posenc_jax import contrib
 
 OPTIONS = {
-    pe.SelectiveRoPE: {
+    contrib.SelectiveRoPE: {
         "groups": 2,
         "rank": 4,
         "width": 2,
@@ -66,7 +67,7 @@ def authors(params, q, k, v, x, groups, **options):
 
 @pytest.mark.parametrize("heads, groups", [(6, 1), (6, 3), (12, 3)])
 def test_attention_matches_the_authors(heads, groups):
-    scheme = pe.SelectiveRoPE(model_dim=12, head_dim=8, groups=groups)
+    scheme = contrib.SelectiveRoPE(model_dim=12, head_dim=8, groups=groups)
     params = parameters(scheme)
     params |= {"up": 5 * params["up"]}
     tokens = arrays(heads)
@@ -77,7 +78,7 @@ def test_attention_matches_the_authors(heads, groups):
 @pytest.mark.parametrize("width", [1, 2, 5])
 def test_any_width_temperature_and_base(width):
     options = {"theta": 50.0, "temp_max": 2.0}
-    scheme = pe.SelectiveRoPE(model_dim=12, head_dim=8, width=width, rank=3, **options)
+    scheme = contrib.SelectiveRoPE(model_dim=12, head_dim=8, width=width, rank=3, **options)
     params = parameters(scheme)
     tokens = arrays(length=21)
     out = attend(scheme, params, *tokens)
@@ -85,7 +86,7 @@ def test_any_width_temperature_and_base(width):
 
 
 def test_learned_temperatures():
-    scheme = pe.SelectiveRoPE(model_dim=12, head_dim=8, learn_temperature=True)
+    scheme = contrib.SelectiveRoPE(model_dim=12, head_dim=8, learn_temperature=True)
     params = scheme.init(jax.random.key(0))
     np.testing.assert_allclose(params["temperature"], 5e5 ** (-np.arange(4) / 4), rtol=1e-6)
     params |= {"temperature": jnp.asarray([0.5, 0.2, 3.0, 1.0])}
@@ -96,7 +97,7 @@ def test_learned_temperatures():
 
 def test_angles_worked_out_by_hand():
     """phi is (0.5, 1), (0.25, -1), (1, 0): a filter of one token, and W_2 that gives it."""
-    scheme = pe.SelectiveRoPE(model_dim=3, head_dim=4, rank=3, width=1)
+    scheme = contrib.SelectiveRoPE(model_dim=3, head_dim=4, rank=3, width=1)
     phi = np.array([[0.5, 1.0], [0.25, -1.0], [1.0, 0.0]], np.float32)
     params = {"down": np.eye(3, dtype="f4"), "up": phi, "conv": np.ones((1, 2), "f4")}
     q = np.tile(np.array([1, 1, 0, 0], np.float32), (1, 3, 1, 1))
@@ -112,7 +113,7 @@ def test_angles_worked_out_by_hand():
 
 @pytest.mark.parametrize("chunks", [[12], [4, 4, 4], [1] * 12], ids=str)
 def test_sequences_with_padding_between_are_independent(chunks):
-    scheme = pe.SelectiveRoPE(model_dim=12, head_dim=8)
+    scheme = contrib.SelectiveRoPE(model_dim=12, head_dim=8)
     params = parameters(scheme)
     tokens = arrays(length=12)
     segments = np.array([-1, 0, 0, -1, 0, 0, 1, -1, -1, 1, 1, 1])
@@ -139,7 +140,7 @@ def test_sequences_with_padding_between_are_independent(chunks):
 
 
 def test_initialises_as_torch():
-    scheme = pe.SelectiveRoPE(model_dim=100, head_dim=64, groups=4, rank=25)
+    scheme = contrib.SelectiveRoPE(model_dim=100, head_dim=64, groups=4, rank=25)
     for name, bound in (("down", 0.1), ("up", 0.2), ("conv", 0.5)):
         leaf = scheme.init(jax.random.key(0))[name]
         assert 0.95 * bound < np.abs(leaf).max() <= bound, name
@@ -159,12 +160,12 @@ def test_initialises_as_torch():
 )
 def test_errors_name_the_setting_and_the_value(change, message):
     with pytest.raises(ValueError, match=message):
-        pe.SelectiveRoPE(**({"model_dim": 12, "head_dim": 8} | change))
+        contrib.SelectiveRoPE(**({"model_dim": 12, "head_dim": 8} | change))
 
 
 def test_errors_name_the_shapes():
     q, k, v, x = arrays(length=5)
-    scheme = pe.SelectiveRoPE(model_dim=12, head_dim=8, groups=4)
+    scheme = contrib.SelectiveRoPE(model_dim=12, head_dim=8, groups=4)
     params = parameters(scheme)
     with pytest.raises(ValueError, match=r"selective_rope: .* got q or k of shape \(1, 5, 6, 8\)"):
         attend(scheme, params, q, k, v, x)

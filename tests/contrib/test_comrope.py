@@ -8,9 +8,10 @@ from oracle import apply_rope, attend, qkv, query, softmax_attention
 from support import initial, parameters
 
 import posenc_jax as pe
+from posenc_jax import contrib
 
 OPTIONS = {
-    pe.ComRoPE: {"size": 2, "axes": "by_block", "groups": 2, "init_std": initial(0.1)},
+    contrib.ComRoPE: {"size": 2, "axes": "by_block", "groups": 2, "init_std": initial(0.1)},
 }
 
 GRID = pe.grid_coordinates(1, 3, 7)
@@ -56,7 +57,7 @@ def authors(x, coordinates, params, axes):
 @pytest.mark.parametrize("size, groups", [(2, 1), (4, 3), (3, 2)])
 def test_attention_on_a_grid_matches_the_authors(axes, size, groups):
     dim = 4 * size
-    scheme = pe.ComRoPE(head_dim=dim, size=size, axes=axes, groups=groups, init_std=0.3)
+    scheme = contrib.ComRoPE(head_dim=dim, size=size, axes=axes, groups=groups, init_std=0.3)
     params = parameters(scheme)
     q, k, v = qkv(length=21, dim=dim, kv_heads=6)
     coordinates = np.asarray(GRID)[:, 0]
@@ -67,7 +68,7 @@ def test_attention_on_a_grid_matches_the_authors(axes, size, groups):
 
 
 def test_fractions_as_the_authors_have_them():
-    scheme = pe.ComRoPE(head_dim=8)
+    scheme = contrib.ComRoPE(head_dim=8)
     params = parameters(scheme)
     (q, _, _) = qkv(length=21)
     coordinates = (jnp.asarray(GRID, jnp.float32) + 0.5) / 9
@@ -78,7 +79,7 @@ def test_fractions_as_the_authors_have_them():
 
 
 def test_logits_depend_on_offsets_at_any_position():
-    scheme = pe.ComRoPE(head_dim=8, groups=3)
+    scheme = contrib.ComRoPE(head_dim=8, groups=3)
     params = parameters(scheme)
     arrays = qkv(length=21)
     here = attend(scheme, params, *arrays, coordinates=GRID)
@@ -90,7 +91,7 @@ def test_logits_depend_on_offsets_at_any_position():
 
 def test_a_block_of_two_is_rope():
     """F = ((0, -w / 2), (w / 2, 0)) rotates by +w; the second axis has no effect."""
-    scheme = pe.ComRoPE(head_dim=4, size=2)
+    scheme = contrib.ComRoPE(head_dim=4, size=2)
     w = jnp.asarray([1.0, 0.01])
     matrix = jnp.zeros((1, 2, 2, 2)).at[0, :, 0, 1].set(-w / 2).at[0, :, 1, 0].set(w / 2)
     params = {"matrix": matrix, "multiplier": jnp.asarray([[1.0, 1.0], [0.0, 0.0]])}
@@ -101,7 +102,7 @@ def test_a_block_of_two_is_rope():
 
 
 def test_gradients_are_slopes_of_the_authors_code():
-    scheme = pe.ComRoPE(head_dim=4)
+    scheme = contrib.ComRoPE(head_dim=4)
     params = parameters(scheme)
     (q, _, _) = qkv(length=4, heads=2, kv_heads=2, dim=4)
     coordinates = np.array([[0, 1, 2, 0], [1, 0, 1, 2]])
@@ -127,7 +128,7 @@ def test_gradients_are_slopes_of_the_authors_code():
 
 
 def test_initial_parameters_are_normal():
-    params = pe.ComRoPE(head_dim=64, groups=9, init_std=0.5).init(jax.random.key(0))
+    params = contrib.ComRoPE(head_dim=64, groups=9, init_std=0.5).init(jax.random.key(0))
     assert abs(np.std(params["matrix"]) - 0.5) < 0.02
     assert 0.5 < np.std(params["multiplier"]) < 1.5
 
@@ -145,14 +146,14 @@ def test_initial_parameters_are_normal():
 )
 def test_errors_name_the_setting_and_the_value(change, message):
     with pytest.raises(ValueError, match=f"comrope: {message}"):
-        pe.ComRoPE(**({"head_dim": 8} | change))
+        contrib.ComRoPE(**({"head_dim": 8} | change))
 
 
 def test_errors_name_the_shapes():
     q, _, _ = qkv(length=5)
-    scheme = pe.ComRoPE(head_dim=8, groups=4)
+    scheme = contrib.ComRoPE(head_dim=8, groups=4)
     params = parameters(scheme)
     with pytest.raises(ValueError, match=r"comrope: .* got q or k of shape \(1, 5, 6, 8\)"):
         scheme.query(params, q, jnp.arange(5)[None])
     with pytest.raises(ValueError, match=r"comrope: coordinates must be .* got \(3, 1, 5\)"):
-        pe.ComRoPE(head_dim=8).query(params, q, jnp.zeros((3, 1, 5), int))
+        contrib.ComRoPE(head_dim=8).query(params, q, jnp.zeros((3, 1, 5), int))

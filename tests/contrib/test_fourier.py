@@ -9,9 +9,11 @@ import pytest
 from oracle import embed
 from support import golden, initial, parameters
 
-import posenc_jax as pe
+from posenc_jax import contrib
 
-OPTIONS = {pe.LearnableFourier: {"axes": 3, "num_features": 6, "width": 5, "gamma": initial(1.0)}}
+OPTIONS = {
+    contrib.LearnableFourier: {"axes": 3, "num_features": 6, "width": 5, "gamma": initial(1.0)}
+}
 
 GOLDEN = golden("fourier")
 
@@ -26,7 +28,7 @@ def code(scheme, params, coordinates):
 
 
 def test_matches_the_reference_code():
-    scheme = pe.LearnableFourier(model_dim=8, num_features=12, width=5)
+    scheme = contrib.LearnableFourier(model_dim=8, num_features=12, width=5)
     params = {
         "waves": waves(6, 2),
         "in": waves(5, 12).T,
@@ -46,7 +48,7 @@ def test_matches_the_reference_code():
 
 @pytest.mark.parametrize("axes", [1, 3])
 def test_far_positions_are_exact(axes):
-    scheme = pe.LearnableFourier(model_dim=6, axes=axes, num_features=8, width=4)
+    scheme = contrib.LearnableFourier(model_dim=6, axes=axes, num_features=8, width=4)
     params = parameters(scheme)
     coordinates = np.array([[1, 257, 10**6]]) * np.arange(1, axes + 1)[:, None]
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
@@ -60,18 +62,20 @@ def test_far_positions_are_exact(axes):
 
 
 def test_coordinates_without_axes_are_used_for_all_axes():
-    scheme = pe.LearnableFourier(model_dim=6, num_features=32)
+    scheme = contrib.LearnableFourier(model_dim=6, num_features=32)
     params, coordinates = parameters(scheme), np.array([[0, 3, 7]])
     same = code(scheme, params, np.stack([coordinates, coordinates]))
     np.testing.assert_array_equal(code(scheme, params, coordinates), same)
     assert (
         scheme.traits.num_axes == 2
-        and pe.LearnableFourier(model_dim=6, axes=3).traits.num_axes == 3
+        and contrib.LearnableFourier(model_dim=6, axes=3).traits.num_axes == 3
     )
 
 
 def test_initial_frequencies_have_the_deviation_of_the_code():
-    params = pe.LearnableFourier(model_dim=6, num_features=20000, gamma=3.0).init(jax.random.key(0))
+    params = contrib.LearnableFourier(model_dim=6, num_features=20000, gamma=3.0).init(
+        jax.random.key(0)
+    )
     assert abs(params["waves"].std() - 1 / 9) < 0.002
 
 
@@ -87,4 +91,4 @@ def test_initial_frequencies_have_the_deviation_of_the_code():
 )
 def test_errors_name_the_argument_and_the_value(change, message):
     with pytest.raises(ValueError, match=f"fourier: {message}"):
-        pe.LearnableFourier(**({"model_dim": 6} | change))
+        contrib.LearnableFourier(**({"model_dim": 6} | change))

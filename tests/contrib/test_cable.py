@@ -7,6 +7,7 @@ import pytest
 from support import close, golden
 
 import posenc_jax as pe
+from posenc_jax import contrib
 
 GOLDEN = golden("cable")
 ARRAYS = {
@@ -14,7 +15,7 @@ ARRAYS = {
 }
 X, Q, K, V = (ARRAYS[name][None] for name in "xqkv")
 PARAMS = {name: ARRAYS[name] for name in "wb"}
-SCHEME = pe.CABLE(num_heads=6, model_dim=24)
+SCHEME = contrib.CABLE(num_heads=6, model_dim=24)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
@@ -53,4 +54,4 @@ def test_decoding_continues_the_sum():
 
 def test_refuses_sizes_below_one():
     with pytest.raises(ValueError, match="num_heads"):
-        pe.CABLE(num_heads=0, model_dim=8)
+        contrib.CABLE(num_heads=0, model_dim=8)

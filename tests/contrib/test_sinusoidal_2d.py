@@ -7,9 +7,9 @@ import pytest
 from oracle import embed
 from support import golden
 
-import posenc_jax as pe
+from posenc_jax import contrib
 
-OPTIONS = {pe.Sinusoidal2D: {"theta": 100.0, "layout": "interleaved", "axes": (0, 1)}}
+OPTIONS = {contrib.Sinusoidal2D: {"theta": 100.0, "layout": "interleaved", "axes": (0, 1)}}
 
 GOLDEN = golden("sinusoidal_2d")
 
@@ -24,13 +24,13 @@ def on_grid(rows, columns):
 
 
 def test_mae():
-    got = code(pe.Sinusoidal2D(model_dim=12), on_grid(3, 3))
+    got = code(contrib.Sinusoidal2D(model_dim=12), on_grid(3, 3))
     np.testing.assert_allclose(got, GOLDEN["mae"], atol=1e-6)
 
 
 def test_the_half_that_mae_names_after_rows_holds_columns():
     coordinates = np.array([[[5, 5, 9]], [[1, 2, 1]]])
-    got = code(pe.Sinusoidal2D(model_dim=12), coordinates)
+    got = code(contrib.Sinusoidal2D(model_dim=12), coordinates)
     assert np.abs(got[0, :6] - got[1, :6]).max() > 0.1  # Another column.
     np.testing.assert_array_equal(got[0, :6], got[2, :6])  # Another row.
 
@@ -41,7 +41,7 @@ def test_detr(normalize):
     if normalize:
         coordinates = coordinates / (np.array([4, 5])[:, None, None] + 1e-6) * 2 * np.pi
     coordinates = coordinates.astype(np.float32) if normalize else coordinates.astype(np.int32)
-    scheme = pe.Sinusoidal2D(model_dim=16, layout="interleaved", axes=(0, 1))
+    scheme = contrib.Sinusoidal2D(model_dim=16, layout="interleaved", axes=(0, 1))
     np.testing.assert_allclose(code(scheme, coordinates), GOLDEN[f"detr_{normalize}"], atol=1e-6)
 
 
@@ -50,12 +50,12 @@ def test_far_positions_are_exact():
     angles = coordinates[[1, 0], 0][..., None] / 10000.0 ** (np.arange(3) / 3)
     expected = np.concatenate([np.concatenate([np.sin(a), np.cos(a)], -1) for a in angles], -1)
     np.testing.assert_allclose(
-        code(pe.Sinusoidal2D(model_dim=12), coordinates), expected, atol=2e-6
+        code(contrib.Sinusoidal2D(model_dim=12), coordinates), expected, atol=2e-6
     )
 
 
 def test_coordinates_without_axes_are_used_for_both_axes():
-    scheme, coordinates = pe.Sinusoidal2D(model_dim=12), np.array([[0, 3, 7]])
+    scheme, coordinates = contrib.Sinusoidal2D(model_dim=12), np.array([[0, 3, 7]])
     np.testing.assert_array_equal(
         code(scheme, coordinates), code(scheme, np.stack([coordinates, coordinates]))
     )
@@ -73,10 +73,10 @@ def test_coordinates_without_axes_are_used_for_both_axes():
 )
 def test_errors_name_the_argument_and_the_value(change, message):
     with pytest.raises(ValueError, match=f"sinusoidal_2d: {message}"):
-        pe.Sinusoidal2D(**({"model_dim": 12} | change))
+        contrib.Sinusoidal2D(**({"model_dim": 12} | change))
 
 
 def test_errors_name_the_shapes():
-    scheme = pe.Sinusoidal2D(model_dim=12)
+    scheme = contrib.Sinusoidal2D(model_dim=12)
     with pytest.raises(ValueError, match=r"x must be \[B, T, 12\] .*\(1, 3, 8\)"):
         jax.eval_shape(lambda: scheme.embed({}, jnp.zeros((1, 3, 8)), jnp.zeros((1, 3), jnp.int32)))

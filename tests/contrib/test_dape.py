@@ -13,8 +13,9 @@ from oracle import qkv
 from support import parameters
 
 import posenc_jax as pe
+from posenc_jax import contrib
 
-OPTIONS = {pe.DAPE: {"base": "alibi", "width": 5}}
+OPTIONS = {contrib.DAPE: {"base": "alibi", "width": 5}}
 
 
 def slopes(n):
@@ -58,14 +59,14 @@ def attend(scheme, params, *arrays, **options):
 @pytest.mark.parametrize("options", [{}, {"base": "alibi"}, {"width": 5}], ids=str)
 def test_matches_the_code_of_the_authors(options, heads, implementation):
     arrays = qkv(batch=2, heads=heads, kv_heads=3)
-    scheme = pe.DAPE(num_heads=heads, **options)
+    scheme = contrib.DAPE(num_heads=heads, **options)
     params = parameters(scheme, 0.2)
     out = attend(scheme, params, *arrays, implementation=implementation)
     np.testing.assert_allclose(out, attention(*arrays, params, scheme.base), atol=1e-5)
 
 
 def test_matches_the_code_of_the_authors_at_far_positions():
-    arrays, scheme = qkv(length=21), pe.DAPE(num_heads=6)
+    arrays, scheme = qkv(length=21), contrib.DAPE(num_heads=6)
     params, positions = parameters(scheme), np.r_[1, 257, 10**6 + np.arange(19)]
     out = attend(scheme, params, *arrays, positions=jnp.asarray(positions))
     np.testing.assert_allclose(out, attention(*arrays, params, "kerple", positions), atol=1e-5)
@@ -74,7 +75,7 @@ def test_matches_the_code_of_the_authors_at_far_positions():
 def test_logits_worked_out_by_hand():
     # [1.5, -0.5] -> hidden [1.5 + 0.5, 1.5 - 0.5] = [2, 1] -> 1 + 0.25; 1.5 - 0.5 + 1.25 = 2.25;
     # [-3, -1] -> hidden [-2, -4] -> leaky [-0.02, -0.04] -> -0.02; -3 - 1 - 0.02 = -4.02.
-    scheme = pe.DAPE(num_heads=1, base="alibi", width=2)
+    scheme = contrib.DAPE(num_heads=1, base="alibi", width=2)
     params = {
         "in": jnp.array([[1.0, -1.0], [1.0, 1.0]]),
         "in_bias": jnp.zeros(2),
@@ -101,7 +102,7 @@ def test_logits_worked_out_by_hand():
 def test_gradients_match_finite_differences_of_the_authors_code(base):
     arrays = qkv(length=5, heads=2, kv_heads=1, dim=3)
     weights = np.random.default_rng(5).normal(size=(1, 5, 2, 3))
-    scheme = pe.DAPE(num_heads=2, base=base, width=3)
+    scheme = contrib.DAPE(num_heads=2, base=base, width=3)
     inputs = (*arrays, jax.tree.map(np.abs, parameters(scheme, 0.3)))
 
     def loss(*inputs):
@@ -123,7 +124,7 @@ def test_gradients_match_finite_differences_of_the_authors_code(base):
 
 
 def test_initialisation_is_that_of_linear_layers_in_torch():
-    params = pe.DAPE(num_heads=64, width=256).init(jax.random.key(0))
+    params = contrib.DAPE(num_heads=64, width=256).init(jax.random.key(0))
     for name, inputs in (("in", 128), ("in_bias", 128), ("out", 256)):
         assert 0.9 * inputs**-0.5 < np.abs(params[name]).max() <= inputs**-0.5
     assert set(params["base"]) == {"r1", "r2"}
@@ -139,4 +140,4 @@ def test_initialisation_is_that_of_linear_layers_in_torch():
 )
 def test_errors_name_the_setting_and_the_value(change, message):
     with pytest.raises(ValueError, match=f"dape: {message}"):
-        pe.DAPE(**{"num_heads": 6} | change)
+        contrib.DAPE(**{"num_heads": 6} | change)

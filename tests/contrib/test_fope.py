@@ -7,10 +7,10 @@ import pytest
 from oracle import attend, qkv, query, softmax_attention
 from support import parameters
 
-import posenc_jax as pe
+from posenc_jax import contrib
 
 OPTIONS = {
-    pe.FoPE: {
+    contrib.FoPE: {
         "groups": 2,
         "gain": 0.6,
         "theta": 100.0,
@@ -44,7 +44,7 @@ def authors(x, positions, series, trained_length, theta=1e4):
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("dim, trained_length", [(8, 64), (32, 512)])
 def test_attention_matches_the_authors(groups, dim, trained_length):
-    scheme = pe.FoPE(head_dim=dim, trained_length=trained_length, groups=groups, gain=2.0)
+    scheme = contrib.FoPE(head_dim=dim, trained_length=trained_length, groups=groups, gain=2.0)
     q, k, v = qkv(length=21, dim=dim)
     series = scheme.coefficients({})
     q_, k_ = (authors(x, np.arange(21), series, trained_length) for x in (q, k))
@@ -54,7 +54,7 @@ def test_attention_matches_the_authors(groups, dim, trained_length):
 
 
 def test_queries_at_far_positions_with_learned_coefficients():
-    scheme = pe.FoPE(head_dim=32, trained_length=4096, groups=12, learned=True, theta=5e5)
+    scheme = contrib.FoPE(head_dim=32, trained_length=4096, groups=12, learned=True, theta=5e5)
     params = parameters(scheme)
     (q, _, _) = qkv(length=4, heads=12, dim=32)
     positions = np.array([1, 257, 10**6, 2**31 - 1])
@@ -66,21 +66,21 @@ def test_pairs_without_position_as_shipped_and_as_written():
     """H = 4 has one pair with position; the other gets cosine and sine 1, or stays."""
     x = jnp.array([0.0, 1.0, 0.0, 2.0]).reshape(1, 1, 1, 4)
     for rotate_clipped, expected in ((True, [-1.0, 3.0]), (False, [1.0, 2.0])):
-        scheme = pe.FoPE(head_dim=4, trained_length=64, rotate_clipped=rotate_clipped)
+        scheme = contrib.FoPE(head_dim=4, trained_length=64, rotate_clipped=rotate_clipped)
         np.testing.assert_allclose(query(scheme, {}, x, jnp.array([[5]]))[0, 0, 0, 1::2], expected)
 
 
 def test_coefficients_are_ones_and_noise():
-    scheme = pe.FoPE(head_dim=16, trained_length=512, gain=0.0)
+    scheme = contrib.FoPE(head_dim=16, trained_length=512, gain=0.0)
     # 2 pi / 512 = 0.0123: frequencies 1, 0.316, 0.1, 0.0316 stay for 4 pairs.
     for name in ("cos", "sin"):
         np.testing.assert_array_equal(scheme.coefficients({})[name][0], np.eye(4))
-    many = pe.FoPE(head_dim=16, trained_length=10**6, gain=0.0)  # 8 frequencies, every second.
+    many = contrib.FoPE(head_dim=16, trained_length=10**6, gain=0.0)  # 8 frequencies, every second.
     expected = np.zeros((8, 4))
     expected[[0, 2, 4, 6], np.arange(4)] = 1
     np.testing.assert_array_equal(many.coefficients({})["sin"][0], expected)
     for groups, spread in ((1, 64 + 32), (8, (64 + 8) * 32)):
-        noisy = pe.FoPE(head_dim=128, trained_length=10**6, gain=0.5, groups=groups)
+        noisy = contrib.FoPE(head_dim=128, trained_length=10**6, gain=0.5, groups=groups)
         series = noisy.coefficients({})
         noise = series["cos"] - noisy.replace(gain=0.0).coefficients({})["cos"]
         np.testing.assert_allclose(np.std(noise), 0.5 * np.sqrt(2 / spread), rtol=0.05)
@@ -88,7 +88,7 @@ def test_coefficients_are_ones_and_noise():
 
 
 def test_learned_coefficients_start_as_the_fixed_ones():
-    fixed, learned = (pe.FoPE(head_dim=8, trained_length=64, learned=x) for x in (False, True))
+    fixed, learned = (contrib.FoPE(head_dim=8, trained_length=64, learned=x) for x in (False, True))
     assert fixed.init(jax.random.key(0)) == {}
     params = learned.init(jax.random.key(0))
     for name, leaf in fixed.coefficients({}).items():
@@ -107,11 +107,11 @@ def test_learned_coefficients_start_as_the_fixed_ones():
 )
 def test_errors_name_the_setting_and_the_value(change, message):
     with pytest.raises(ValueError, match=f"fope: {message}"):
-        pe.FoPE(**({"head_dim": 8, "trained_length": 64} | change))
+        contrib.FoPE(**({"head_dim": 8, "trained_length": 64} | change))
 
 
 @pytest.mark.parametrize("change", [{"groups": 4}, {"head_dim": 4}])
 def test_errors_name_the_shapes(change):
-    scheme = pe.FoPE(**({"head_dim": 8, "trained_length": 64} | change))
+    scheme = contrib.FoPE(**({"head_dim": 8, "trained_length": 64} | change))
     with pytest.raises(ValueError, match=r"fope: .* got q or k of shape \(1, 5, 6, 8\)"):
         attend(scheme, {}, *qkv(length=5))
