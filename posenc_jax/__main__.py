@@ -44,7 +44,7 @@ def main() -> None:
     lines |= {f'implementation="{name}"': runs(name) for name in IMPLEMENTATIONS}
     if lines['implementation="pallas"'] == "runs":
         dates = [chip.date for chip in chips.CHIPS if chip[:3] == chips.here()]
-        checked = f"on {dates[-1]}" if dates else "never; python -m posenc_jax.prove checks them"
+        checked = f"on {dates[-1]}" if dates else "never; python -m posenc_jax.kernels checks them"
         lines["kernels checked here"] = checked
     for name, value in lines.items():
         print(f"{name:28}{value}")

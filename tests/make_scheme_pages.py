@@ -28,7 +28,7 @@ import posenc_jax as pe
 from experiments.__main__ import main as experiments
 from experiments.gallery import page
 from posenc_jax.engine.blocks import Blocks
-from posenc_jax.engine.tpu.implementation import PallasTPU
+from posenc_jax.kernels.tpu.implementation import PallasTPU
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "posenc_jax"

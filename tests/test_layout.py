@@ -61,6 +61,18 @@ def test_the_engine_imports_no_scheme():
             assert not [n for n in modules if n.split(".")[0] == "schemes"], name
 
 
+def test_the_kernels_have_one_door():
+    """Nothing imports them but the implementations that they are for, in their functions."""
+    doors = {"engine.pallas", "engine.splash"}
+    for name, modules in GRAPH.items():
+        if not name.startswith("kernels") and [n for n in modules if n.startswith("kernels")]:
+            assert name in doors, name
+    for name in doors:
+        tree = ast.parse((PACKAGE / f"{name.replace('.', '/')}.py").read_text())
+        modules = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
+        assert not [n for n in modules if n.startswith("posenc_jax.kernels")], name
+
+
 def test_flax_modules_import_no_scheme_but_none():
     modules = {n for name in GRAPH if name.startswith("modules.") for n in GRAPH[name]}
     families = {n for n in modules if {*n.split(".")[:2]} & {*FAMILIES}}
@@ -76,7 +88,10 @@ def test_flax_in_modules_only():
 def test_experiments_use_public_names_only():
     public = {"", "nnx", "linen", "positions", "sharding"}
     # These measure every implementation that there is, and check the kernels.
-    also = {"accelerator.py": {"prove"}, "accelerator_schemes.py": {"prove.contact"}}
+    also = {
+        "accelerator.py": {"kernels.checks"},
+        "accelerator_schemes.py": {"kernels.checks.contact"},
+    }
     for path in (ROOT / "experiments").rglob("*.py"):
         assert imports(path) <= public | also.get(path.name, set()), path
 

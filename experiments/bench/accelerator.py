@@ -6,8 +6,9 @@ It needs jax and numpy alone; parts that need more packages are left out without
 in FOLDER, and is written as it is measured. Parts run one after the other, in processes of their
 own, and end when their share of the time is over:
 
-  steps     `posenc_jax.prove`: parts of the kernels, both passes and decoding against float64, and
-            tiles of the default size; all families at once. steps.jsonl has their outcomes.
+  steps     `posenc_jax.kernels.checks`: parts of the kernels, both passes and decoding against
+            float64, and tiles of the default size; all families at once. steps.jsonl has their
+            outcomes.
   times     attention with schemes by each implementation, `jax.nn`, a bias per pair, and the shape
             of a released model (`accelerator_times`): times.json
   torch     SDPA and FlexAttention of PyTorch on the same GPU (`accelerator_torch`): torch.json
@@ -40,7 +41,7 @@ from experiments.bench.accelerator_times import SCHEMES
 from experiments.errors import ConfigError, ExperimentError
 from experiments.runs.environment import processor, usable_cores, versions
 from experiments.runs.files import to_json, write_whole
-from posenc_jax.prove import contact
+from posenc_jax.kernels.checks import contact
 
 PARTS = {"steps": 0.42, "times": 0.26, "torch": 0.10, "schemes": 0.12, "train": 0.10}
 """Parts in their order, with their shares of the time; what one leaves is for those after it."""
@@ -224,8 +225,8 @@ class Run:
         """Returns the command with which to go on, for about three minutes."""
         if failed:
             family, step = (failed[0][x] for x in ("family", "step"))
-            prove = " ".join(contact.Contact.command)
-            command = f"compute-sanitizer --tool memcheck {prove} --log={self.out / 'one.jsonl'}"
+            steps = " ".join(contact.Contact.command)
+            command = f"compute-sanitizer --tool memcheck {steps} --log={self.out / 'one.jsonl'}"
             of = f"--implementation={failed[0]['implementation']} --family={family}"
             return f'Go on: {command} {of} "--only={step}"'
         command = f"{sys.executable} -m experiments.bench.accelerator --out {self.out / 'more'}"

@@ -17,8 +17,8 @@ from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.dropout import make_dropout_seeds
 from posenc_jax.engine.functions import static_functions
 from posenc_jax.engine.jax_nn import CuDNN, JaxNN
-from posenc_jax.engine.kernels import placement_is_known
 from posenc_jax.engine.mask import Window, window_sides
+from posenc_jax.engine.mesh import placement_is_known
 from posenc_jax.engine.pallas import Pallas
 from posenc_jax.engine.problem import Implementation, LogSumExp, Problem, with_sinks, zero_where
 from posenc_jax.engine.reference import Reference

@@ -10,7 +10,7 @@ from posenc_jax.engine.problem import Problem
 
 
 class Chip(NamedTuple):
-    """A kind of chip on which every step of `python -m posenc_jax.prove` passed.
+    """A kind of chip on which every step of `python -m posenc_jax.kernels` passed.
 
     Attributes:
       device_kind: as `jax.Device.device_kind` has it.

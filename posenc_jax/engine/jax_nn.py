@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.kernels import divides_heads
 from posenc_jax.engine.lower import lower
 from posenc_jax.engine.mask import LEAST_LOGIT
+from posenc_jax.engine.mesh import divides_heads
 from posenc_jax.engine.problem import Implementation, Problem, lacking
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.engine.toeplitz import toeplitz_tile, toeplitz_tile_vjp

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from posenc_jax.engine.kernels import Kernels, mesh_of, unshardable
+from posenc_jax.engine.mesh import mesh_of, unshardable
 from posenc_jax.engine.problem import Implementation, Problem
 
 
@@ -16,13 +16,13 @@ class Pallas(Implementation):
     name = "pallas"
 
     @property
-    def _kernels(self) -> Kernels:
+    def _kernels(self) -> Any:
         # Imported here: Pallas takes half of the time that this package adds to `import jax`.
         if jax.default_backend() == "gpu":
-            from posenc_jax.engine.gpu.implementation import PallasGPU
+            from posenc_jax.kernels.gpu.implementation import PallasGPU
 
             return PallasGPU()
-        from posenc_jax.engine.tpu.implementation import PallasTPU
+        from posenc_jax.kernels.tpu.implementation import PallasTPU
 
         return PallasTPU()
 

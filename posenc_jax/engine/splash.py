@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import require
-from posenc_jax.engine.kernels import ShardMapped, mesh_of, unshardable, without_hidden
+from posenc_jax.engine.mesh import ShardMapped, mesh_of, unshardable
 from posenc_jax.engine.problem import Problem, lacking
 
 
@@ -63,15 +63,13 @@ class Splash(ShardMapped):
             return 'head dims beyond 256 need implementation="xla"'
         if self.interpret:
             return None
-        from posenc_jax.engine.tpu.chip import unknown_kind
+        from posenc_jax.kernels.tpu.chip import unknown_kind
 
         return unknown_kind("TPU v4")
 
     def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         # Imported here: Pallas takes half of the time that this package adds to `import jax`.
-        from posenc_jax.engine.tpu.splash import attend
+        from posenc_jax.kernels.tpu.splash import attend
 
-        # Without segments, every key is seen: by its own query, or by all.
-        p = problem if problem.q_segment_ids is None else without_hidden(problem)
-        out = attend(p, self.block, bool(self.interpret))
+        out = attend(problem, self.block, bool(self.interpret))
         return out, jnp.full(out.shape[:3], jnp.nan)

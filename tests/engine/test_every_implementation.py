@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.kernel_cases import assert_close
 from engine.rules import KINDS, explicit_mask
+from kernels.kernel_cases import assert_close
 from support import slow
 
 import posenc_jax as pe

@@ -14,7 +14,7 @@ import posenc_jax as pe
 from posenc_jax import testing
 from posenc_jax.engine.api import _run
 from posenc_jax.engine.blocks import Blocks
-from posenc_jax.engine.tpu.implementation import PallasTPU
+from posenc_jax.kernels.tpu.implementation import PallasTPU
 from posenc_jax.sharding import sequence_parallel_attention
 
 T, N, H, R = 18, 2, 8, 9

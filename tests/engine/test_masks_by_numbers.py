@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.kernel_cases import assert_close
 from jax.sharding import AxisType
+from kernels.kernel_cases import assert_close
 from oracle import qkv
 from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.dense import Dense
-from posenc_jax.engine.gpu.implementation import PallasGPU
-from posenc_jax.engine.operands import LOG2E
-from posenc_jax.engine.tpu.implementation import PallasTPU
 from posenc_jax.engine.xla import XLA
+from posenc_jax.kernels.gpu.implementation import PallasGPU
+from posenc_jax.kernels.operands import LOG2E
+from posenc_jax.kernels.tpu.implementation import PallasTPU
 from posenc_jax.sharding import SequenceParallel
 
 N, PAD = 6, 3

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.kernel_cases import arrays_of
 from engine.rules import KINDS
+from kernels.kernel_cases import arrays_of
 from support import slow
 
 import posenc_jax as pe

@@ -13,7 +13,7 @@ import pytest
 import posenc_jax as pe
 from experiments.bench import accelerator, accelerator_page, accelerator_schemes
 from experiments.bench import accelerator_times as times
-from posenc_jax.prove import contact
+from posenc_jax.kernels.checks import contact
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEPS = [

@@ -16,8 +16,8 @@ from hf.test_golden import parameters, read
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
-from posenc_jax.engine.tpu.implementation import PallasTPU
 from posenc_jax.engine.xla import XLA
+from posenc_jax.kernels.tpu.implementation import PallasTPU
 
 IMPLEMENTATIONS = {
     "dense": "dense",

@@ -1,0 +1,322 @@
+"""The inputs of kernels: the arrays of a problem, padded to whole tiles, and a schedule."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from posenc_jax.engine.blocks import Blocks, TokenArrays, Visibility, pad_axis, padded_tokens
+from posenc_jax.engine.dropout import dropout_rows
+from posenc_jax.engine.lower import Lowered, masked_by_order
+from posenc_jax.engine.mask import differentiable_in_units
+from posenc_jax.engine.problem import Problem, repeat_heads
+from posenc_jax.engine.terms import STATIC, AllPairsTerm, DotTerm
+from posenc_jax.kernels.elements import Element, scalar_per_key
+
+LOG2E = 1.4426950408889634
+_ROWS = 16  # F is padded to a multiple: rows of a register of bfloat16.
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """The static part of a problem.
+
+    Attributes:
+      batch, length, keys: B, and T and S padded to whole blocks.
+      heads, kv_heads, dim, value_dim: N, K, H, V.
+      forward, backward: queries and keys per tile.
+      visibility: which tiles need masks and rules.
+      by_slot: whether masks compare slots; else positions, which are operands.
+      rules_in_bias: whether the bias has rules; else it has causality and the window alone.
+      products: whether there are vectors per distance.
+      pairs: whether there are arrays of all pairs.
+      prefix: whether there are prefix lengths.
+      scale, softcap, dropout_rate: as in `attention`.
+      dtype: of the output.
+      interpret: run in the interpreter.
+    """
+
+    batch: int
+    length: int
+    keys: int
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    forward: Blocks
+    backward: Blocks
+    visibility: Visibility
+    by_slot: bool
+    rules_in_bias: bool
+    products: bool
+    pairs: bool
+    prefix: bool
+    scale: float
+    softcap: float | None
+    dropout_rate: float
+    dtype: Any
+    interpret: Any
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def unit(self) -> float:
+        """The factor of logits before they enter exp2, or the softcap's tanh."""
+        return LOG2E if self.softcap is None else 1.0 / self.softcap
+
+    def schedules(self, q: Any, k: Any, prefix: jax.Array | None) -> tuple[Any, ...]:
+        """Returns `Operands.schedules`, from what `Visibility.summary` reads."""
+        raise NotImplementedError
+
+    def pair_array(self, x: jax.Array) -> jax.Array:
+        """Returns an array of all pairs, [B or 1, N or 1, T, S], as the kernels read it."""
+        return x
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """How many keys a query sees before it and after it; negative for no limit."""
+        before, after = self.visibility.window or (-1, -1)
+        return before, 0 if self.visibility.is_causal else after
+
+    def reach(self, blocks: Blocks) -> tuple[int, int]:
+        """Returns the least and greatest difference, first query minus first key, of tiles.
+
+        Tiles beyond the greatest read the bias of the greatest, which is zero there, or masked.
+        """
+        see, q, k = self.visibility, blocks.q, blocks.k
+        step = math.gcd(q, k, 128)
+        before, after = self.sides
+        low, high = k - self.keys, self.length - q
+        if after >= 0 and not self.prefix:
+            low = max(low, -((after + q - 1) // step * step))
+        if before >= 0 and not self.prefix:
+            high = min(high, (before + k - 1) // step * step)
+        constant_from = see.horizon if self.rules_in_bias or self.products else 0
+        windowed = see.mask_in_bias and before >= 0
+        if constant_from is not None and not see.bias_everywhere and not windowed:
+            high = min(high, -(-(constant_from + k) // step) * step)
+        return low, max(low, high)
+
+
+SpecT = TypeVar("SpecT", bound=Spec)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A term that adds features of queries or keys, dot a vector per distance.
+
+    Attributes:
+      features: [B, N or K, F, T or S].
+      vectors: float32 [N or 1, F, R], by ascending distance from `Operands.first`.
+      of_keys: whether keys have the features.
+    """
+
+    features: jax.Array
+    vectors: jax.Array
+    of_keys: bool = dataclasses.field(metadata=STATIC)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """The arrays, padded to whole blocks.
+
+    Attributes:
+      q, k, v: [B, T, N, H], [B, S, K, H] and [B, S, K, V].
+      bias: float32 [N or 1, R], times `Spec.unit`, by ascending distance from `first`, or
+        None.
+      rows: int32 [B or 1, 1, T] of queries by name: "positions", "coordinates", "segments".
+      columns: int32 [B or 1, 1, S] of keys by the same names, and with dropout "slots".
+      prefix: int32 [B]; zeros if there is none.
+      elements: elementwise terms.
+      dropped: of queries, uint32 [B, N, 1, T], see `dropout_rows`, or None without dropout.
+      products: vectors of tokens, dot a vector per distance.
+      pairs: arrays of all pairs, of `Spec.pair_array`.
+      schedules: of the forward and the backward pass, as the kernels need them.
+      first: the least distance of `bias` and of the vectors.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    bias: jax.Array | None
+    rows: dict[str, jax.Array]
+    columns: dict[str, jax.Array]
+    prefix: jax.Array
+    elements: tuple[Element, ...]
+    dropped: jax.Array | None
+    products: tuple[Product, ...]
+    pairs: tuple[AllPairsTerm, ...]
+    schedules: tuple[Any, ...]
+    first: int = dataclasses.field(metadata=STATIC)
+
+
+def out_struct(like: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
+    """Returns the type of a result of a kernel; inside `shard_map`, it varies as `like` does."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(like).mat)
+
+
+class Grads(NamedTuple):
+    """Cotangents of the differentiable operands."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    bias: jax.Array | None
+    elements: tuple[Element, ...]
+    products: tuple[Product, ...]
+    pairs: tuple[AllPairsTerm, ...]
+
+
+def spec_fields(p: Problem, lowered: Lowered) -> dict[str, Any]:
+    """Returns the fields of `Spec` that do not depend on the platform."""
+    return {
+        "batch": p.q.shape[0],
+        "heads": p.num_heads,
+        "kv_heads": p.k.shape[2],
+        "dim": p.q.shape[3],
+        "value_dim": p.v.shape[3],
+        "visibility": lowered.visibility,
+        "by_slot": p.contiguous and p.prefix_length is None,
+        "rules_in_bias": lowered.bias is not None,
+        "products": any(isinstance(x.term, DotTerm) for x in lowered.terms),
+        "pairs": any(isinstance(x.term, AllPairsTerm) for x in lowered.terms),
+        "prefix": p.prefix_length is not None,
+        "scale": p.scale,
+        "softcap": p.softcap,
+        "dropout_rate": p.dropout_rate,
+        "dtype": jnp.float32 if p.sinks is not None else p.q.dtype,
+    }
+
+
+def prepare(
+    p: Problem,
+    lowered: Lowered,
+    elements: tuple[Element, ...],
+    spec: SpecT,
+    mask_by_distance: bool,
+) -> tuple[SpecT, Operands]:
+    """Pads a lowered problem to the lengths of its `Spec`, and returns both.
+
+    Args:
+      p, lowered, elements: the problem, its lowering and its elementwise terms.
+      spec: the static part, before padding.
+      mask_by_distance: whether causality and windows by slot are a bias by distance.
+    """
+    length, keys = spec.length, spec.keys
+    q_tokens, k_tokens, visibility = padded_tokens(p, spec.visibility, length, keys)
+    mask_by_distance &= spec.by_slot and p.softcap is None and not spec.pairs
+    if mask_by_distance and visibility.ordered:
+        visibility = dataclasses.replace(visibility, mask_in_bias=True)
+    spec = dataclasses.replace(spec, visibility=visibility)
+    first = 0 if p.is_causal and p.prefix_length is None else 1 - p.keys
+    products, per_key = _products(p, lowered, spec, first)
+    reads_coordinates = any(element.reads_coordinates for element in elements)
+    columns = _by_name(spec, k_tokens, reads_coordinates) | _distinct_padding(k_tokens)
+    dropped = None
+    if p.dropout_seeds is not None:
+        columns["slots"] = pad_axis(p.k_slots, 1, keys)[:, None]
+        dropped = pad_axis(dropout_rows(p.dropout_seeds, p.q_slots), 2, length)[:, :, None]
+    return spec, Operands(
+        q=pad_axis(p.q, 1, length),
+        k=pad_axis(p.k, 1, keys),
+        v=pad_axis(lowered.v, 1, keys),
+        bias=_bias(p, lowered, spec, first),
+        rows=_by_name(spec, q_tokens, reads_coordinates),
+        columns=columns,
+        prefix=jnp.zeros((1,), jnp.int32) if p.prefix_length is None else p.prefix_length,
+        elements=tuple(
+            dataclasses.replace(
+                element,
+                q_scalars=tuple(pad_axis(y, 3, length) for y in element.q_scalars),
+                k_scalars=tuple(pad_axis(y, 3, keys) for y in element.k_scalars),
+            )
+            for element in (*elements, *per_key)
+        ),
+        dropped=dropped,
+        products=products,
+        pairs=tuple(
+            dataclasses.replace(x.term, pairs=spec.pair_array(x.term.pairs))
+            for x in lowered.terms
+            if isinstance(x.term, AllPairsTerm)
+        ),
+        schedules=spec.schedules(q_tokens, k_tokens, p.prefix_length),
+        first=first,
+    )
+
+
+def _by_name(spec: Spec, x: TokenArrays, reads_coordinates: bool) -> dict[str, jax.Array]:
+    """Returns `Operands.rows` or `columns`, without slots."""
+    arrays = {}
+    if spec.visibility.ordered and not spec.by_slot:
+        arrays["positions"] = x.positions
+    if reads_coordinates:
+        arrays["coordinates"] = x.coordinates
+    return arrays if x.segments is None else arrays | {"segments": x.segments}
+
+
+def _distinct_padding(keys: TokenArrays) -> dict[str, jax.Array]:
+    """Returns the segments of keys, where padding differs from padding of queries."""
+    if keys.segments is None:
+        return {}
+    least = jnp.iinfo(jnp.int32).min
+    return {"segments": jnp.where(keys.segments < 0, least, keys.segments)}
+
+
+def _bias(p: Problem, lowered: Lowered, spec: Spec, first: int) -> jax.Array | None:
+    """Returns `Operands.bias`, of distances first to T - 1."""
+    if lowered.bias is not None:
+        return differentiable_in_units(lowered.bias(first, p.length), spec.unit)
+    if not spec.visibility.mask_in_bias:
+        return None
+    distances = jnp.arange(first, p.length, dtype=jnp.int32)
+    return masked_by_order(p, distances, jnp.zeros((1, distances.shape[0]), jnp.float32))
+
+
+def _products(
+    p: Problem, lowered: Lowered, spec: Spec, first: int
+) -> tuple[tuple[Product, ...], list[Element]]:
+    """Returns the products, and the terms that hold their scalars per key, if there are any."""
+    products, per_key = [], []
+    for term, q_features, k_features, strip in lowered.terms:
+        if not isinstance(term, DotTerm):
+            continue
+        features, length = (k_features, spec.keys) if term.of_keys else (q_features, spec.length)
+        product, scalars = _product(term, strip, features, first, p.length)
+        padded = pad_axis(product.features, 3, length)
+        products.append(dataclasses.replace(product, features=padded))
+        if scalars is not None:
+            per_key.append(scalar_per_key(scalars))
+    return tuple(products), per_key
+
+
+def _product(
+    term: DotTerm, strip: Any, features: jax.Array, first: int, stop: int
+) -> tuple[Product, jax.Array | None]:
+    """Returns a term as a product, and the scalar per key that it adds at any distance, or None.
+
+    Args:
+      term: the term.
+      strip: `strip(first, stop) -> float32 [1 or N, stop - first, F]`.
+      features: [B, T, N or K, F].
+      first, stop: the distances, of integers first to stop - 1.
+    """
+    vectors, scalars = term.factor * strip(first, stop), None
+    far = {**term.shared, **term.heads}.get("far")
+    if far is not None:
+        far = term.factor * far.reshape(vectors.shape[0], 1, -1)
+        vectors -= far
+        repeated = repeat_heads(features, max(features.shape[2], far.shape[0]))
+        far = jnp.broadcast_to(far[:, 0], repeated.shape[2:])
+        repeated = repeated.astype(jnp.float32)
+        scalars = jnp.einsum("bsnf,nf->bsn", repeated, far, precision="highest")
+    pad = (0, 0), (0, 0), (0, -features.shape[3] % _ROWS), (0, 0)
+    features = jnp.pad(jnp.transpose(features, (0, 2, 3, 1)), pad)
+    vectors = jnp.pad(jnp.swapaxes(vectors, 1, 2), pad[1:])
+    return Product(features, vectors, term.of_keys), scalars

@@ -1,0 +1,33 @@
+"""Injects faults into the kernels, and prints the steps that find each and the place they name.
+
+    JAX_PLATFORMS=cpu .venv/bin/python tests/kernels/make_fault_table.py [NAME ...]
+
+In Pallas' interpreters, in about five minutes; faults of the GPU's kernels need jax 0.11.2.
+"""
+
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+
+import jax
+from kernels.faults import FAULTS, outcomes
+
+
+def main(names: list[str]) -> None:
+    print("| fault | first step that finds it | the place that it names | other steps |")
+    print("|---|---|---|---|")
+    for fault in FAULTS:
+        if names and not any(name in fault.name for name in names):
+            continue
+        if fault.gpu and jax.__version_info__ < (0, 12):
+            continue
+        failures = outcomes(fault)
+        first = next(iter(failures), "none")
+        place = " ".join(failures.get(first, "").split())
+        others = "; ".join(list(failures)[1:])
+        print(f"| {fault.name} | {first} | {place} | {others} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

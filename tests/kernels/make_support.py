@@ -1,0 +1,160 @@
+"""The table of docs/kernels.md that says which implementation computes what.
+
+Each implementation is asked (`supports`) about each kind of rule with each feature.
+
+    PYTHONPATH=.:tests python tests/kernels/make_support.py      write the table into the page
+"""
+
+import dataclasses
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from engine.rules import KINDS
+
+import posenc_jax as pe
+from posenc_jax.engine.api import IMPLEMENTATIONS, AttentionCall, make_problem
+from posenc_jax.engine.splash import Splash
+from posenc_jax.kernels.base import Kernels
+from posenc_jax.kernels.gpu.implementation import PallasGPU
+from posenc_jax.kernels.tpu.implementation import PallasTPU
+
+PAGE = pathlib.Path(pe.__file__).parents[1] / "docs" / "kernels.md"
+RULES = {
+    "no rule": "none",
+    "`LogitBias` of the distance, elementwise: ALiBi, KERPLE": "alibi",
+    "`LogitBias` of the distance with tables: T5, Sandwich": "t5",
+    "`LogitBias` of two tokens with a network: FIRE": "fire",
+    "`LogitBias` of several coordinates: Swin": "two_axes",
+    "`SeparableBias`: FoX": "separable",
+    "`ContentBias`, elementwise": "fox",
+    "`DotBias`, bounded: Inkling, DeBERTa": "narrow",
+    "`DotBias`, unbounded: Transformer-XL": "unbounded",
+    "`DenseBias`, one array: pair biases": "one_array",
+    "`ValueBias` with a `DotBias`: Shaw": "shaw",
+    "`LogitsTransform`: CoPE, DAPE, stick-breaking, PaTH": "whole",
+}
+
+
+def _one_array(params, q, k):
+    return KINDS["all_pairs"].rules(params, q, k)[:1]
+
+
+ONE_ARRAY = dataclasses.replace(KINDS["all_pairs"], rules=_one_array)
+
+
+class OfAnyVersion(PallasGPU):
+    """The kernels for GPUs, as if this were a jax that has them."""
+
+    supports = Kernels.supports
+
+
+COLUMNS = {f'"{name}"': implementation for name, implementation in IMPLEMENTATIONS.items()}
+del COLUMNS['"reference"']  # It computes everything.
+for word in ("pallas", "splash", "cudnn"):  # Their answers depend on the platform.
+    del COLUMNS[f'"{word}"']
+COLUMNS |= {
+    '"splash"': Splash(cross_compile=True),
+    '"pallas" on TPU': PallasTPU(cross_compile=True),
+    '"pallas" on GPU': OfAnyVersion(cross_compile=True),
+}
+B, T, N, K, H = 2, 32, 4, 2, 8  # More queries than the decode kernel takes.
+
+
+def features():
+    """Returns q, k and v, and the options of each feature, which may replace q, k and v."""
+    positions, ids = jnp.arange(T), jnp.zeros((B, T), jnp.int32)
+    shapes = {"q": (B, T, N, H), "k": (B, T, K, H), "v": (B, T, K, H)}
+    arrays = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+
+    def of_dtype(dtype):
+        return {name: x.astype(dtype) for name, x in arrays.items()}
+
+    def later(queries):
+        options = {"q_positions": positions[-queries:], "k_positions": positions, "is_causal": True}
+        return {"q": arrays["q"][:, -queries:]} | options
+
+    return arrays, {
+        "causality": {"is_causal": True},
+        "a window": {"window": (3, 2)},
+        "`prefix_length`": {"is_causal": True, "prefix_length": jnp.zeros(B, jnp.int32)},
+        "packed rows": {"q_segment_ids": ids, "is_causal": True, "contiguous": True},
+        "padding": {"q_segment_ids": ids, "contiguous": True},
+        "given positions": {"q_positions": positions, "k_positions": positions, "is_causal": True},
+        "T < S": later(20),
+        "a decode step": later(1),
+        "as many key heads": {name: jnp.zeros((B, T, N, H)) for name in "kv"},
+        "softcap": {"softcap": 30.0},
+        "sinks": {"sinks": jnp.zeros(N)},
+        "dropout": {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
+        "a given `mask`": {"mask": jnp.ones((1, 1, T, T), bool)},
+        "log-sum-exp": {},
+        "float32": {},
+        "bfloat16": of_dtype(jnp.bfloat16),
+        "float16": of_dtype(jnp.float16),
+    }
+
+
+def refused(kind: str) -> dict[str, list[str]]:
+    """Returns the features that each implementation refuses for a kind of rule."""
+    rule_kind = (KINDS | {"one_array": ONE_ARRAY})[kind]
+    out = {name: [] for name in COLUMNS}
+
+    def ask():
+        arrays, by_feature = features()
+        for feature, options in ({"": {}} | by_feature).items():
+            q, k, v = (options.get(name, arrays[name]) for name in "qkv")
+            options = {name: x for name, x in options.items() if name not in arrays}
+            if rule_kind.axes:
+                counts = {"q_coordinates": q.shape[1], "k_coordinates": k.shape[1]}
+                coordinates = {
+                    name: jnp.zeros((rule_kind.axes, B, n), jnp.int32) for name, n in counts.items()
+                }
+                options = coordinates | options
+            rules = rule_kind.rules(rule_kind.make(np.random.default_rng(0), N, H), q, k)
+            problem = dataclasses.replace(
+                make_problem(q, k, v, rules, AttentionCall(**options)),
+                needs_lse=feature == "log-sum-exp",
+            )
+            for name, implementation in COLUMNS.items():
+                asked = problem
+                if name == '"pallas" on GPU' and q.dtype == jnp.float32 and feature != "float32":
+                    asked = dataclasses.replace(
+                        problem, **{n: getattr(problem, n).astype(jnp.bfloat16) for n in "qkv"}
+                    )
+                if implementation.supports(asked) is not None:
+                    out[name].append(feature)
+
+    jax.eval_shape(ask)
+    return out
+
+
+def table() -> str:
+    """Returns the table, in Markdown."""
+    names = list(COLUMNS)
+    lines = [f"| rule | {' | '.join(names)} |"]
+    lines += [f"|---|{'---|' * len(names)}"]
+    for label, kind in RULES.items():
+        by_implementation = refused(kind)
+        cells = []
+        for name in names:
+            without = ", ".join(by_implementation[name])
+            if "" in by_implementation[name]:
+                cells.append(
+                    "no" if "a decode step" in by_implementation[name] else "a decode step"
+                )
+            else:
+                cells.append(f"all but {without}" if without else "yes")
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def replaced(page: str) -> str:
+    """Returns the page with a new table in place of its own."""
+    return re.sub(r"(?m)^\| rule \| .*\n(\|.*\n)+", lambda _: table(), page)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(replaced(PAGE.read_text()))

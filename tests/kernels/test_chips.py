@@ -1,0 +1,250 @@
+"""The chips on which `None` takes the kernels, and the program that checks them.
+
+`jax.local_devices` names a chip that is not there, as far as choices ask.
+"""
+
+import dataclasses
+import json
+import pathlib
+import types
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from kernels.kernel_cases import described
+from support import gpu_lowered
+
+import posenc_jax as pe
+from posenc_jax.engine import api, chips
+from posenc_jax.engine.rules import as_tuple
+from posenc_jax.kernels import __main__ as program
+from posenc_jax.kernels.checks import steps
+from posenc_jax.kernels.checks.contact import DeviceError
+
+H100 = chips.Chip("NVIDIA H100 80GB HBM3", "0.11.2", "cuda 13000", ("bfloat16",), "", "")
+
+
+@pytest.fixture
+def chip(monkeypatch):
+    """A chip of the table, with its versions."""
+    monkeypatch.setattr(chips, "CHIPS", (H100,))
+    client = types.SimpleNamespace(platform_version=H100.runtime)
+    device = types.SimpleNamespace(platform="gpu", device_kind=H100.device_kind, client=client)
+    device.compute_capability = "9.0"
+    for module, name, value in (
+        (jax, "local_devices", lambda: [device]),
+        (jax, "default_backend", lambda: device.platform),
+        (jax, "device_count", lambda: 1),
+        (jax, "__version__", H100.jax),
+        (jaxlib, "__version__", H100.jax),
+    ):
+        monkeypatch.setattr(module, name, value)
+    return device
+
+
+def _chosen(*rules, length=512, keys=None, value_dim=64, dtype=jnp.bfloat16, **options):
+    """Returns the word of the implementation that `None` takes for [1, length, 2, 64]."""
+    words, sharding = [], options.pop("sharding", None)
+
+    def ask(q):
+        k = jnp.zeros((1, keys or length, 2, 64), dtype)
+        v = jnp.zeros((1, keys or length, 2, value_dim), dtype)
+        call = pe.AttentionCall(**{"is_causal": True} | options)
+        problem = api.make_problem(q, k, v, as_tuple(rules), call)
+        problem = dataclasses.replace(problem, needs_lse=call.return_lse)
+        words.append(api.choose(problem, jax.default_backend()).name)
+
+    jax.eval_shape(ask, jax.ShapeDtypeStruct((1, length, 2, 64), dtype, sharding=sharding))
+    return words[0]
+
+
+TABLE = np.random.default_rng(0).normal(size=(2, 32)).astype(np.float32)
+T5 = pe.T5(num_heads=2).rules({"table": TABLE})
+ALIBI = pe.ALiBi(num_heads=2).rules({})
+FOX = pe.SeparableBias(q_features=jnp.zeros((1, 512, 2)), k_features=jnp.zeros((1, 512, 2)))
+
+
+def _places(length, keys):
+    at = jnp.arange(keys)
+    return {"q_positions": at[keys - length :], "k_positions": at, "length": length, "keys": keys}
+
+
+@gpu_lowered
+def test_what_none_takes_on_a_chip_of_the_table(chip):
+    """cuDNN where it serves the call; rules, and calls that it lacks, by the kernels."""
+    assert _chosen() == _chosen(window=64) == "cudnn"
+    for rules in (T5, ALIBI, FOX, (T5, FOX)):
+        assert _chosen(*as_tuple(rules)) == "pallas", rules
+    for options in (
+        {"q_segment_ids": jnp.zeros((1, 512), jnp.int32)},
+        {"window": (64, 2), "is_causal": False},
+        {"softcap": 3.0},
+        {"sinks": jnp.zeros(2)},
+        {"return_lse": True},
+        _places(128, 2**12),
+    ):
+        assert _chosen(**options) == "pallas", options
+    for options in (
+        {"dtype": jnp.float16},  # No step has run.
+        {"dtype": jnp.float32},
+        {"value_dim": 32},  # No step has run.
+        {"length": 256},  # Nothing was timed.
+        {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)},
+        {"mask": jnp.ones((1, 1, 512, 512), bool)},
+    ):
+        assert _chosen(T5, **options) == "xla", options
+    # A step of decoding takes a third of the kernel's time in whole rows.
+    assert _chosen(ALIBI, **_places(1, 2**18)) == "dense"
+    assert _chosen(ALIBI, **_places(16, 2**14)) == _chosen(ALIBI, **_places(64, 2**13)) == "xla"
+
+
+@gpu_lowered
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda monkeypatch, chip: setattr(chip, "device_kind", "NVIDIA H200"),
+        lambda monkeypatch, chip: setattr(chip.client, "platform_version", "cuda 12090"),
+        lambda monkeypatch, chip: monkeypatch.setattr(jax, "__version__", "0.12.0"),
+        lambda monkeypatch, chip: monkeypatch.setattr(jaxlib, "__version__", "0.11.1"),
+        lambda monkeypatch, chip: monkeypatch.setattr(chips, "CHIPS", ()),
+    ],
+    ids=["kind", "CUDA", "jax", "jaxlib", "no row"],
+)
+def test_other_chips_and_versions_wait_for_a_run(chip, monkeypatch, change):
+    assert _chosen(T5) == "pallas"
+    change(monkeypatch, chip)
+    assert _chosen(T5) == "xla" and _chosen() == "cudnn"
+    with pe.kernels_by_default(True):
+        assert _chosen(T5) == "pallas" and _chosen() == "cudnn"
+
+
+def test_tpus_wait_for_a_run(chip):
+    chip.platform, chip.device_kind = "tpu", "TPU v6 lite"
+    decode = _places(1, 2**18)
+    assert (_chosen(T5), _chosen(), _chosen(ALIBI, **decode)) == ("xla", "splash", "dense")
+    with pe.kernels_by_default(True):
+        assert (_chosen(T5), _chosen(), _chosen(ALIBI, **decode)) == ("pallas", "splash", "dense")
+
+
+@gpu_lowered
+def test_the_setting_of_a_program_is_part_of_what_is_traced(chip):
+    words = []
+
+    @jax.jit
+    def ask(x):
+        words.append(_chosen(T5))
+        return x
+
+    x = jax.ShapeDtypeStruct((), jnp.float32)
+    for value, word in ((None, "pallas"), (False, "xla"), (True, "pallas")):
+        for _ in range(2):
+            with pe.kernels_by_default(value):
+                ask.trace(x)
+        assert words == [word], value
+        words.clear()
+    ask.trace(x)
+    assert not words
+    chip.device_kind = "NVIDIA A100"
+    chip.compute_capability = "8.0"
+    with pe.kernels_by_default(True):
+        assert _chosen(T5) == "xla"  # There are no kernels.
+    with pytest.raises(TypeError, match="value must be True, False or None, got 'pallas'"):
+        pe.kernels_by_default("pallas")
+
+
+@gpu_lowered
+def test_chips_that_are_described_and_devices_that_a_trace_does_not_show(chip, monkeypatch):
+    for kind, word in (("NVIDIA H200", "xla"), (H100.device_kind, "pallas")):
+        with described(kind):
+            assert _chosen(T5) == word
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    assert _chosen(T5) == "xla"
+
+
+@gpu_lowered
+def test_sharded_arrays(chip, monkeypatch):
+    """What cannot be divided over the devices keeps what it took before."""
+    chip.device_kind = "cpu"  # As meshes of its devices say.
+    monkeypatch.setattr(chips, "CHIPS", [H100._replace(device_kind="cpu")])
+    for axes, word in (
+        ((), "pallas"),
+        ((None, None, "heads"), "pallas"),
+        ((None, "data"), "xla"),
+        ((None, None, None, "data"), "xla"),
+    ):
+        mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(AxisType.Explicit,) * 2)
+        assert _chosen(T5, sharding=NamedSharding(mesh, PartitionSpec(*axes))) == word, axes
+
+
+RESULTS = pathlib.Path(__file__).parents[2] / "results" / "gpu"
+ABOUT = {"jax": H100.jax, "jaxlib": H100.jax, "runtime": H100.runtime, "kernels": program.FIT}
+ABOUT |= {"device": f"gpu: {H100.device_kind}"}
+
+
+def _rows():
+    """Returns the outcomes of the committed run."""
+    dtypes = {step.name: step.dtype for step in steps.steps()}
+    for text in RESULTS.joinpath("steps.jsonl").read_text().splitlines():
+        row = json.loads(text)
+        family = row["step"].partition(":")[0]
+        yield {"family": family, "dtype": dtypes.get(row["step"], "int32")} | row
+
+
+def test_the_committed_run_gives_a_row():
+    about = json.loads(RESULTS.joinpath("times.json").read_text())["machine"]
+    chip = program.chip_of(ABOUT | about, program.passed([*_rows()]))
+    assert chip is not None and chip[:4] == H100[:4]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda rows: rows[-1].update(outcome="wrong"),
+        lambda rows: rows[-1].update(outcome="skipped"),
+        lambda rows: [row.update(family="forward") for row in rows],
+        lambda rows: [row.update(outcome="refused") for row in rows],
+    ],
+    ids=["wrong", "skipped", "a family is missing", "refused"],
+)
+def test_there_is_no_row_unless_all_steps_passed(change):
+    rows = [*_rows()]
+    assert program.passed(rows) == ("bfloat16",)
+    change(rows)
+    assert program.passed(rows) == ()
+    for other in ({"kernels": "the platform is cpu"}, {"jaxlib": "0.11.1"}):
+        assert program.chip_of(ABOUT | other, ("bfloat16",)) is None
+
+
+def test_the_program(monkeypatch, tmp_path, capsys):
+    rows, about, log = [*_rows()], {**ABOUT}, f"--log={tmp_path / 'log'}"
+    monkeypatch.setattr(program.Contact, "machine", lambda self: about)
+    monkeypatch.setattr(program.Contact, "run", lambda self, platform: rows)
+    assert program.main([log]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    path, text = last.split(": ", 1)
+    assert path.endswith("engine/chips.py") and text.startswith(f"Chip(device_kind={H100[0]!r}")
+    rows[-1]["outcome"] = "hang"
+    assert program.main([log]) == 1
+    assert capsys.readouterr().out.endswith("Not all steps of the kernels ran and were right.\n")
+    about["kernels"] = "the platform is cpu"
+    assert program.main([log]) == 2 and capsys.readouterr().err == "error: the platform is cpu\n"
+
+    def raises(self):
+        raise DeviceError("the device does not start: no message")
+
+    monkeypatch.setattr(program.Contact, "machine", raises)
+    assert program.main([log]) == 2 and "does not start" in capsys.readouterr().err
+    monkeypatch.undo()
+    (tmp_path / "file").touch()
+    for log, message in (
+        (
+            tmp_path / "log",
+            "error: there are kernels for TPUs and NVIDIA GPUs, and the platform is",
+        ),
+        (tmp_path / "file" / "log", "error: [Errno"),
+    ):
+        assert program.main([f"--log={log}"]) == 2
+        assert capsys.readouterr().err.startswith(message)

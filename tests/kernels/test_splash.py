@@ -1,0 +1,365 @@
+"""Splash attention without a TPU: interpreted against the reference, and lowered for TPUs."""
+
+import contextlib
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from kernels.kernel_cases import FEATURES, assert_close, described, products_in_kernels
+from support import slow
+
+import posenc_jax as pe
+from posenc_jax.engine import api
+from posenc_jax.engine.api import choose, make_problem
+from posenc_jax.engine.rules import as_tuple
+from posenc_jax.engine.splash import Splash
+from posenc_jax.kernels.tpu.splash import _CausalMask, _LocalMask
+
+SPLASH = Splash(block=128, interpret=True)
+
+
+def _blind(length):
+    """The first queries are of a segment that no key has; others are padding."""
+    ids = FEATURES["both_ways_segments"](length)["q_segment_ids"]
+    keys = np.where(ids == 0, 5, ids)
+    return {"q_segment_ids": ids, "k_segment_ids": keys, "contiguous": True}
+
+
+CALLS = {name: FEATURES[name] for name in ("plain", "causal", "softcap", "segments")}
+CALLS |= {name: FEATURES[name] for name in ("both_ways_segments", "window", "two_sided_window")}
+CALLS |= {
+    "blind": _blind,
+    "sinks": lambda t: {"is_causal": True, "sinks": np.array([-1.0, 3.0], np.float32)},
+    "left": lambda t: {"window": (9, -1), "is_causal": True},
+    "right": lambda t: {"window": (-1, 3)},
+    "everything": lambda t: (
+        FEATURES["segments"](t)
+        | {"window": 70, "softcap": 3.0, "sinks": np.linspace(-1, 2, 6, dtype=np.float32)}
+    ),
+}
+SIZES = {"batch": 2, "length": 200, "heads": 2, "kv_heads": 2, "dim": 64}
+
+
+def _case(feature, **sizes):
+    """Returns the static options, the arrays and the dynamic options."""
+    sizes = SIZES | sizes
+    batch, length, heads, dim = (sizes[n] for n in ("batch", "length", "heads", "dim"))
+    random, keys = np.random.default_rng(0), sizes.get("keys", length)
+    options = CALLS[feature](length)
+    k_shape = batch, keys, sizes["kv_heads"]
+
+    def normal(*shape):
+        return jnp.asarray(random.normal(size=shape), sizes.get("dtype", jnp.float32))
+
+    arrays = {
+        "q": normal(batch, length, heads, dim),
+        "k": normal(*k_shape, dim),
+        "v": normal(*k_shape, sizes.get("value_dim", dim)),
+    }
+    if "sinks" in options:
+        arrays["sinks"] = jnp.asarray(options.pop("sinks"))
+    dynamic = {n: x for n, x in options.items() if isinstance(x, np.ndarray)}
+    return tuple((n, x) for n, x in options.items() if n not in dynamic), arrays, dynamic
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _outcome(implementation, static, arrays, dynamic):
+    """Returns the gradients of q, k, v and sinks, and the output."""
+
+    def loss(arrays):
+        options = dict(static) | dynamic
+        out = pe.attention(**arrays, **options, implementation=implementation)
+        weights = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        return jnp.sum(out.astype(jnp.float32) * weights), out
+
+    return jax.grad(loss, has_aux=True)(arrays)
+
+
+CASES = [("everything", {"heads": 6, "kv_heads": 3}), ("plain", {"length": 130, "keys": 300})]
+CASES += [("blind", {"heads": 12, "kv_heads": 1, "batch": 2, "dim": 32})]
+CASES += [("causal", {"length": 1100, "heads": 1, "kv_heads": 1, "batch": 1})]  # Parts of dq.
+MORE_CASES = [(feature, {}) for feature in CALLS if feature != "everything"]
+MORE_CASES += [("causal", {"heads": 12, "kv_heads": 4, "dim": 80, "value_dim": 96})]
+MORE_CASES += [("window", {"length": 1100, "heads": 6, "kv_heads": 2, "dim": 128})]
+MORE_CASES += [("both_ways_segments", {"dim": 256, "heads": 6, "kv_heads": 1, "length": 256})]
+MORE_CASES += [("two_sided_window", {"dim": 192, "length": 384}), ("sinks", {"length": 256})]
+ALL_CASES = [*CASES, *(pytest.param(*case, marks=slow) for case in MORE_CASES)]
+
+
+@pytest.mark.parametrize(("feature", "sizes"), ALL_CASES)
+def test_equals_the_reference(feature, sizes):
+    case = _case(feature, **sizes)
+    got, expected = (_outcome(x, *case) for x in (SPLASH, "reference"))
+    assert_close(got, expected, 3e-6)
+    for leaf in jax.tree.leaves(got):
+        assert np.any(np.asarray(leaf) != 0)
+
+
+def test_bfloat16_is_close_to_float32():
+    """At most twice the rounding of the reference, with dq in six parts."""
+    case = _case("causal", length=700, heads=1, kv_heads=1, batch=1, dtype=jnp.bfloat16)
+    wide = case[0], jax.tree.map(lambda x: x.astype(jnp.float32), case[1]), case[2]
+    got, same = (_outcome(x, *case) for x in (SPLASH, "reference"))
+    for a, b, x in zip(
+        *map(jax.tree.leaves, (got, same, _outcome("reference", *wide))), strict=True
+    ):
+        a, b, x = (np.asarray(y, np.float32) for y in (a, b, x))
+        assert np.linalg.norm(a - x) <= 2 * np.linalg.norm(b - x) + 5e-4 * np.linalg.norm(x)
+
+
+def test_layers_that_are_scanned_and_computed_again():
+    """As models call it: `jax.checkpoint` in `jax.lax.scan`, under `jax.vmap`; traced once."""
+    scales = jnp.array([0.5, 1.0])
+    _, arrays, _ = _case("causal", batch=1, heads=1, kv_heads=1, dim=32)
+
+    def outcome(implementation):
+        def layer(x, scale):
+            options = {"is_causal": True, "implementation": implementation}
+            return x + pe.attention(scale * x, x, x, **options), None
+
+        def loss(scales, x):
+            return jnp.sum(jnp.sin(jax.lax.scan(jax.checkpoint(layer), x, scales)[0]))
+
+        step = jax.vmap(jax.grad(loss, (0, 1)), (None, 0))
+        return jax.jit(step)(scales, jnp.stack([arrays["q"], arrays["v"]]))
+
+    assert_close(outcome(SPLASH), outcome("reference"))  # Layers amplify rounding.
+
+
+def test_queries_that_see_nothing_get_zeros_and_padding_may_be_nan():
+    """Splash attention gives such queries the mean of all values."""
+    static, arrays, dynamic = _case("blind")
+    gone = {"q": dynamic["q_segment_ids"] < 0, "k": dynamic["k_segment_ids"] < 0}
+    gone["v"] = gone["k"]
+    spoilt = {
+        name: jnp.where(jnp.asarray(gone[name])[..., None, None], jnp.nan, x)
+        for name, x in arrays.items()
+    }
+    clean, got = (_outcome(SPLASH, static, x, dynamic) for x in (arrays, spoilt))
+    chex.assert_trees_all_equal(clean, got)
+    sees = (dynamic["q_segment_ids"][:, :, None] == dynamic["k_segment_ids"][:, None]).any(2)
+    sees &= dynamic["q_segment_ids"] >= 0
+    assert not sees.all() and not np.any(np.asarray(got[1])[~sees])
+    assert not np.any(np.asarray(got[0]["q"])[~sees])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rules": pe.ALiBi(num_heads=2).rules({})}, "rules"),
+        ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, "dropout"),
+        ({"is_causal": True, "prefix_length": np.zeros(1, np.int32)}, "prefix_length"),
+        ({"mask": np.ones((1, 1, 64, 64), bool)}, "mask"),
+        ({"is_causal": True, "q_positions": np.arange(64), "k_positions": np.arange(64)}, "posit"),
+        ({"return_lse": True}, "log-sum-exp"),
+        ({"sinks": np.zeros((1, 64, 2), np.float32)}, "sinks per query"),
+        ({"dim": 264}, "beyond 256"),
+        ({"dtype": jnp.float16}, "bfloat16 or all float32"),
+    ],
+)
+def test_what_it_lacks_is_refused_by_name(options, message):
+    q = jnp.zeros((1, 64, 2, options.pop("dim", 64)), options.pop("dtype", jnp.float32))
+    with pytest.raises(NotImplementedError, match=f'implementation="splash": .*{message}'):
+        pe.attention(q, q, q, **options, implementation=SPLASH)
+
+
+def test_it_is_named_and_checked():
+    q = jnp.zeros((1, 64, 2, 64))
+    with pytest.raises(NotImplementedError, match="for the platform tpu, and the platform is cpu"):
+        pe.attention(q, q, q, implementation="splash")
+    with pytest.raises(ValueError, match=r"Splash: block must be a multiple of 128 .* got 100"):
+        Splash(block=100)
+
+
+def test_derivatives_that_it_lacks_are_refused():
+    q = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.float32)
+
+    def loss(q):
+        return jnp.sum(pe.attention(q, q, q, implementation=SPLASH) ** 2)
+
+    for derivative in (jax.hessian, jax.jacfwd):
+        message = 'implementation="splash" has first derivatives in reverse mode only'
+        with pytest.raises(NotImplementedError, match=message):
+            jax.eval_shape(derivative(loss), q)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("precision", ["highest", "default"])
+def test_the_dtype_alone_sets_the_precision(dtype, precision):
+    """In both passes; Mosaic refuses products of bfloat16 under the setting "highest"."""
+    q = jax.ShapeDtypeStruct((1, 1280, 2, 64), dtype)
+
+    def step(q):
+        out = pe.attention(q, q, q, is_causal=True, implementation=SPLASH)
+        return jnp.sum(out.astype(jnp.float32))
+
+    with jax.default_matmul_precision(precision):
+        products = products_in_kernels(jax.make_jaxpr(jax.grad(step))(q).jaxpr)
+    expected = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    assert len(products) >= 9
+    assert {p for e in products for p in e.params["precision"]} == {expected}
+
+
+@pytest.mark.parametrize("feature", ["everything", "plain"])
+def test_lowers_for_tpu(feature):
+    static, *arrays = _case(feature, heads=6, dtype=jnp.bfloat16)
+    traced = _outcome.trace(Splash(cross_compile=True), static, *arrays)
+    program = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert program.count("tpu_custom_call") == 2
+
+
+@pytest.mark.parametrize("sides", [(None, 0), (None, 100), (200, 0), (300, 150), (0, 0)])
+def test_blocks_of_masks_are_those_of_jax(sides):
+    shape, block = (768, 640), 128
+    ours, theirs = _LocalMask(shape, sides, 0), masks.LocalMask(shape, sides, 0)
+    pairs = [(ours, theirs)]
+    if sides == (None, 0):
+        pairs.append((_CausalMask(shape), masks.CausalMask(shape)))
+    for ours, theirs in pairs:
+        for i, j in np.ndindex(6, 5):
+            index = slice(block * i, block * (i + 1)), slice(block * j, block * (j + 1))
+            np.testing.assert_array_equal(ours[index], theirs[index])
+
+
+def _spread(x, mesh, axes):
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes[: x.ndim])))
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv_heads"),
+    [
+        (AxisType.Explicit, 2),
+        pytest.param(AxisType.Auto, 2, marks=slow),
+        pytest.param(AxisType.Explicit, 8, marks=slow),
+    ],
+)
+def test_batch_and_heads_over_devices(kind, kv_heads):
+    """Each of four devices takes one of two key heads."""
+    mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
+    static, arrays, dynamic = case = _case("segments", heads=8, kv_heads=kv_heads)
+    axes = {"batch_axes": "data", "head_axes": "heads"} if kind == AxisType.Auto else {}
+    implementation = dataclasses.replace(SPLASH, **axes)
+    with jax.set_mesh(mesh):
+        spread = {
+            name: _spread(x, mesh, ("data", None, "heads" if x.shape[2] % 4 == 0 else None))
+            for name, x in arrays.items()
+        }
+        ids = {name: _spread(x, mesh, ("data",)) for name, x in dynamic.items()}
+        got = jax.device_get(_outcome(implementation, static, spread, ids))
+    assert_close(got, _outcome("reference", *case), 3e-6)
+
+
+def test_inside_shard_map():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    _, arrays, _ = _case("causal")
+
+    def attend(check):
+        run = functools.partial(pe.attention, is_causal=True, implementation=SPLASH)
+        specs = {"in_specs": PartitionSpec("data"), "out_specs": PartitionSpec("data")}
+        return jax.shard_map(run, mesh=mesh, **specs, check_vma=check)(*arrays.values())
+
+    with pytest.raises(NotImplementedError, match="needs check_vma=False"):
+        jax.eval_shape(lambda: attend(True))
+    assert jax.eval_shape(lambda: attend(False)).shape == arrays["q"].shape
+
+
+@pytest.fixture
+def on_tpu(monkeypatch):
+    """One TPU, as far as the choice of an implementation asks."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    return monkeypatch
+
+
+def _chosen(
+    length=512,
+    kind: str | None = "TPU v5 lite",
+    sharding=None,
+    dim=64,
+    dtype=jnp.bfloat16,
+    **options,
+):
+    """Returns the word of the implementation that `None` takes for [1, length, 2, dim]."""
+    needs_lse, rules = options.pop("needs_lse", False), as_tuple(options.pop("rules", ()))
+    words = []
+
+    def ask(q):
+        k = jnp.zeros((1, options.pop("keys", length), 2, dim), dtype)
+        problem = make_problem(q, k, k, rules, pe.AttentionCall(**options))
+        words.append(choose(dataclasses.replace(problem, needs_lse=needs_lse), "tpu").name)
+
+    with contextlib.nullcontext() if kind is None else described(kind):
+        jax.eval_shape(ask, jax.ShapeDtypeStruct((1, length, 2, dim), dtype, sharding=sharding))
+    return words[0]
+
+
+def test_none_takes_it_on_tpus_where_it_serves(on_tpu):
+    segments = {"q_segment_ids": jnp.zeros((1, 512), jnp.int32)}
+    for options in ({}, {"is_causal": True, "window": 64}, {"softcap": 3.0, **segments}):
+        assert _chosen(**options) == "splash"
+    assert _chosen(keys=128) == "xla" and _chosen(length=1) == "dense"
+    assert _chosen(length=1024, keys=256) == "splash"
+    for options in (
+        {"rules": pe.ALiBi(num_heads=2).rules({})},
+        {"needs_lse": True},
+        {"dim": 320},
+        {"dtype": jnp.float16},
+        {"kind": "TPU v3"},
+        {"is_causal": True, "q_positions": jnp.arange(512), "k_positions": jnp.arange(512)},
+    ):
+        assert _chosen(**options) == "xla", options
+    for kind in ("TPU v4", "TPU v5", "TPU v6 lite", "TPU7x"):
+        assert _chosen(kind=kind) == "splash"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "takes_it"), [(pe.RoPE(head_dim=32), True), (pe.T5(num_heads=2), False)]
+)
+def test_rotary_schemes_take_it(on_tpu, scheme, takes_it):
+    q = jax.ShapeDtypeStruct((1, 512, 2, 32), jnp.bfloat16)
+    params = jax.eval_shape(scheme.init, jax.random.key(0))
+    options = {"is_causal": True, "segment_ids": np.zeros((1, 512), np.int32)}
+
+    def attend(params, q):
+        return pe.scheme_attention(scheme, params, q, q, q, **options)[0]
+
+    with described("TPU v5 lite"):
+        assert ("splash_mha" in str(jax.make_jaxpr(attend)(params, q))) == takes_it
+
+
+def test_none_takes_it_where_the_devices_are_known(on_tpu):
+    """The compiler cannot partition a kernel, and `in_shardings` of `jit` are unknown to traces."""
+    on_tpu.setattr(jax, "device_count", lambda: 8)
+    on_tpu.setattr("posenc_jax.kernels.tpu.chip.device_kind", lambda: "TPU v5 lite")
+
+    def on(kind, *axes):
+        mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
+        return NamedSharding(mesh, PartitionSpec(*axes))
+
+    def chosen(sharding):
+        return _chosen(kind=None, sharding=sharding)
+
+    assert chosen(on(AxisType.Explicit)) == "splash"
+    assert chosen(on(AxisType.Explicit, None, None, "data")) == "splash"
+    assert chosen(on(AxisType.Explicit, None, "data")) == "xla"  # The sequence.
+    assert chosen(on(AxisType.Auto)) == "xla"
+    assert chosen(None) == "xla"
+
+
+def test_programs_of_another_device_take_its_default(on_tpu):
+    q = jnp.zeros((1, 512, 2, 64))
+    committed = jax.device_put(q, jax.devices("cpu")[0])
+    assert api._platform(q) == api._platform(np.zeros(q.shape)) == "tpu"
+    assert api._platform(committed) == "cpu"
+    for device in ("cpu", jax.devices("cpu")[0]):
+        with jax.default_device(device), described("TPU v5 lite"):
+            text = str(jax.make_jaxpr(lambda q: pe.attention(q, q, q))(q))
+        assert "pallas_call" not in text
+    with described("TPU v5 lite"):
+        assert "pallas_call" in str(jax.make_jaxpr(lambda q: pe.attention(q, q, q))(q))

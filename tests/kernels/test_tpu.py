@@ -1,0 +1,542 @@
+"""TPU kernels without a TPU: interpreted against the reference, and lowered for the platform."""
+
+import dataclasses
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine.rules import KINDS
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from kernels.kernel_cases import (
+    B,
+    assert_close,
+    case_of,
+    described,
+    outcome,
+    products_in_kernels,
+)
+from support import slow
+
+import posenc_jax as pe
+from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.problem import _AXES, Problem
+from posenc_jax.engine.rules import DotBias, LogitBias, Rule
+from posenc_jax.kernels.tpu.implementation import PallasTPU, tile_size
+from posenc_jax.kernels.tpu.schedule import tile_order
+from posenc_jax.kernels.tpu.strip import Strip, shear, sum_diagonals
+
+TILES = Blocks(128, 128)
+KERNELS = PallasTPU(TILES, TILES, interpret=True)
+
+# Other tests compare dropout, segments, chunks, and biases and vectors by distance.
+CASES = [("several", "everything"), ("kerple_by_pair", "permuted"), ("all_pairs", "dropout")]
+FEATURES = ("plain", "segments", "two_sided_window", "permuted", "dropout", "chunk", "prefix")
+MORE_CASES = [("none", feature) for feature in (*FEATURES, "both_ways_segments")]
+MORE_CASES += [("t5", "sinks"), ("alibi", "two_sided_window"), ("scaled", "causal")]
+MORE_CASES += [("hiding", "softcap"), ("gate", "both_ways_segments"), ("narrow", "plain")]
+MORE_CASES += [("unbounded", "window")]
+MORE_CASES += [("t5", f) for f in ("plain", "causal", "window", "segments", "softcap")]
+MORE_CASES += [("kerple", "plain"), ("same_for_all", "softcap")]
+MORE_CASES += [("separable", f) for f in ("plain", "causal", "permuted")]
+MORE_CASES += [("wide", f) for f in ("segments", "softcap", "prefix")]
+MORE_CASES += [("kerple", "segments"), ("unbounded", "plain")]
+MORE_CASES += [("all_pairs", f) for f in ("plain", "everything", "permuted", "chunk", "window")]
+LOWERED = [("t5", "sinks"), ("kerple_by_pair", "permuted"), ("gate", "both_ways_segments")]
+LOWERED += [("none", "dropout"), ("wide", "softcap"), ("unbounded", "window")]
+# The reference adds angles of up to 200 in float32, the rule takes their differences.
+TOLERANCE = {"unbounded": 1e-4}
+
+
+def _all_cases(*default):
+    """Returns `default`, and the other cases, which are slow."""
+    others = (case for case in CASES + MORE_CASES if case not in default)
+    return [*default, *(pytest.param(*case, marks=slow) for case in others)]
+
+
+@pytest.mark.parametrize(("rule", "feature"), _all_cases(*CASES))
+def test_equals_the_reference(rule, feature):
+    got = outcome(KERNELS, *case_of(feature, rule))
+    expected = outcome("reference", *case_of(feature, rule, explicit=True))
+    assert_close(got, expected, TOLERANCE.get(rule, 3e-5))
+    for leaf in jax.tree.leaves(got[0]):
+        assert np.any(np.asarray(leaf) != 0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "feature", "sizes", "blocks"),
+    [
+        ("wide", "window", {"heads": 2, "kv_heads": 1, "length": 600}, Blocks(384, 128)),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in (
+                ("same_for_all", "causal", {"heads": 4, "dim": 80, "value_dim": 96}, TILES),
+                ("separable", "causal", {"heads": 4, "dim": 256, "length": 63}, TILES),
+                ("kerple", "window", {"length": 600}, Blocks(128, 256)),
+                ("narrow", "causal", {"heads": 6, "dim": 128, "length": 63}, TILES),
+                ("t5", "causal", {"heads": 6, "kv_heads": 2, "dim": 128}, TILES),
+                ("gate", "causal", {"heads": 4, "kv_heads": 4, "dim": 128, "length": 256}, TILES),
+                ("t5", "causal", {"length": 600}, Blocks(384, 640)),
+            )
+        ),
+    ],
+)
+def test_sizes_and_grouped_heads_equal_the_reference(rule, feature, sizes, blocks):
+    case = case_of(feature, rule, **sizes)
+    implementation = PallasTPU(Blocks(blocks.k, blocks.q), blocks, interpret=True)
+    got, expected = outcome(implementation, *case), outcome("reference", *case)
+    assert_close(got, expected)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("sides", [(-1, -1), (-1, 0), (70, 0), (60, 3), (0, 129), (129, 1)])
+def test_tiles_without_a_visible_pair_have_no_step(sides, by_key):
+    blocks, (before, after) = Blocks(128, 384), sides
+    distance = np.arange(768)[:, None] - np.arange(1152)
+    seen = (distance <= before) | (before < 0)
+    seen &= (distance >= -after) | (after < 0)
+    live = seen.reshape(6, 128, 3, 384).any((1, 3))
+    live = live.T if by_key else live
+    live[-1] |= by_key  # Where the gradients of queries are written.
+    live |= by_key and live.mean() > 0.7
+    live[~live.any(1), 0] = True
+    np.testing.assert_array_equal(tile_order(768, 1152, blocks, sides, by_key), live.nonzero())
+
+
+def test_default_tiles_are_large_but_pad_little():
+    counts = (63, 200, 512, 640, 1100, 2048, 2560, 8192)
+    sizes = [tile_size(count, jnp.bfloat16) for count in counts]
+    assert sizes == [128, 256, 512, 1024, 512, 1024, 512, 1024]
+
+
+def test_more_blocks_than_the_schedule_can_name_are_refused():
+    with pytest.raises(NotImplementedError, match="S = 1048704 are more than 8192 blocks"):
+        tile_order(128, 2**20 + 128, TILES, (-1, 0), by_key=False)
+
+
+def test_blocks_that_are_no_whole_lanes_are_refused():
+    with pytest.raises(ValueError, match=r"backward must have multiples of 128 .* k=100"):
+        PallasTPU(backward=Blocks(128, 100))
+
+
+@slow
+def test_under_x64():
+    """With grouped heads, and head dims that are no whole lanes."""
+    case = case_of("two_sided_window", "scaled", heads=4, kv_heads=1, dim=80, value_dim=96)
+    with jax.enable_x64(True):
+        got = outcome(KERNELS, *case)
+        abstract = jax.eval_shape(lambda: case[2:])
+        traced = outcome.trace(PallasTPU(cross_compile=True), *case[:2], *abstract)
+        traced.lower(lowering_platforms=("tpu",))
+    assert_close(got, outcome("reference", *case))
+
+
+@pytest.mark.parametrize(
+    ("rule", "dim", "times"), [("t5", 128, 2), pytest.param("narrow", 64, 3, marks=slow)]
+)
+def test_bfloat16_is_close_to_float32(rule, dim, times):
+    """At most twice the rounding of the reference; scaled queries and weights are bfloat16.
+
+    With vectors per distance, gradients at most three times: cotangents of logits are bfloat16.
+    """
+    rule, static, arrays, dynamic = case_of("causal", rule, dtype=jnp.bfloat16, dim=dim, seed=2)
+    got = outcome(KERNELS, rule, static, arrays, dynamic)
+    same = outcome("reference", rule, static, arrays, dynamic)
+    arrays = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+    exact = outcome("reference", rule, static, arrays, dynamic)
+    for part, times_here in enumerate((times, 2)):
+        for a, b, x in zip(*(jax.tree.leaves(y[part]) for y in (got, same, exact)), strict=True):
+            a, b, x = (np.asarray(y, np.float32) for y in (a, b, x))
+            size = np.linalg.norm(x)
+            assert np.linalg.norm(a - x) <= times_here * np.linalg.norm(b - x) + 5e-4 * size
+
+
+def _vectors(shared, head, distance):
+    return jnp.sin(shared * jnp.clip(distance, -5, 90).astype(jnp.float32))
+
+
+def test_large_features_do_not_round_those_of_other_tokens():
+    """Tiles of bfloat16 move as integers of 16 bits, in units of each token."""
+    shared, random = np.linspace(0.1, 1.0, 16, dtype=np.float32), np.random.default_rng(0)
+    q, features = random.normal(size=(B, 256, 2, 64)), random.normal(size=(B, 256, 2, 16))
+    q, features = jnp.asarray(q, jnp.bfloat16), features.astype(np.float32)
+    scaled = features.copy()
+    scaled[:, 7] *= 1e4
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def attend(features, q=q, implementation=KERNELS):
+        rule = DotBias(_vectors, shared=shared, q_features=features, bounds=(-5, 90))
+        options = {"is_causal": True, "return_lse": True, "implementation": implementation}
+        return pe.attention(q, q, q, rules=rule, **options)[1]
+
+    small, large = (np.asarray(attend(x)) for x in (features, scaled))
+    np.testing.assert_array_equal(np.delete(small, 7, 1), np.delete(large, 7, 1))
+    exact = attend(features, q.astype(jnp.float32), "reference")
+    chex.assert_trees_all_close(small, exact, atol=0.02)
+
+
+@slow
+def test_a_bias_of_zeros_changes_no_bit():
+    def zero(shared, head, q, k):
+        return head * (q - k).astype(jnp.float32)
+
+    zeros = LogitBias(zero, heads=np.zeros(2, np.float32), relative=True)
+    ones = np.ones((B, 256, 2, 3), np.float32)
+    vectors = DotBias(_vectors, shared=np.zeros(3, np.float32), q_features=ones, bounds=(-5, 90))
+    tokens = np.random.default_rng(0).normal(size=(3, B, 256, 2, 64)).astype(np.float32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def attend(implementation, tokens, rules):
+        def run(tokens):
+            options = {"rules": rules, "return_lse": True, "implementation": implementation}
+            out, lse = pe.attention(*tokens, is_causal=True, **options)
+            return jnp.sum(out**2) + jnp.sum(lse), (out, lse)
+
+        return jax.grad(run, has_aux=True)(tokens)
+
+    # Causality is part of the bias by distance; without a bias it is a mask.
+    nothing = attend(KERNELS, tokens, ())
+    for rule in (zeros, vectors):
+        chex.assert_trees_all_equal(attend(KERNELS, tokens, rule), nothing)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["t5", *(pytest.param(x, marks=slow) for x in ("separable", "narrow", "all_pairs"))],
+)
+def test_the_checking_interpreter_finds_nothing_and_padding_may_be_nan(rule):
+    """No races, no reads out of bounds or of memory that was never written; the same bits twice."""
+    checked = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    kernels = dataclasses.replace(KERNELS, interpret=checked)
+    summed = int(rule == "separable")  # It sums dimension 0 of q and k over all tokens.
+    rule, static, arrays, dynamic = case_of("segments", rule, kv_heads=1)
+    padding = dynamic["q_segment_ids"] < 0
+    spoilt = {name: np.array(arrays[name]) for name in "qkv"}
+    for x in spoilt.values():
+        x[padding, :, summed:] = np.nan
+    clean, got = (outcome(kernels, rule, static, x, dynamic) for x in (arrays, arrays | spoilt))
+    assert_close(clean, outcome("reference", rule, static, arrays, dynamic))
+    chex.assert_tree_all_finite(got[0])
+    # Gradients of padding are zero either way, for weights of zero.
+    chex.assert_trees_all_equal(clean, got)
+    out, _, seen = got[1]
+    assert not np.any(np.asarray(out)[padding])
+    assert not np.any(np.asarray(seen)[padding])
+
+
+@pytest.mark.parametrize("hidden", [pytest.param("padding", marks=slow), "later"])
+def test_nan_in_keys_that_no_query_sees_has_no_effect(hidden):
+    """Neither in values nor in features, of padding or of slots after a chunk of queries."""
+    _, static, arrays, dynamic = case_of("chunk" if hidden == "later" else "segments", "none")
+    slots, queries = np.arange(200, dtype=np.int32), arrays["q"].shape[1]
+    if hidden == "later":
+        dynamic = {"q_positions": slots[:queries], "k_positions": slots}
+        gone = np.broadcast_to(slots >= queries, (B, 200))
+    else:
+        gone = dynamic["q_segment_ids"] < 0
+    column = np.asarray(arrays["k"])[..., 0]
+    arrays["params"] = {"row": np.ones((B, queries, 2), np.float32), "column": column}
+
+    def spoil(x):
+        return np.where(gone.reshape(B, 200, *(1,) * (x.ndim - 2)), np.float32(np.nan), x)
+
+    spoilt = arrays | {"k": spoil(arrays["k"]), "v": spoil(arrays["v"])}
+    spoilt["params"] = arrays["params"] | {"column": spoil(column)}
+    outcomes = [outcome(KERNELS, "features", static, x, dynamic) for x in (arrays, spoilt)]
+    chex.assert_trees_all_equal(*outcomes)
+    chex.assert_tree_all_finite(outcomes[1][0])
+    assert_close(outcomes[0], outcome("reference", "features", static, arrays, dynamic))
+
+
+def test_strided_rotation_equals_rotation_in_steps():
+    """The compiled kernels use the first, which takes the interpreter long to compile."""
+    strip = Strip.of(-256, 128, 128, 128)
+    line = jnp.arange(strip.line, dtype=jnp.float32)[None]
+
+    def kernel(line, steps, rotated, back):
+        shear(strip, line, steps, rotate=False)
+        shear(strip, line, rotated, rotate=True)
+        back[...] = jnp.zeros_like(back)
+        sum_diagonals(strip, steps, back)
+
+    tile = jax.ShapeDtypeStruct((128, strip.width), jnp.float32)
+    shape = tile, tile, jax.ShapeDtypeStruct(line.shape, jnp.float32)
+    steps, rotated, back = pl.pallas_call(kernel, out_shape=shape, interpret=True)(line)
+    r, x = np.arange(128)[:, None], np.arange(strip.width)[None]
+    expected = np.asarray(line)[0, x + 127 - r]
+    np.testing.assert_array_equal(steps, expected)
+    np.testing.assert_array_equal(rotated, expected)
+    # The transpose: each entry of the line once for every pair that reads it.
+    count = np.bincount((x + 127 - r).ravel(), minlength=strip.line)
+    np.testing.assert_array_equal(back[0], np.asarray(line)[0] * count)
+
+
+@pytest.mark.parametrize(
+    ("rule", "feature"), [case for case in _all_cases(*LOWERED) if "all_pairs" not in str(case)]
+)
+def test_lowers_for_tpu(rule, feature):
+    case = case_of(feature, rule, length=1100, heads=4, dim=128, dtype=jnp.bfloat16)
+    abstract = jax.eval_shape(lambda: case[2:])
+    if "sinks" in case[2]:
+        abstract[0]["sinks"] = jax.ShapeDtypeStruct((2, 1100, 4), jnp.float32)
+    compiled = PallasTPU(cross_compile=True)
+    traced = outcome.trace(compiled, *case[:2], *abstract)
+    program = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert program.count("tpu_custom_call") == 2
+
+
+def _refusal(rules=(), dtype=jnp.float32, implementation=KERNELS, **options):
+    q = jnp.zeros((1, 64, 2, 64), dtype)
+    with pytest.raises(NotImplementedError) as error:
+        pe.attention(q, q, q, rules=rules, implementation=implementation, **options)
+    return str(error.value)
+
+
+def test_what_has_no_kernel_is_refused_with_the_reason():
+    jax.eval_shape(_refusals)  # Nothing is computed: a refusal is known from shapes.
+
+
+def _refusals():
+    q = jnp.zeros((1, 64, 2, 64))
+    fire = pe.FIRE(num_heads=2)
+    shaw = pe.Shaw(num_heads=2, head_dim=64)
+    assert "a number per head" in _refusal(fire.rules(fire.init(jax.random.key(0))))
+    positions = {"q_positions": jnp.arange(64), "k_positions": jnp.arange(64)}
+    for name, part, options in (
+        ("whole", "whole rows", {}),
+        ("narrow", "per distance, where positions", positions),
+    ):
+        rules = KINDS[name].rules(KINDS[name].make(np.random.default_rng(0), 2, 64), q, q)
+        assert part in _refusal(rules, **options)
+    params = shaw.init(jax.random.key(0))
+    features = shaw.features(params, None, q, q, None, None, None)[:2]
+    assert "values" in _refusal(shaw.rules(params, *features))
+    assert "mask" in _refusal(mask=jnp.ones((1, 1, 64, 64), bool))
+    assert "bfloat16 or" in _refusal(dtype=jnp.float16)
+    assert "platform is cpu" in _refusal(implementation="pallas")
+
+    def sines(shared, head, q, k):
+        return head * jnp.sin((q - k).astype(jnp.float32))
+
+    assert "operation sin" in _refusal(LogitBias(sines, heads=jnp.ones(2)))
+
+
+def _attention_of(length, kind="TPU v5 lite", batch=1, group=1, backward=True, **settings):
+    """Traces attention of [batch, length, group, 128] on a TPU of a kind."""
+    q = jax.ShapeDtypeStruct((batch, length, group, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((batch, length, 1, 128), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    implementation = PallasTPU(cross_compile=True, **settings)
+
+    def loss(q, k, ids):
+        options = {"q_segment_ids": ids, "contiguous": True, "implementation": implementation}
+        return jnp.sum(pe.attention(q, k, k, is_causal=True, **options).astype(jnp.float32))
+
+    with described(kind):
+        return jax.eval_shape(jax.grad(loss) if backward else loss, q, k, ids).shape
+
+
+LONG = {"length": 2**17, "group": 4}
+
+
+def test_a_backward_pass_that_exceeds_the_memory_is_refused_before_the_forward_pass():
+    """The gradients of a head's queries stay in memory, and with groups its keys' gradients."""
+    message = (
+        r"backward pass of T = 131072, .* groups of 4 heads needs 2\d\d MiB of VMEM .* use 100"
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        _attention_of(**LONG, backward=False)
+    assert _attention_of(**LONG, backward=False, forward_only=True) == ()
+    with pytest.raises(NotImplementedError, match=r"forward_only=True. has no derivatives"):
+        _attention_of(**LONG, forward_only=True)
+
+
+def test_chips_with_less_memory_or_without_the_rotations_refuse():
+    """v5p and 7x have 64 MiB of VMEM, v5e and v6e 128; Mosaic has no strided rotation for v4."""
+    for kind in ("TPU v6 lite", "TPU v5", "TPU7x"):
+        length = 2**17 if kind == "TPU v6 lite" else 2**16
+        assert _attention_of(length, kind) == (1, length, 1, 128)
+    for kind in ("TPU v5", "TPU7x"):
+        with pytest.raises(NotImplementedError, match="MiB of VMEM and may use 60"):
+            _attention_of(2**17, kind)
+    with pytest.raises(NotImplementedError, match="TPU v5e, v5p, v6e and 7x, and this is TPU v4"):
+        _attention_of(256, "TPU v4")
+
+
+def test_schedules_that_exceed_the_memory_for_scalars_are_refused():
+    """4 bytes per tile and row: of 1024 x 1024 tiles there are 8256, of 128 x 128 32,896."""
+    small = {"forward": TILES, "backward": TILES}
+    assert _attention_of(2**15, batch=7, **small) == (7, 2**15, 1, 128)
+    for sizes in ({"batch": 8, "length": 2**15, **small}, {"batch": 32, "length": 2**17}):
+        with pytest.raises(NotImplementedError, match=r"10\d\d KiB of SMEM .* may use 992"):
+            _attention_of(**sizes)
+
+
+def test_the_batch_of_one_device_counts():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    q = jax.ShapeDtypeStruct((32, 2**15, 1, 128), jnp.bfloat16, sharding=sharding)
+    ids = jax.ShapeDtypeStruct((32, 2**15), jnp.int32, sharding=sharding)
+    kernels = PallasTPU(TILES, TILES, cross_compile=True)
+    options = {"is_causal": True, "contiguous": True, "implementation": kernels}
+
+    def attend(q, ids):
+        return pe.attention(q, q, q, q_segment_ids=ids, **options)
+
+    with jax.set_mesh(mesh):
+        assert jax.eval_shape(attend, q, ids).shape == q.shape
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_the_dtype_alone_sets_the_precision(dtype):
+    """Mosaic refuses products of bfloat16 under the setting "highest"."""
+    q = jax.ShapeDtypeStruct((1, 256, 2, 64), dtype)
+
+    def step(q):
+        rules = pe.ALiBi(num_heads=2).rules({})
+        options = {"is_causal": True, "implementation": PallasTPU(cross_compile=True)}
+        return jnp.sum(pe.attention(q, q, q, rules=rules, **options)).astype(jnp.float32)
+
+    with jax.default_matmul_precision("highest"):
+        products = products_in_kernels(jax.make_jaxpr(jax.grad(step))(q).jaxpr)
+    expected = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    assert len(products) >= 7
+    assert {p for e in products for p in e.params["precision"]} == {expected}
+
+
+def test_second_derivatives_are_refused():
+    def twice(q):
+        def loss(q):
+            return jnp.sum(pe.attention(q, q, q, implementation=KERNELS) ** 2)
+
+        return jnp.sum(jax.grad(loss)(q) ** 2)
+
+    with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only"):
+        jax.eval_shape(jax.grad(twice), jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.float32))
+
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+ON_DEVICES = [
+    ("dropout", "t5", 2, AUTO, "data", "heads"),
+    ("both_ways_segments", "unbounded", 8, EXPLICIT, "data", "heads"),
+    ("segments", "all_pairs", 8, EXPLICIT, "data", "heads"),
+    pytest.param("causal", "narrow", 8, EXPLICIT, "data", "heads", marks=slow),
+    pytest.param("causal", "none", 4, AUTO, "data", "heads", marks=slow),
+    pytest.param("dropout", "t5", 2, AUTO, None, "heads", marks=slow),
+    pytest.param("dropout", "t5", 4, EXPLICIT, "data", "heads", marks=slow),
+    pytest.param("segments", "separable", 8, AUTO, "data", "heads", marks=slow),
+]
+"""Feature, rule, key heads, kind of mesh, and the axes of the batch and of the heads."""
+
+
+def _on_mesh(mesh, case, batch, heads):
+    """Returns a case with its arrays on a mesh: key heads where they divide, parameters whole."""
+
+    def put(x, *spec):
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec[: x.ndim])))
+
+    def token(x):
+        fits = x.ndim > 2 and heads is not None and x.shape[2] % mesh.shape[heads] == 0
+        return put(x, batch, None, heads if fits else None)
+
+    rule, static, arrays, dynamic = case
+    whole = {"params": jax.tree.map(put, arrays["params"])}
+    arrays = {name: token(x) for name, x in arrays.items() if name != "params"}
+    return rule, static, arrays | whole, {name: put(x, batch) for name, x in dynamic.items()}
+
+
+@pytest.mark.parametrize(("feature", "rule", "kv_heads", "kind", "batch", "heads"), ON_DEVICES)
+def test_batch_and_heads_over_devices(feature, rule, kv_heads, kind, batch, heads):
+    """Four devices have two key heads; nothing but the sums of gradients is sent."""
+    mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
+    case = case_of(feature, rule, heads=8, kv_heads=kv_heads)
+    axes = {} if kind == EXPLICIT else {"batch_axes": batch, "head_axes": heads}
+    kernels = dataclasses.replace(KERNELS, **axes)
+    with jax.set_mesh(mesh):
+        rule, static, arrays, dynamic = _on_mesh(mesh, case, batch, heads)
+        compiled = outcome.lower(kernels, rule, static, arrays, dynamic).compile()
+        got = jax.device_get(compiled(arrays, dynamic))
+    assert_close(got, outcome("reference", *case), TOLERANCE.get(rule, 3e-5))
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    sent = set(re.findall(rf" = .*? ({kinds})\(", compiled.as_text()))
+    # An explicit table is whole on every device, and so is its gradient.
+    sums = {"all-reduce", "all-gather"} if kind == EXPLICIT else {"all-reduce"}
+    assert sent == (set() if rule == "none" else sums)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
+def test_arrays_that_are_whole_on_every_device(kind):
+    """Without any axis in their sharding; a kernel on several devices must be in a shard_map."""
+    mesh = jax.make_mesh((4,), ("heads",), axis_types=(kind,))
+    axes = {"head_axes": ()} if kind == AUTO else {}
+    compiled = PallasTPU(cross_compile=True, **axes)
+    rule, static, arrays, dynamic = _on_mesh(mesh, case_of("causal", "t5"), None, None)
+    traced = outcome.trace(compiled, rule, static, arrays, dynamic)
+    assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 2
+
+
+def test_what_cannot_be_sharded_is_refused():
+    mesh = jax.make_mesh((4,), ("heads",), axis_types=(AUTO,))
+    whole = NamedSharding(mesh, PartitionSpec())
+    q, k = (jax.device_put(np.zeros((2, 128, n, 64), np.float32), whole) for n in (12, 6))
+    for axes, message in (
+        (("heads",), "6 key heads .* 4 devices"),
+        ("model", "'model' is no axis"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pe.attention(q, k, k, implementation=dataclasses.replace(KERNELS, head_axes=axes))
+    with pytest.raises(NotImplementedError, match=r"automatic axes \('heads',\).*batch_axes="):
+        pe.attention(q, k, k, implementation=KERNELS)
+
+
+def test_a_ring_of_kernels_equals_one_device():
+    """The keys of a sequence over devices, merged by their log-sum-exp."""
+    length = 256
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, length, 2, 64)).astype(np.float32)
+    positions = np.arange(length, dtype=np.int32)[None]
+    mesh = jax.make_mesh((2,), ("sequence",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec(None, "sequence")
+
+    # The interpreter mixes arrays that vary over devices with loop counters that do not.
+    on_mesh = {"mesh": mesh, "in_specs": (spec,) * 4, "out_specs": spec, "check_vma": False}
+
+    @functools.partial(jax.shard_map, **on_mesh)
+    def ring(q, k, v, positions):
+        return pe.sharding.sequence_parallel_attention(
+            q,
+            k,
+            v,
+            axis_name="sequence",
+            q_positions=positions,
+            k_positions=positions,
+            rules=pe.ALiBi(num_heads=2).rules({}),
+            is_causal=True,
+            implementation=KERNELS,
+        )
+
+    def one(q, k, v, positions):
+        rules = pe.ALiBi(num_heads=2).rules({})
+        return pe.attention(q, k, v, rules=rules, is_causal=True, implementation="reference")
+
+    def outcome(attend):
+        def loss(q, k, v):
+            out = attend(q, k, v, positions)
+            return jnp.sum(out**2), out
+
+        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
+
+    assert_close(outcome(ring), outcome(one))
+
+
+def test_every_array_of_a_problem_is_sharded_by_its_axes():
+    """By letters that fields declare: a field without them is an error, not sharded by row."""
+    fields = (x for x in dataclasses.fields(Problem) if not x.metadata.get("static"))
+    assert {x.name for x in fields} == {*_AXES, "rules"}
+    for rule in Rule.__subclasses__():
+        for field in dataclasses.fields(rule) if dataclasses.is_dataclass(rule) else ():
+            assert field.metadata.get("static") or field.name in rule.axes, (rule, field.name)
