@@ -18,8 +18,6 @@ python -m experiments <command> [file.toml] [changes]
              each scheme, with seeds and intervals           configs/study.toml
   scoreboard test claims of the literature, write their
              outcomes to RESULTS.md                          configs/scoreboard/
-  attention  draw attention against distance of models that
-             train has made, beyond the trained length too   a folder of results
   report     write report.html again from results of runs    a folder of results
   bench      measure speed as ratios
   gallery    draw the effect of every scheme, on one page
@@ -52,7 +50,6 @@ _EXPERIMENTS = {
     "evaluate": "configs/kback.toml",
 }
 _OTHERS = {
-    "attention": "experiments.commands.attention",
     "report": "experiments.commands.compare:report",
     "study": "experiments.study.command",
     "scoreboard": "experiments.scoreboard.command",

@@ -1,19 +1,17 @@
 """Benchmarks: times as ratios to a reference in the same process.
 
-Each benchmark is one file with `add_arguments(parser)` and `run(options) -> dict`, and with
-`plot(numbers) -> svg` if its numbers grow with length. The first line of its docstring is its
-help. A new benchmark is a file, and its name in `BENCHMARKS`.
+Each benchmark is one file with `add_arguments(parser)` and `run(options) -> dict`. The first line
+of its docstring is its help. A new benchmark is a file, and its name in `BENCHMARKS`.
 """
 
 import importlib
 from pathlib import Path
 
-from experiments.bench.heap import heap, load, use_devices, use_warm_heap
-from experiments.runs.environment import environment, versions
+from experiments.bench.heap import heap, load, use_warm_heap
+from experiments.runs.environment import environment
 from experiments.runs.files import to_json, write_whole
 
 BENCHMARKS = ("attention", "rope", "decode", "memory", "step", "llama")
-PEERS = ("torch", "transformers", "equinox", "rotary-embedding-torch", "tokamax")
 
 
 def main(arguments: list[str]) -> int:
@@ -36,8 +34,6 @@ def main(arguments: list[str]) -> int:
         command = commands.add_parser(name, help=words, description=module.__doc__)
         module.add_arguments(command)
         command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
-        if hasattr(module, "plot"):
-            command.add_argument("--plot", type=Path, metavar="FILE", help="draw them there as SVG")
         add_trust(command)
         command.add_argument(
             "--cold-heap",
@@ -47,9 +43,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if not options.cold_heap:
         use_warm_heap(arguments)
-    use_devices(getattr(options, "devices", 1))
-    peers = versions(PEERS) if getattr(options, "peers", False) else {}
-    machine = {**environment(), **peers, "heap": heap(), "load before": load()}
+    machine = {**environment(), "heap": heap(), "load before": load()}
     for name, value in machine.items():
         print(f"{name}: {value}")
     module = modules[options.benchmark]
@@ -60,7 +54,4 @@ def main(arguments: list[str]) -> int:
     if options.json:
         write_whole(options.json, to_json(result, indent=1) + "\n")
         print(f"written: {options.json}")
-    if getattr(options, "plot", None):
-        write_whole(options.plot, module.plot(result))
-        print(f"written: {options.plot}")
     return 0

@@ -122,7 +122,6 @@ def add_common_arguments(
     *,
     sizes: tuple[str, tuple[int, ...], str] | None = None,
     schemes: str = "",
-    peers: bool = False,
     seconds: float | None = None,
 ) -> None:
     """Adds the settings that benchmarks share.
@@ -131,7 +130,6 @@ def add_common_arguments(
       parser: of the benchmark.
       sizes: flag, default and meaning of the size that grows; adds the other sizes of attention.
       schemes: the default; empty for a benchmark without schemes.
-      peers: whether other libraries can be added.
       seconds: the default time beyond the rounds; None for a benchmark without times.
     """
     if sizes:
@@ -147,9 +145,6 @@ def add_common_arguments(
             f"(default: {schemes})"
         )
         parser.add_argument("--schemes", default=schemes, help=words)
-    if peers:
-        words = "add other libraries (the group `parity`)"
-        parser.add_argument("--peers", action="store_true", help=words)
     if seconds is not None:
         parser.add_argument("--rounds", type=positive, default=15, help="rounds (default: 15)")
         words = f"continue for that long beyond the rounds (default: {seconds:g})"

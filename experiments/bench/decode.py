@@ -2,13 +2,11 @@
 
 The cache has room for the new tokens only, and is donated: every call writes the same slots. The
 reference is attention without positions. `jax.nn` attends to a cache of the same layout, with slots
-masked by position and T5's bias as a row; `--peers` adds torch's SDPA. A library whose numbers
-differ from ours is left out.
+masked by position and T5's bias as a row.
 """
 
 import argparse
 import dataclasses
-import functools
 
 import jax
 
@@ -31,7 +29,7 @@ SCHEMES = "rope,t5,alibi,fire,shaw"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's settings."""
     slots = "--slots", (1024, 2048, 4096, 8192, 16384, 32768), "sizes of the cache"
-    add_common_arguments(parser, sizes=slots, schemes=SCHEMES, peers=True, seconds=4.0)
+    add_common_arguments(parser, sizes=slots, schemes=SCHEMES, seconds=4.0)
     parser.add_argument(
         "--tokens", type=positives, default=(1, 64), help="new tokens (default: 1,64)"
     )
@@ -57,30 +55,12 @@ def run(options: argparse.Namespace) -> dict:
     return {**shape, "dtype": options.dtype, "results": results}
 
 
-def plot(numbers: dict) -> str:
-    """Returns time against the size of the cache as an SVG file's text."""
-    from experiments.bench.growth_plot import Panel, growth_plot  # `accelerator` has no matplotlib.
-
-    panels: dict[int, dict[str, dict[int, float]]] = {}
-    for result in numbers["results"]:
-        lines = panels.setdefault(result["tokens"], {})
-        for row in result["rows"]:
-            lines.setdefault(row["name"], {})[result["slots"]] = row["median"] * 1e3
-    names = [name for lines in panels.values() for name in lines]
-    return growth_plot(
-        [Panel(f"time in ms, {_say(tokens)}", lines) for tokens, lines in panels.items()],
-        against="slots in the cache",
-        title="Time of decoding against the size of the cache",
-        dashed=[name for name in names if name.startswith(peers.FOREIGN)],
-    )
-
-
 def _say(tokens: int) -> str:
     return "one token" if tokens == 1 else f"{tokens} tokens at once"
 
 
 def all_cases(tokens: int, slots: int, options: argparse.Namespace) -> dict[str, peers.Case]:
-    """Returns the cases by name: ours, and other libraries."""
+    """Returns the cases by name: ours, and those of `jax.nn`."""
     shape = options.batch, slots, options.heads, options.head_dim
     dtype = DTYPES[options.dtype]
     sizes = sizes_of(options.heads, options.head_dim, slots)
@@ -91,15 +71,8 @@ def all_cases(tokens: int, slots: int, options: argparse.Namespace) -> dict[str,
     }
     t5 = pe.T5(num_heads=options.heads)
     arguments = make_arguments(t5, shape, dtype)
-    others = decode_peers.jax_nn(arguments, tokens)
-    if options.peers and peers.installed("torch"):
-        others |= decode_peers.torch_sdpa(arguments, tokens)
-
-    @functools.cache
-    def ours(like: str) -> peers.Case:
-        return cases["none"] if like == "none" else our_case(t5, arguments, tokens)
-
-    return cases | peers.agreeing(others, ours)
+    ours = {"none": cases["none"], "t5": our_case(t5, arguments, tokens)}
+    return cases | peers.agreeing(decode_peers.jax_nn(arguments, tokens), ours)
 
 
 def our_case(

@@ -1,4 +1,4 @@
-"""Attention to a cache by `jax.nn` and by torch, for `decode`."""
+"""Attention to a cache by `jax.nn`, for `decode`."""
 
 from collections.abc import Callable
 
@@ -48,31 +48,4 @@ def jax_nn(arguments: tuple, tokens: int) -> dict[str, peers.Case]:
     return {
         "jax.nn without bias": case("none", lambda table, distance: None),
         "jax.nn with T5 rows": case("t5", t5),
-    }
-
-
-def torch_sdpa(arguments: tuple, tokens: int) -> dict[str, peers.Case]:
-    """Returns torch's SDPA on a cache [B, N, S, H], without a bias and with T5's as rows."""
-    import torch
-
-    copied = peers.torch_inputs(arguments[:3], arguments[3]["table"], False)
-    slots = arguments[0].shape[1]
-    start = slots - tokens
-    q, k, v = (x[:, :, start:].clone() for x in copied.inputs)
-    keys, values = copied.inputs[1:]
-    distance = torch.arange(start, slots)[:, None] - torch.arange(slots)[None]
-    later, bucket = distance < 0, copied.buckets[distance.clamp(min=0)]
-    causal = None if tokens == 1 else ~later
-
-    def attend(biased):
-        keys[:, :, start:], values[:, :, start:] = k, v
-        mask = causal
-        if biased:
-            mask = copied.table[:, bucket].masked_fill(later, -torch.inf)[None].to(q.dtype)
-        with torch.no_grad():
-            return torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
-
-    return {
-        "torch SDPA without bias": peers.Case(lambda: attend(False), {}, "none", peers.from_torch),
-        "torch SDPA with T5 rows": peers.Case(lambda: attend(True), {}, "t5", peers.from_torch),
     }

@@ -8,7 +8,6 @@ array. glibc reads its settings when a process starts, so the benchmark starts i
 import os
 import platform
 import sys
-from typing import Any
 
 WARM_HEAP = {
     "glibc.malloc.hugetlb": 1,
@@ -18,9 +17,6 @@ WARM_HEAP = {
     "glibc.malloc.arena_max": 1,
 }
 SETTINGS = {
-    # torch's threads sleep while another library is measured.
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "GOMP_SPINCOUNT": "0",
     # The time of compiling must not depend on earlier runs.
     "JAX_ENABLE_COMPILATION_CACHE": "false",
 }
@@ -46,15 +42,6 @@ def use_warm_heap(arguments: list[str]) -> None:
     sys.stdout.flush()
     command = [sys.executable, "-m", "experiments", "bench", *arguments]
     os.execve(sys.executable, command, environment)
-
-
-def use_devices(devices: int) -> None:
-    """Sets the least number of host devices of JAX; they share the cores."""
-    import jax
-
-    config: Any = jax.config
-    if config.jax_num_cpu_devices < devices > 1:
-        config.update("jax_num_cpu_devices", devices)
 
 
 def heap() -> str:

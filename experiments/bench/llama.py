@@ -38,7 +38,6 @@ class Sizes:
     heads: int
     kv_heads: int
     head_dim: int
-    scanned: bool
 
     @property
     def model_dim(self) -> int:
@@ -53,14 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=positive, default=size, help=f"default: {size}")
     parser.add_argument("--batch", type=positive, default=1, help="default: 1")
     parser.add_argument("--compilations", type=positive, default=5, help="per model (default: 5)")
-    words = "run the layers by nnx.scan with nnx.remat, rather than one after the other"
-    parser.add_argument("--scan", action="store_true", help=words)
     add_common_arguments(parser, seconds=20.0)
 
 
 def run(options: argparse.Namespace) -> dict:
     """Measures the models; returns the numbers."""
-    sizes = Sizes(options.layers, options.heads, options.kv_heads, options.head_dim, options.scan)
+    sizes = Sizes(options.layers, options.heads, options.kv_heads, options.head_dim)
     models = {
         "by hand": Llama(sizes, ByHand),
         'posenc_jax, implementation="jax"': Llama(sizes, with_rope(implementation="jax")),
@@ -84,8 +81,7 @@ def run(options: argparse.Namespace) -> dict:
             n: functools.partial(compiled[n], *arguments[n][1:]) for n in arguments
         }
         timings = side_by_side(cases, rounds=options.rounds, seconds=options.seconds)
-        how = "scanned, with remat" if sizes.scanned else "one after the other"
-        show(f"training step, {length} tokens, {sizes.layers} layers, {how}", timings)
+        show(f"training step, {length} tokens, {sizes.layers} layers", timings)
         show_compilation(figures)
         rows = [dataclasses.asdict(timing) | figures[timing.name] for timing in timings]
         results.append({"length": length, "rows": rows})
@@ -237,23 +233,13 @@ class Llama(nnx.Module):
 
     def __init__(self, sizes: Sizes, make_attention: Callable):
         rngs = nnx.Rngs(0)
-        self.scanned = sizes.scanned
         self.embedding = nnx.Embed(VOCABULARY, sizes.model_dim, rngs=rngs)
         self.norm = nnx.RMSNorm(sizes.model_dim, rngs=rngs)
-        make = functools.partial(Block, sizes, make_attention)
-        if sizes.scanned:
-            make = nnx.vmap(make, axis_size=sizes.layers)
-            self.blocks = make(rngs.split(sizes.layers))
-        else:
-            self.blocks = nnx.List(make(rngs) for _ in range(sizes.layers))
+        self.blocks = nnx.List(Block(sizes, make_attention, rngs) for _ in range(sizes.layers))
 
     def __call__(self, tokens):
         """Returns logits [B, T, V]."""
         x = self.embedding(tokens)
-        if self.scanned:
-            step = nnx.remat(lambda x, block: block(x))
-            x = nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
-        else:
-            for block in self.blocks:
-                x = block(x)
+        for block in self.blocks:
+            x = block(x)
         return self.embedding.attend(self.norm(x))

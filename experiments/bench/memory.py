@@ -21,7 +21,6 @@ from experiments.bench.cases import (
     sizes_of,
 )
 from experiments.bench.compile import compile_program, with_gradients
-from experiments.bench.growth_plot import Panel, growth_plot
 
 SCHEMES = "t5,alibi,fire,shaw"
 PASSES = {"forward": lambda f: f, "forward+backward": with_gradients}
@@ -57,24 +56,6 @@ def run(options: argparse.Namespace) -> dict:
             results.append({"name": name, "what": passes, "growth": growth, "lengths": facts})
     shape = {"batch": options.batch, "heads": options.heads, "head_dim": options.head_dim}
     return {**shape, "dtype": options.dtype, "results": results}
-
-
-def plot(numbers: dict) -> str:
-    """Returns memory against length as an SVG file's text."""
-    panels = []
-    for passes in PASSES:
-        lines = {
-            row["name"]: {int(n): fact["megabytes"] for n, fact in row["lengths"].items()}
-            for row in numbers["results"]
-            if row["what"] == passes
-        }
-        panels.append(Panel(f"temporary memory in MB, {passes}", lines))
-    return growth_plot(
-        panels,
-        against="length T",
-        title="Temporary memory of causal attention against length",
-        dashed=tuple(peers.NAIVE),
-    )
 
 
 def _function(name: str, length: int, options: argparse.Namespace) -> tuple:

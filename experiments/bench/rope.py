@@ -2,14 +2,15 @@
 
 Adding one reads and writes each element once, so no rotation can be faster. Forward+backward is
 measured against `x + 1, y + 1`. Tables are computed inside the rotation, or passed to it, as by
-layers that share them. The table alone is measured near position 1 000 000, with its error against
-float64. `--peers` adds the usual way in JAX, equinox, Hugging Face's transformers and
-rotary-embedding-torch; a library whose numbers differ from ours is left out.
+layers that share them. "concatenating" is the usual way in JAX: cosines and sines of the positions,
+halves rotated and concatenated. The table alone is measured near position 1 000 000, with its error
+against float64.
 """
 
 import argparse
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,6 @@ import numpy as np
 
 import posenc_jax as pe
 from experiments.bench.cases import DTYPES, add_common_arguments
-from experiments.bench.peers import Case, agreeing
-from experiments.bench.rope_peers import both, rope_peers
 from experiments.bench.timing import show, side_by_side
 
 SHAPES = ((4, 2048, 16, 64), (1, 8192, 8, 128))
@@ -28,7 +27,7 @@ FAR = 1_000_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's settings."""
-    add_common_arguments(parser, peers=True, seconds=6.0)
+    add_common_arguments(parser, seconds=6.0)
     parser.add_argument("--theta", type=float, default=10000.0, help="base (default: 10000)")
 
 
@@ -41,9 +40,6 @@ def run(options: argparse.Namespace) -> dict:
             title = f"{shape} {name}"
             for backward, passes in enumerate(("forward", "forward+backward")):
                 cases = all_cases(shape, dtype, options.theta, bool(backward))
-                if options.peers:
-                    arrays = arrays_of(shape, dtype)[: 1 + backward]
-                    cases |= _peers(cases, arrays, options.theta)
                 timings = timed(cases)
                 show(f"rope {title} {passes}", timings)
                 out.append(_record(timings, shape=shape, dtype=name, what=passes))
@@ -70,21 +66,30 @@ def rotations(length: int, dim: int, theta: float) -> dict:
         )
         for layout in layouts
     }
-    return plain | with_tables
+    return plain | with_tables | {"concatenating": functools.partial(concatenating, theta=theta)}
 
 
-def arrays_of(shape, dtype) -> list[jax.Array]:
-    """Returns the array to rotate, and the cotangent of the result."""
-    return [jax.random.normal(jax.random.key(i), shape).astype(dtype) for i in range(2)]
+def concatenating(x: jax.Array, theta: float) -> jax.Array:
+    """Returns x [B, T, N, H] rotated, in the layout "half"."""
+    half = x.shape[-1] // 2
+    positions = jnp.arange(x.shape[1], dtype=jnp.int32).astype(jnp.float32)
+    steps = theta ** -(jnp.arange(half, dtype=jnp.int32).astype(jnp.float32) / half)
+    angles = (positions[:, None] * steps[None])[None, :, None]
+    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def _peers(cases: dict, arrays: list[jax.Array], theta: float) -> dict:
-    """Returns the rotations of other libraries whose numbers equal ours."""
-    # Angles in float32 are off by some 1e-3 at position 8192.
-    cases_of_peers = agreeing(
-        rope_peers(arrays, theta), lambda like: Case(cases[like]), tolerance=3e-3
-    )
-    return {name: case.call for name, case in cases_of_peers.items()}
+def both(rotate: Callable) -> Callable:
+    """Returns a function of x, or of x and a cotangent."""
+
+    def call(x, *dy):
+        if not dy:
+            return rotate(x)
+        y, pull = jax.vjp(rotate, x)
+        return y, *pull(*dy)
+
+    return call
 
 
 def all_cases(shape, dtype, theta: float, backward: bool) -> dict:
@@ -92,7 +97,7 @@ def all_cases(shape, dtype, theta: float, backward: bool) -> dict:
     unit, count = jnp.asarray(1, dtype), 2 if backward else 1
     functions = {"x + 1, y + 1" if backward else "x + 1": lambda *xs: [x + unit for x in xs]}
     functions |= {name: both(f) for name, f in rotations(shape[1], shape[3], theta).items()}
-    arrays = arrays_of(shape, dtype)[:count]
+    arrays = [jax.random.normal(jax.random.key(i), shape).astype(dtype) for i in range(count)]
     return {name: functools.partial(jax.jit(f), *arrays) for name, f in functions.items()}
 
 

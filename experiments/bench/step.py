@@ -2,8 +2,7 @@
 
 Each measurement is one compiled call of several optimiser steps, as in training; the schemes
 alternate. Compile seconds include initialisation and tracing, and for the first scheme the
-compilation of shared functions. With --peers, PyTorch trains the same model, without positions and
-with RoPE, from the same parameters on the same batches.
+compilation of shared functions.
 """
 
 import argparse
@@ -11,13 +10,9 @@ import dataclasses
 import time
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from experiments.bench.cases import add_common_arguments, positive
-from experiments.bench.peers import installed
-from experiments.bench.step_peers import SCHEMES, equal, torch_steps
 from experiments.bench.timing import show, side_by_side
 from experiments.settings.config_io import names
 
@@ -32,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=positive, default=5, help="optimiser steps a call (default: 5)"
     )
-    parser.add_argument("--peers", action="store_true", help="PyTorch too, eager and compiled")
     add_common_arguments(parser, seconds=0.0)
 
 
@@ -50,10 +44,6 @@ def run(options: argparse.Namespace) -> dict:
     for name in schemes:
         position = experiment.scheme(task.name, name)
         cases[name], compiled[name] = prepare(task, position, data)
-        if options.peers and name in SCHEMES:
-            torch_cases, seconds = _peers(task, name, position, data)
-            cases |= torch_cases
-            compiled |= seconds
     timings = side_by_side(cases, rounds=options.rounds, seconds=options.seconds)
     sizes = (
         f"{task.model.num_layers} layers, width {task.model.model_dim}, "
@@ -96,28 +86,3 @@ def prepare(task, position, data):
         return losses
 
     return steps, seconds
-
-
-def _peers(task, name, position, data):
-    """Returns PyTorch's steps and the seconds of their preparation, by name."""
-    from experiments.models.model import initialize, seed_keys
-
-    if not installed("torch"):
-        return {}, {}
-    params = initialize(task.model, position, task.vocab_size, seed_keys([0], "parameters"))
-    params = jax.tree.map(lambda x: np.asarray(x[0]), params)
-    (key,) = seed_keys([0], "data")
-    keys = [jax.random.fold_in(key, i) for i in range(task.train.steps_per_call)]
-    batches = [task.sample(k, task.train.batch, task.train_length, data)[0] for k in keys]
-    ours = np.asarray(prepare(task, position, data)[0]())[0]
-    cases, seconds = {}, {}
-    for mode, compiled in (("eager", False), ("compiled", True)):
-        began = time.perf_counter()
-        steps = torch_steps(task, name, params, np.stack(batches), compiled=compiled)
-        differs = equal(ours, steps())
-        if differs:
-            print(f"  torch {mode}, {name}, is left out: {differs}")
-            continue
-        cases[f"torch {mode}, {name}"] = steps
-        seconds[f"torch {mode}, {name}"] = time.perf_counter() - began
-    return cases, seconds

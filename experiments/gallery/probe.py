@@ -12,8 +12,6 @@ import dataclasses
 import functools
 import inspect
 import sys
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -195,7 +193,6 @@ def log_weights(
     *,
     is_causal: bool = True,
     is_match: np.ndarray | None = None,
-    sizes: Mapping[str, int] = MappingProxyType(SIZES),
 ) -> np.ndarray:
     """Returns the effect of positions on logits [N, T, T], relative to each query's own key.
 
@@ -205,16 +202,15 @@ def log_weights(
       coordinates: of the tokens. Default: their positions.
       is_causal: whether later keys are masked, NaN.
       is_match: keys with the logit `MATCH`, [T]; others have -MATCH. Default: all are alike.
-      sizes: num_heads, head_dim and model_dim.
     """
     keys = jax.random.split(jax.random.key(1), 2)
-    heads, dim = sizes["num_heads"], sizes["head_dim"]
+    heads, dim, model_dim = (SIZES[n] for n in ("num_heads", "head_dim", "model_dim"))
     draws = DRAWS if length <= 4 * LENGTH else 1
     content = jax.random.normal(keys[0], (draws, 1, heads, dim))
     q = k = np.broadcast_to(content, (draws, length, heads, dim))
     different = 1 if is_match is None else length
-    x = jax.random.normal(keys[1], (draws, different, sizes["model_dim"]))
-    x = np.broadcast_to(x, (draws, length, sizes["model_dim"]))
+    x = jax.random.normal(keys[1], (draws, different, model_dim))
+    x = np.broadcast_to(x, (draws, length, model_dim))
     if is_match is not None:
         unit = content / jnp.sum(content**2, -1, keepdims=True) * dim**0.5
         k = np.where(is_match[:, None, None], MATCH, -MATCH) * unit

@@ -1,19 +1,12 @@
-"""Experiments of earlier calls, and models with the parameters that `train` has kept."""
+"""Experiments of earlier calls."""
 
 import dataclasses
 from collections.abc import Collection
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-from flax import nnx
-
 from experiments.errors import ConfigError, ResultsError
-from experiments.models.model import LanguageModel, Position, structure
 from experiments.runs.experiment import Experiment, load, objects_in
-from experiments.runs.run import RunFolder
-from experiments.settings.config_io import near, read_toml
-from experiments.tasks import Task
+from experiments.settings.config_io import read_toml
 
 
 def refuse_earlier_versions(folder: Path) -> None:
@@ -52,22 +45,3 @@ def experiment_of(folder: Path, trusted: Collection[str] = ()) -> Experiment:
         )
     experiment = load(folder / "config.toml")
     return dataclasses.replace(experiment, results=str(folder.parent), name=folder.name)
-
-
-def parameters(experiment: Experiment, task: str, scheme: str) -> nnx.State:
-    """Returns the kept parameters of the first seed.
-
-    Raises:
-      ConfigError: if the scheme is not one of the experiment's.
-      ResultsError: if its parameters were not kept.
-    """
-    if scheme not in experiment.schemes:
-        raise ConfigError(f"scheme: {scheme!r} is not there{near(scheme, experiment.schemes)}")
-    run = experiment.run(task, scheme, experiment.first_seed)
-    params = RunFolder(experiment.folder, run).parameters()
-    return jax.tree.map(lambda x: jnp.asarray(x[0]), params)
-
-
-def model(task: Task, position: Position, params: nnx.State) -> LanguageModel:
-    """Returns a model with parameters and any scheme that these fit."""
-    return nnx.merge(structure(task.model, position, task.vocab_size), params)

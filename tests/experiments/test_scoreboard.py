@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import posenc_jax as pe
 from experiments.__main__ import main
 from experiments.errors import ConfigError, ResultsError
 from experiments.pages.intervals import interval
@@ -26,6 +27,7 @@ from experiments.scoreboard.command import _plan
 from experiments.scoreboard.criteria import parse
 from experiments.scoreboard.outcomes import judge
 from experiments.scoreboard.page import page
+from experiments.scoreboard.speed import Speed, SpeedRun
 from experiments.settings.common import Model, Train
 from experiments.tasks import KBack
 from experiments.tasks.base import Data
@@ -534,3 +536,10 @@ def test_outcomes(tmp_path, needed, rope, none, word):
     (check,) = outcome.criteria
     pairs = [a - b for a, b in zip(rope, none, strict=True) if a is not None]
     np.testing.assert_allclose([m for m in check.margins if m == m], pairs)
+
+
+def test_speed_measures_the_step_of_a_length():
+    task = Speed(train_length=8, test_lengths=(16,), model=SIZES, tokens=16, rounds=2)
+    run = SpeedRun(task, "alibi", {}, pe.ALiBi(2), 0)
+    scores = run.measure(None, task.load())["scores"]["plain"]
+    assert scores.keys() == {"16"} and all(0 < x < 100 for x in scores.values())
