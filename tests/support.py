@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import json
 import pathlib
 import re
@@ -31,7 +32,20 @@ KV_HEADS, BATCH, LENGTH = SIZES["num_kv_heads"], 2, 19
 def build(cls, **changes):
     """Builds any scheme: sizes from the shared vocabulary, the rest from its defaults."""
     required = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
-    return cls(**{name: SIZES[name] for name in required}, **changes)
+    return cls(**{name: SIZES[name] for name in required if name in SIZES} | changes)
+
+
+TESTS = pathlib.Path(__file__).parent
+
+
+def declared(name):
+    """The tables of a name at the top level of test files, with their files."""
+    return [
+        (path, getattr(importlib.import_module(".".join(parts)), name))
+        for path in sorted(TESTS.rglob("test_*.py"))
+        if f"\n{name} = " in path.read_text()
+        for parts in [path.relative_to(TESTS.parent).with_suffix("").parts]
+    ]
 
 
 @dataclasses.dataclass(frozen=True)

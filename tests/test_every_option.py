@@ -6,19 +6,16 @@ maps a class to another value of each of its settings (see `support.Option`).
 
 import dataclasses
 import functools
-import importlib
 import inspect
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import SIZES, Option, build, parameters, run, slow
+from support import SIZES, TESTS, Option, build, declared, parameters, run, slow
 
 import posenc_jax as pe
 
-TESTS = pathlib.Path(__file__).parent
 MAPS = {
     name: cls
     for name, cls in vars(pe).items()
@@ -26,20 +23,11 @@ MAPS = {
 }
 
 
-def declared():
-    """The options of all test files, by class; and the file that each class is in."""
-    options, files = {}, {}
-    for path in sorted(TESTS.rglob("test_*.py")):
-        if "\nOPTIONS = {" not in path.read_text():
-            continue
-        parts = path.relative_to(TESTS.parent).with_suffix("").parts
-        for cls, values in importlib.import_module(".".join(parts)).OPTIONS.items():
-            assert cls not in options, f"{cls.__name__} has OPTIONS in {files[cls]} and {path}"
-            options[cls], files[cls] = values, path
-    return options, files
-
-
-OPTIONS, FILES = declared()
+OPTIONS, FILES = {}, {}  # Values of settings, and the file that they are in, by class.
+for path, options in declared("OPTIONS"):
+    for cls, values in options.items():
+        assert cls not in OPTIONS, f"{cls.__name__} has OPTIONS in {FILES[cls]} and {path}"
+        OPTIONS[cls], FILES[cls] = values, path
 
 
 def where(cls):

@@ -52,6 +52,6 @@ def test_decoding_continues_the_sum():
     close(jnp.concatenate(outs, 1)[0], ARRAYS["out"], 2e-6)
 
 
-def test_refuses_sizes_below_one():
-    with pytest.raises(ValueError, match="num_heads"):
-        contrib.CABLE(num_heads=0, model_dim=8)
+ERRORS = [
+    (contrib.CABLE, {"num_heads": 0}, "num_heads"),
+]

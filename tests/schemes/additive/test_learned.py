@@ -96,18 +96,12 @@ def test_positions_that_are_not_integers_raise(dtype):
         lookup(TABLE, jnp.zeros(3, dtype))
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"max_length": 0}, "max_length must be >= 1, got 0"),
-        ({"model_dim": 0}, "model_dim must be >= 1, got 0"),
-        ({"offset": -1}, "offset must be >= 0, got -1"),
-        ({"stddev": 0.0}, "stddev must be positive, got 0.0"),
-    ],
-)
-def test_errors_name_the_setting_and_the_value(change, message):
-    with pytest.raises(ValueError, match=f"learned: {message}"):
-        pe.LearnedAbsolute(**{"max_length": 4, "model_dim": 4} | change)
+ERRORS = [
+    (pe.LearnedAbsolute, {"max_length": 0}, "max_length must be >= 1, got 0"),
+    (pe.LearnedAbsolute, {"model_dim": 0}, "model_dim must be >= 1, got 0"),
+    (pe.LearnedAbsolute, {"offset": -1}, "offset must be >= 0, got -1"),
+    (pe.LearnedAbsolute, {"stddev": 0.0}, "stddev must be positive, got 0.0"),
+]
 
 
 def test_errors_name_the_shapes():

@@ -73,19 +73,12 @@ def test_invariant_to_the_norms_of_q_and_k_with_finite_gradients_at_zero():
     assert np.isfinite(grad).all()
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"window": (1, 8)}, r"both sizes must be at least 2, got \(1, 8\)"),
-        ({"window": (0, 8)}, r"swin_v2: window must be .*, got \(0, 8\)"),
-        ({"pretrained_window": (8, 1)}, r"both sizes must be at least 2, got \(8, 1\)"),
-        ({"pretrained_window": 8}, "swin_v2: pretrained_window must be .*, got 8"),
-        ({"pretrained_window": (8, 8, 8)}, r"pretrained_window must be .*, got \(8, 8, 8\)"),
-        ({"width": 0}, "swin_v2: width must be >= 1, got 0"),
-        ({"num_heads": 0}, "swin_v2: num_heads must be >= 1, got 0"),
-    ],
-    ids=str,
-)
-def test_errors_name_the_argument_and_the_value(change, message):
-    with pytest.raises(ValueError, match=message):
-        pe.SwinV2(**({"num_heads": 2} | change))
+ERRORS = [
+    (pe.SwinV2, {"window": (1, 8)}, r"both sizes must be at least 2, got \(1, 8\)"),
+    (pe.SwinV2, {"window": (0, 8)}, r"window must be .*, got \(0, 8\)"),
+    (pe.SwinV2, {"pretrained_window": (8, 1)}, r"both sizes must be at least 2, got \(8, 1\)"),
+    (pe.SwinV2, {"pretrained_window": 8}, "pretrained_window must be .*, got 8"),
+    (pe.SwinV2, {"pretrained_window": (8, 8, 8)}, r"pretrained_window must be .*, got \(8, 8, 8\)"),
+    (pe.SwinV2, {"width": 0}, "width must be >= 1, got 0"),
+    (pe.SwinV2, {"num_heads": 0}, "num_heads must be >= 1, got 0"),
+]

@@ -75,7 +75,8 @@ def test_near_keys_are_at_their_distance_across_chunks(shift):
     np.testing.assert_allclose(a, b, atol=2e-6)
 
 
-@pytest.mark.parametrize("chunk, local", [(6, 0), (6, 6), (6, 9)])
-def test_errors_name_the_setting_and_the_value(chunk, local):
-    with pytest.raises(ValueError, match=f"local must be .* got local={local} and chunk={chunk}"):
-        pe.DualChunk(head_dim=8, chunk=chunk, local=local)
+ERRORS = [
+    (pe.DualChunk, {"chunk": 6, "local": 0}, "local must be .* got local=0 and chunk=6"),
+    (pe.DualChunk, {"chunk": 6, "local": 6}, "local must be .* got local=6 and chunk=6"),
+    (pe.DualChunk, {"chunk": 6, "local": 9}, "local must be .* got local=9 and chunk=6"),
+]

@@ -128,17 +128,11 @@ def test_does_nothing_within_the_window():
     np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"window": 0}, "rerope: window must be at least 1, got 0"),
-        ({"leak": -0.1}, "rerope: leak must be from 0 to 1, got -0.1"),
-        ({"leak": 2.0}, "rerope: leak must be from 0 to 1, got 2.0"),
-        ({"restart": -1}, "rerope: restart must not be negative, got -1"),
-        ({"rotary_dim": 10}, "rotary_dim"),
-        ({"theta": 0.0}, "theta must be positive, got 0.0"),
-    ],
-)
-def test_errors_name_the_setting_and_the_value(change, message):
-    with pytest.raises(ValueError, match=message):
-        pe.ReRoPE(head_dim=8, **change)
+ERRORS = [
+    (pe.ReRoPE, {"window": 0}, "window must be at least 1, got 0"),
+    (pe.ReRoPE, {"leak": -0.1}, "leak must be from 0 to 1, got -0.1"),
+    (pe.ReRoPE, {"leak": 2.0}, "leak must be from 0 to 1, got 2.0"),
+    (pe.ReRoPE, {"restart": -1}, "restart must not be negative, got -1"),
+    (pe.ReRoPE, {"rotary_dim": 10}, "rotary_dim"),
+    (pe.ReRoPE, {"theta": 0.0}, "rope: theta must be positive, got 0.0"),
+]

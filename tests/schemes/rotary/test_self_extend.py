@@ -69,7 +69,7 @@ def test_is_rope_within_the_window_and_with_groups_of_one(option):
     np.testing.assert_allclose(a, b, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["window", "group"])
-def test_errors_name_the_setting_and_the_value(name):
-    with pytest.raises(ValueError, match=f"self_extend: {name} must be at least 1, got 0"):
-        pe.SelfExtend(head_dim=8, **{name: 0})
+ERRORS = [
+    (pe.SelfExtend, {"window": 0}, "window must be at least 1, got 0"),
+    (pe.SelfExtend, {"group": 0}, "group must be at least 1, got 0"),
+]

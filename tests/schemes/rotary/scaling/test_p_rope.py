@@ -52,7 +52,8 @@ def test_the_ends_are_no_encoding_and_rope():
     )
 
 
-@pytest.mark.parametrize("fraction", [-0.1, 1.5, float("nan")])
-def test_errors_name_the_value(fraction):
-    with pytest.raises(ValueError, match=rf"Proportional: .*in \[0, 1\], got {fraction}"):
-        pe.Proportional(fraction=fraction)
+ERRORS = [
+    (pe.Proportional, {"fraction": -0.1}, r"Proportional: .*in \[0, 1\], got -0.1"),
+    (pe.Proportional, {"fraction": 1.5}, r"Proportional: .*in \[0, 1\], got 1.5"),
+    (pe.Proportional, {"fraction": float("nan")}, r"Proportional: .*in \[0, 1\], got nan"),
+]
