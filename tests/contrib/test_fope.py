@@ -102,12 +102,12 @@ ERRORS = [
     (
         contrib.FoPE,
         {"trained_length": 5},
-        "no frequency completes a period within trained_length=5",
+        "completes a period within trained_length=5",
     ),
     (
         contrib.FoPE,
         {"learned": True, "seed": 2},
-        "learned coefficients are drawn by `init`, got seed=2",
+        "coefficients are drawn by `init`, got seed=2",
     ),
 ]
 
