@@ -20,9 +20,8 @@ python -m experiments <command> [file.toml] [changes]
              outcomes to RESULTS.md                          configs/scoreboard/
   report     write report.html again from results of runs    a folder of results
   bench      measure speed as ratios
-  gallery    draw the effect of every scheme, on one page
-  drawn      draw the pictures of docs/drawn.md, or run it as a notebook
-  explorer   write docs/explorer.html, with sliders for RoPE and its scalings
+  gallery    draw the effect of every scheme
+  drawn      draw the pictures of docs/drawn.md, with docs/explorer.html
   schemes    print a table of all schemes
 
 A file describes one experiment; any setting of it can be changed on the command line:
@@ -56,7 +55,6 @@ _OTHERS = {
     "bench": "experiments.bench",
     "gallery": "experiments.gallery.page",
     "drawn": "experiments.gallery.drawn",
-    "explorer": "experiments.gallery.explorer",
     "schemes": "experiments.commands.scheme_table",
 }
 

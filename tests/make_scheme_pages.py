@@ -249,7 +249,7 @@ def main() -> None:
     text = KERNELS.read_text()
     KERNELS.write_text(re.sub(LIST, lambda _: lines, text, count=1, flags=re.DOTALL))
     make_serving.main(["--only", ",".join(names)])
-    experiments(["gallery", "--sheet", str(SHEET), "--pictures", str(SHEET.with_suffix(""))])
+    experiments(["gallery", "--out", str(SHEET.parent)])
 
 
 if __name__ == "__main__":

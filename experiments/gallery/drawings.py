@@ -1,8 +1,4 @@
-"""The pictures of docs/drawn.md: each function draws the arrays that its parameters name.
-
-The notebook of the page holds the source of these functions, so they use matplotlib, NumPy and
-`raster` alone.
-"""
+"""The pictures of docs/drawn.md: each function draws the arrays that its parameters name."""
 
 import numpy as np
 from matplotlib.figure import Figure

@@ -16,8 +16,7 @@ from markupsafe import Markup
 
 import posenc_jax as pe
 from experiments.pages.report import fill
-from experiments.runs.files import to_json, write_whole
-from experiments.settings.config_io import Parser
+from experiments.runs.files import to_json
 
 HEAD_DIM = 128
 THETAS = [c * 10.0**n for n in range(3, 7) for c in (1, 2, 5)] + [1e7]
@@ -38,19 +37,6 @@ LONGROPE = pe.LongRoPE(
     original_max_position=4096,
     long=True,
 )
-
-
-def main(arguments: list[str]) -> int:
-    """Writes the page; returns the exit status."""
-    parser = Parser(
-        prog="python -m experiments explorer",
-        description="Writes a page where theta, the scaling and the length of RoPE move.",
-    )
-    parser.add_argument("--out", type=Path, default=Path("docs/explorer.html"), help="the page")
-    options = parser.parse_args(arguments)
-    write_whole(options.out, render())
-    print(options.out)
-    return 0
 
 
 def render() -> str:

@@ -1,11 +1,10 @@
-"""Writes the self-contained page gallery.html and the contact sheet."""
+"""Draws the gallery: a contact sheet, pictures of every scheme, and the strip of README.md."""
 
 import io
 import sys
 from pathlib import Path
 
 import numpy as np
-from markupsafe import Markup
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
@@ -13,14 +12,11 @@ from PIL.PngImagePlugin import PngInfo
 
 import posenc_jax as pe
 from experiments.errors import ConfigError
-from experiments.gallery.pictures import images, pictures, thumbnail
+from experiments.gallery.pictures import GREY, images, thumbnail
 from experiments.gallery.probe import Probe, frequency_maps, probe, probe_map
-from experiments.pages.report import fill
 from experiments.runs.files import write_whole
 from experiments.settings.config_io import Parser, names, near
 
-INK = "#7d8590"
-"""A grey for light and dark pages."""
 FAMILIES = {
     "additive": "Added to the embedding",
     "logit_scale": "Factors on the logits",
@@ -39,22 +35,13 @@ def main(arguments: list[str]) -> int:
     parser = Parser(
         prog="python -m experiments gallery",
         description="Draws the encoding of every scheme or its effect on logits, by distance, "
-        "over a longer row, and the wavelengths of frequency maps.",
+        "and the wavelengths of frequency maps: gallery.png, and a PNG file of each.",
     )
     parser.add_argument(
         "--schemes", type=names, metavar="A,B", help="schemes and frequency maps (default: all)"
     )
     parser.add_argument("--out", type=Path, default=Path("results/gallery"), help="folder")
-    parser.add_argument("--sheet", type=Path, help="write the contact sheet here too, as PNG")
-    parser.add_argument("--strip", type=Path, help="write the strip of README.md and no page")
-    parser.add_argument(
-        "--pictures", type=Path, metavar="FOLDER", help="write the pictures of each here, as PNG"
-    )
     options = parser.parse_args(arguments)
-    if options.strip is not None:
-        write_whole(options.strip, strip([probe(name) for name in STRIP]))
-        print(options.strip)
-        return 0
     maps = {cls.__name__: cls for cls in frequency_maps()}
     chosen = options.schemes or [*pe.SCHEMES, *maps]
     for name in chosen:
@@ -65,25 +52,12 @@ def main(arguments: list[str]) -> int:
         print(f"\r{number:3d}/{len(chosen)} {name:24s}", end="", file=sys.stderr, flush=True)
         probes.append(probe_map(maps[name]) if name in maps else probe(name))
     print(file=sys.stderr)
-    target = options.out / "gallery.html"
-    write_whole(target, render(probes))
-    print(target)
-    if options.sheet is not None:
-        write_whole(options.sheet, contact_sheet(probes))
-        print(options.sheet)
-    if options.pictures is not None:
-        files = {name: content for p in probes for name, content in images(p).items()}
-        for name, content in files.items():
-            write_whole(options.pictures / name, content)
-        print(options.pictures)
+    write_whole(options.out / "gallery.png", contact_sheet(probes))
+    for each in probes:
+        for name, content in images(each).items():
+            write_whole(options.out / "gallery" / name, content)
+    print(options.out)
     return 0
-
-
-def render(probes: list[Probe]) -> str:
-    """Returns the page."""
-    cards = [(p, [(Markup(svg), caption) for svg, caption in pictures(p)]) for p in probes]
-    template = Path(__file__).with_name("gallery.html.jinja")
-    return fill(template, cards=cards, version=pe.__version__)
 
 
 def contact_sheet(probes: list[Probe], columns: int = 9) -> bytes:
@@ -117,10 +91,10 @@ def contact_sheet(probes: list[Probe], columns: int = 9) -> bytes:
     for top, left, p in places:
         axes = figure.add_axes(box(top, left))
         thumbnail(axes, p)
-        axes.set_title(p.name, fontsize=8.5, color=INK, pad=3.0)
+        axes.set_title(p.name, fontsize=8.5, color=GREY, pad=3.0)
     for top, left, text in heads:
         x, y, _, _ = box(top, left, down=-0.1, high=0.0)
-        figure.text(x, y, text, fontsize=12, fontweight="bold", color=INK, va="bottom")
+        figure.text(x, y, text, fontsize=12, fontweight="bold", color=GREY, va="bottom")
     if column < columns - 3:  # Room for a legend.
         _legend(figure.add_axes(box(row, columns - 3, wide=4.4, down=0.7, high=0.12)))
     return _png(figure, probes)
@@ -129,13 +103,13 @@ def contact_sheet(probes: list[Probe], columns: int = 9) -> bytes:
 def _legend(axes) -> None:
     axes.imshow(np.linspace(-1, 1, 128)[None], cmap="RdBu", aspect="auto")
     axes.set_axis_off()
-    options = {"fontsize": 9, "color": INK, "transform": axes.transAxes, "va": "top"}
+    options = {"fontsize": 9, "color": GREY, "transform": axes.transAxes, "va": "top"}
     axes.text(0.0, -0.5, "lower", ha="left", **options)
     axes.text(0.5, -0.5, "as without positions", ha="center", **options)
     axes.text(1.0, -0.5, "higher", ha="right", **options)
     axes.text(0.0, -2.6, "curves: tokens per turn, as trained (grey) and mapped", **options)
     title = "logit of a query (down) and a key (across)"
-    axes.set_title(title, fontsize=9, color=INK, pad=4.0, loc="left")
+    axes.set_title(title, fontsize=9, color=GREY, pad=4.0, loc="left")
 
 
 def strip(probes: list[Probe]) -> bytes:
@@ -149,7 +123,7 @@ def strip(probes: list[Probe]) -> bytes:
     for axes, p in zip(figure.subplots(1, len(probes)), probes, strict=True):
         thumbnail(axes, p)
         axes.set_box_aspect(1.0)
-        axes.set_title(pe.SCHEMES[p.name].__name__, fontsize=22, color=INK)
+        axes.set_title(pe.SCHEMES[p.name].__name__, fontsize=22, color=GREY)
     return _png(figure, probes)
 
 

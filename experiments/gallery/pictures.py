@@ -1,4 +1,4 @@
-"""The pictures of one scheme, in the style of the report's plots: inline SVG, or PNG."""
+"""The pictures of one scheme as PNG, in the style of the report's plots."""
 
 import io
 from collections.abc import Iterator
@@ -10,16 +10,10 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from experiments.gallery.probe import EVERY, LENGTH, MATCH, Probe
-from experiments.pages.plots import INK, PALETTE, STYLE, drawing
+from experiments.pages.plots import INK, PALETTE, STYLE
 
-
-def pictures(p: Probe) -> list[tuple[str, str]]:
-    """Returns pairs of an <svg> element and its caption."""
-    elements = []
-    for figure, kind, caption in _figures(p):
-        svg = drawing(figure, f"{kind}-{p.name}".replace(" ", "-"), f"{p.name}: {kind}")
-        elements.append((svg, caption))
-    return elements
+GREY = "#7d8590"
+"""The colour of axes and text, for light and dark pages."""
 
 
 def images(p: Probe) -> dict[str, bytes]:
@@ -28,9 +22,9 @@ def images(p: Probe) -> dict[str, bytes]:
     They suit light and dark pages. The text "Description" of each is its caption.
     """
     files = {}
-    for figure, kind, caption in _figures(p, ink="#7d8590"):
+    for figure, kind, caption in _figures(p):
         name = f"{p.name}-distance.png" if kind in ("distance", "similarity") else f"{p.name}.png"
-        if name in files or kind == "decay":
+        if name in files:
             continue
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=260)
@@ -43,14 +37,12 @@ def images(p: Probe) -> dict[str, bytes]:
     return files
 
 
-def _figures(p: Probe, ink: str = INK) -> Iterator[tuple[Figure, str, str]]:
-    """Yields each figure with its kind and its caption; `ink` is the colour of axes and text."""
-    coloured = {key: ink for key, value in STYLE.items() if value == INK}
+def _figures(p: Probe) -> Iterator[tuple[Figure, str, str]]:
+    """Yields each figure with its kind and its caption."""
+    coloured = {key: GREY for key, value in STYLE.items() if value == INK}
     with mpl.rc_context({**STYLE, **coloured, "font.size": 9.0, "lines.linewidth": 1.4}):
-        for draw in (_encoding, _image, _picture, _heads, _decay, _wavelengths):
-            mpl.rcParams["svg.hashsalt"] = f"{draw.__name__}-{p.name}"
-            drawn = draw(p)
-            if drawn is not None:
+        for draw in (_encoding, _image, _picture, _heads, _wavelengths):
+            if (drawn := draw(p)) is not None:
                 yield drawn
 
 
@@ -132,27 +124,6 @@ def _heads(p: Probe):
         )
     caption = f"The last query's row. Thin: each head; bold: their mean. Range {_short(spread)}."
     return figure, "distance", caption
-
-
-def _decay(p: Probe):
-    if p.decay is None:
-        return None
-    figure, axes = _figure()
-    distance = 1 + np.arange(p.decay.shape[1])
-    mean = p.decay.mean(0)
-    axes.plot(distance, np.maximum(p.decay.T, 1e-9), color=PALETTE[3], linewidth=0.8, alpha=0.5)
-    axes.plot(distance, np.maximum(mean, 1e-9), color=PALETTE[1], linewidth=2.0)
-    axes.axhline(1 / len(distance), color=INK, linewidth=0.8, linestyle="--", alpha=0.6)
-    axes.axvline(LENGTH, color=INK, linewidth=1.0, linestyle=":", alpha=0.6)
-    low = max(1e-8, float(mean[mean > 0].min()) / 3)
-    axes.set(xscale="log", yscale="log", ylim=(low, 1.5), xlim=(1, len(distance)))
-    axes.set(xlabel="distance of the key + 1, tokens", ylabel="weight")
-    near = int(np.searchsorted(np.cumsum(mean), 0.5)) + 1
-    caption = (
-        f"Weight by distance for {len(distance)} equal tokens; dotted: {LENGTH}. "
-        f"The nearest {near} have half of it; dashed: uniform weights."
-    )
-    return figure, "decay", caption
 
 
 def _wavelengths(p: Probe):

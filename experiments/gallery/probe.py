@@ -11,7 +11,6 @@ key has a logit of 4 without positions, and the others -4; the effect is the dif
 import dataclasses
 import functools
 import inspect
-import sys
 from typing import Any
 
 import jax
@@ -19,13 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import posenc_jax as pe
-from experiments.models.schemes import paper_link, with_sizes
+from experiments.models.schemes import with_sizes
 from posenc_jax import positions
 
 LENGTH = 128
 """T of the pictures."""
-LONG = 640
-"""T of the decay."""
 EVERY, MATCH = 16, 4.0
 """Distance between tokens that match the queries, and their logit; that of others is -MATCH."""
 GRID = 11
@@ -35,8 +32,8 @@ SIZES = {
     "num_kv_heads": 8,
     "head_dim": 64,
     "model_dim": 512,
-    "max_length": LONG,
-    "trained_length": LONG,
+    "max_length": 640,
+    "trained_length": 640,
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "dual_chunk": {"chunk": 40, "local": 16},
@@ -56,30 +53,23 @@ class Probe:
     """The numbers in the pictures of one scheme; None for a picture that it does not have.
 
     Attributes:
-      name, title: the name and the class of the scheme.
+      name: of the scheme.
       family: its folder.
-      about, formula, paper: from the module docstring of the scheme.
       encoding: [T, D], the vector added to the embedding at each position.
       picture: [T, T], the effect on logits, mean over heads; NaN for masked keys.
       marked: whether the picture is of tokens that differ.
       image: [rows, columns], the effect on the logits of the query in the middle of an image.
       heads: [N, T], the effect on logits at distances 0 .. T - 1, by head.
-      decay: [N, LONG], weights of the last of that many tokens, by distance.
       wavelengths: tokens per turn of every pair, without and with a frequency map.
     """
 
     name: str
-    title: str
     family: str
-    about: str
-    formula: str
-    paper: str
     encoding: np.ndarray | None = None
     picture: np.ndarray | None = None
     marked: bool = False
     image: np.ndarray | None = None
     heads: np.ndarray | None = None
-    decay: np.ndarray | None = None
     wavelengths: tuple[np.ndarray, np.ndarray] | None = None
 
 
@@ -88,7 +78,7 @@ def probe(name: str) -> Probe:
     cls = pe.SCHEMES[name]
     scheme = with_sizes(cls, SIZES | SETTINGS.get(name, {}))
     params = scheme.init(jax.random.key(0))
-    about = _words(cls, name, repr(scheme))
+    about = Probe(name, cls.__module__.split(".")[-2])
     if scheme.acts == pe.Acts.EMBEDDING:
         encoding, alike = _embedding(scheme, params)
         return dataclasses.replace(about, encoding=encoding, heads=alike)
@@ -96,15 +86,11 @@ def probe(name: str) -> Probe:
     beyond_edge = short[:, EVERY:, EVERY:]
     if cls is not pe.NoPE and np.nanmax(np.abs(beyond_edge - np.nanmean(beyond_edge))) < 1e-4:
         return dataclasses.replace(about, picture=_marked(scheme, params), marked=True)
-    long = log_weights(scheme, LONG, params)[:, -1, ::-1]
-    weights = np.exp(long - long.max(-1, keepdims=True))
-    known = np.isfinite(long).all()  # Rows beyond the end of a table are NaN.
     return dataclasses.replace(
         about,
         image=_image(scheme, params) if scheme.traits.num_axes > 1 else None,
         picture=short.mean(0),
         heads=short[:, -1, ::-1],
-        decay=weights / weights.sum(-1, keepdims=True) if known else None,
     )
 
 
@@ -124,8 +110,8 @@ def probe_map(cls: type[pe.FrequencyMap]) -> Probe:
     mapped = cls(**{n: x for n, x in settings.items() if n in fields})
     plain, _ = pe.rope_frequencies(SIZES["head_dim"])
     scaled, _ = pe.rope_frequencies(SIZES["head_dim"], scaling=mapped)
-    about = _words(cls, cls.__name__, cls.__name__)
-    return dataclasses.replace(about, wavelengths=(_turns(plain), _turns(scaled)))
+    family = cls.__module__.split(".")[-2]
+    return Probe(cls.__name__, family, wavelengths=(_turns(plain), _turns(scaled)))
 
 
 def _turns(frequencies) -> np.ndarray:
@@ -138,16 +124,6 @@ def frequency_maps() -> list[type[pe.FrequencyMap]]:
     """Returns the exported maps except the identity."""
     things = [x for x in vars(pe).values() if inspect.isclass(x)]
     return [x for x in things if issubclass(x, pe.FrequencyMap) and x is not pe.FrequencyMap]
-
-
-def _words(cls: type, name: str, title: str) -> Probe:
-    """Returns a probe with the first paragraph, equations and paper of a module docstring."""
-    text = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "")
-    about, _, body = text.partition("\n\n")
-    formula = next((p for p in body.split("\n\n") if p.startswith("    ")), "")
-    about = " ".join(about.split())
-    family = cls.__module__.split(".")[-2]
-    return Probe(name, title, family, about, inspect.cleandoc(formula), paper_link(cls))
 
 
 def _embedding(scheme: pe.Scheme, params) -> tuple[np.ndarray, np.ndarray]:
@@ -205,17 +181,16 @@ def log_weights(
     """
     keys = jax.random.split(jax.random.key(1), 2)
     heads, dim, model_dim = (SIZES[n] for n in ("num_heads", "head_dim", "model_dim"))
-    draws = DRAWS if length <= 4 * LENGTH else 1
-    content = jax.random.normal(keys[0], (draws, 1, heads, dim))
-    q = k = np.broadcast_to(content, (draws, length, heads, dim))
+    content = jax.random.normal(keys[0], (DRAWS, 1, heads, dim))
+    q = k = np.broadcast_to(content, (DRAWS, length, heads, dim))
     different = 1 if is_match is None else length
-    x = jax.random.normal(keys[1], (draws, different, model_dim))
-    x = np.broadcast_to(x, (draws, length, model_dim))
+    x = jax.random.normal(keys[1], (DRAWS, different, model_dim))
+    x = np.broadcast_to(x, (DRAWS, length, model_dim))
     if is_match is not None:
         unit = content / jnp.sum(content**2, -1, keepdims=True) * dim**0.5
         k = np.where(is_match[:, None, None], MATCH, -MATCH) * unit
     v = np.eye(length, dtype=np.float32)[None, :, None]
-    v = np.broadcast_to(v, (draws, length, heads, length))
+    v = np.broadcast_to(v, (DRAWS, length, heads, length))
     weights = _attend(scheme, is_causal, params, q, k, v, x, coordinates)
     weights = np.moveaxis(np.asarray(weights, np.float64), 2, 1)
     seen = np.tri(length, dtype=bool) if is_causal else np.ones((length, length), bool)

@@ -1,11 +1,10 @@
-"""docs/drawn.md, its pictures, its notebook and the explorer have the numbers of the library."""
+"""docs/drawn.md, its pictures and the explorer have the numbers of the library."""
 
 import io
 import json
 import pathlib
 import random
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from PIL import Image
 import posenc_jax as pe
 from experiments.__main__ import main
 from experiments.gallery import explorer
-from experiments.gallery.drawn import digest, draw, notebook_page
+from experiments.gallery.drawn import digest, draw
 from experiments.gallery.page import STRIP, strip
 from experiments.gallery.probe import Probe
 
@@ -28,7 +27,7 @@ def words(text):
 
 
 def test_pictures_are_those_of_the_code():
-    """Otherwise run make drawn, and look at them."""
+    """Otherwise run python -m experiments drawn, and look at them."""
     pictures = {path.stem: path.read_text() for path in (DOCS / "drawn").iterdir()}
     assert {name: re.search(r"<!-- (\w+) -->", svg)[1] for name, svg in pictures.items()} == digest(
         PAGE
@@ -57,43 +56,9 @@ def test_numbers_of_the_text():
     assert pe.rope_frequencies(8, scaling=pe.YaRN(8.0, 4096))[1] == 0.1 * np.log(8) + 1
 
 
-def test_the_notebook_is_the_page():
-    """Otherwise run make notebook."""
-    cells = json.loads((DOCS / "drawn.ipynb").read_text())["cells"]
-    source = {
-        kind: ["".join(c["source"]) for c in cells if c["cell_type"] == kind]
-        for kind in ("code", "markdown")
-    }
-    page = notebook_page(PAGE)
-    assert source["code"] == [block.strip() for block in re.findall(BLOCK, page)]
-    assert words(" ".join(source["markdown"])) == words(re.sub(BLOCK, "", page))
-    outputs = [output for cell in cells for output in cell.get("outputs", ())]
-    assert [output["output_type"] for output in outputs] == ["execute_result"] * 8
-    assert all("image/png" in output["data"] for output in outputs)
-
-
-def test_the_drawing_code_needs_no_other_module():
-    setup = re.search(BLOCK, notebook_page(PAGE))[1]
-    names = {}
-    exec(re.sub(r"%.*", "pass", setup), names)
-    figure = names["draw_scaling"](
-        dict.fromkeys("abcd", np.linspace(1, 0.125, 64)), np.geomspace(600, 0.1, 64), 8.0
-    )
-    assert len(figure.axes) == 1
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--page", "missing.md"], "config error: --page: missing.md: No such file"),
-        (["--notebook", "new.ipynb"], "run make notebook"),
-    ],
-)
-def test_errors_of_the_command(arguments, message, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jupytext", None)
-    monkeypatch.chdir(DOCS.parent)
-    assert main(["drawn", *arguments]) == 2
-    assert message in capsys.readouterr().err
+def test_a_page_that_is_missing(capsys):
+    assert main(["drawn", "--page", "missing.md"]) == 2
+    assert "config error: --page: missing.md: No such file" in capsys.readouterr().err
 
 
 def explorer_data():
@@ -101,12 +66,10 @@ def explorer_data():
     return page, json.loads(re.search(r"const DATA = (.*);\n", page)[1])
 
 
-def test_the_explorer_is_that_of_the_command(tmp_path):
-    """Otherwise run make drawn."""
+def test_the_explorer_is_that_of_the_command():
+    """Otherwise run python -m experiments drawn."""
     page, data = explorer_data()
-    assert main(["explorer", "--out", str(tmp_path / "new.html")]) == 0
-    new = (tmp_path / "new.html").read_text()
-    empty = [re.sub("const DATA = .*", "", text) for text in (page, new)]
+    empty = [re.sub("const DATA = .*", "", text) for text in (page, explorer.render())]
     assert empty[0] == empty[1]
     for name, numbers in explorer.numbers().items():
         for key, values in numbers.items() if isinstance(numbers, dict) else [(..., numbers)]:
@@ -143,9 +106,9 @@ def test_the_explorer_has_the_frequencies_of_the_library(scaling):
 
 
 def test_the_strip_has_its_schemes():
-    """Otherwise run make drawn."""
+    """Otherwise run python -m experiments drawn."""
     with Image.open(DOCS / "strip.png") as image:
         assert image.size == (2400, 390) and image.text["Schemes"] == ", ".join(STRIP)
-    probes = [Probe(name, "", "", "", "", "", picture=np.eye(4)) for name in STRIP]
+    probes = [Probe(name, "", picture=np.eye(4)) for name in STRIP]
     with Image.open(io.BytesIO(strip(probes))) as image:
         assert image.size == (2400, 390) and image.text["Schemes"] == ", ".join(STRIP)
