@@ -1,6 +1,7 @@
-"""`posenc_jax.testing.check` finds schemes that are wrong, and names the property."""
+"""`posenc_jax.testing.check` finds schemes that are wrong, and names the property or the call."""
 
 import dataclasses
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -46,22 +47,6 @@ class RunningSum(pe.Scheme):
         return pe.ContentBias(difference, q_features=q_features, k_features=k_features)
 
 
-def absolute(shared, slope, q, k):
-    return -slope * (jnp.abs(q - k) + q % 50 // 40 * (k % 7)).astype(jnp.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Biased(pe.Scheme):
-    """A bias that also depends on the position of the query."""
-
-    num_heads: int
-    relative: bool
-
-    def rules(self, params, q_features=None, k_features=None):
-        slopes = pe.alibi_slopes(self.num_heads)
-        return pe.LogitBias(absolute, heads=slopes, relative=self.relative)
-
-
 @dataclasses.dataclass(frozen=True)
 class Rotary(pe.Scheme):
     """RoPE; `broken` changes one thing."""
@@ -93,13 +78,6 @@ class Rotary(pe.Scheme):
         return self.query(params, k, coordinates)
 
 
-@dataclasses.dataclass(frozen=True)
-class Unhashable(pe.ALiBi):
-    """A field that is a list."""
-
-    levels: list = dataclasses.field(default_factory=lambda: [1, 2])
-
-
 class Remade(Rotary):
     """RoPE with a rule that closes over an array."""
 
@@ -113,6 +91,15 @@ class ByIdentity(Rotary):
 
     __eq__ = object.__eq__
     __hash__ = object.__hash__
+
+
+class KeyMisspelt(Rotary):
+    """RoPE of queries alone."""
+
+    key = pe.Scheme.key
+
+    def keys(self, params, k, coordinates, features=None, tables=None):
+        return self.query(params, k, coordinates)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +119,59 @@ class Unseeded(pe.T5):
         return {"table": np.random.default_rng().normal(size=(32, self.num_heads)).astype("f4")}
 
 
+@dataclasses.dataclass(frozen=True)
+class Slopes(pe.Scheme):
+    """A right scheme: -slope * |q - k|."""
+
+    num_heads: int
+
+    def init(self, key):
+        return {"slopes": jax.random.uniform(key, (self.num_heads,), jnp.float32, 0.1, 1.0)}
+
+    def rules(self, params, q_features=None, k_features=None):
+        return pe.LogitBias(slope_times_distance, heads=params["slopes"])
+
+
+def distance(q, k):
+    return jnp.abs(q - k).astype(jnp.float32)
+
+
+def slope_times_distance(shared, slope, q, k):
+    return -slope * distance(q, k)
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken(Slopes):
+    """A scheme with another rule on the slopes, and other traits."""
+
+    rule: object = slope_times_distance
+    options: tuple = ()
+    traits: pe.Traits = dataclasses.field(default=pe.Traits())
+
+    def rules(self, params, q_features=None, k_features=None):
+        return pe.LogitBias(self.rule, heads=params["slopes"], **dict(self.options))
+
+
+def of_the_query_too(shared, slope, q, k):
+    return -slope * (jnp.abs(q - k) + q % 50 // 40 * (k % 7)).astype(jnp.float32)
+
+
+def log_distance(shared, slope, q, k):
+    return -slope * jnp.log(distance(q, k))
+
+
+RELATIVE = {"options": (("relative", True),), "traits": pe.Traits(relative=True)}
+BOUNDED = {"options": (("relative", True), ("bounds", (0, 8)))}
+
+
+class Bfloat16(Slopes):
+    def init(self, key):
+        return {"slopes": jnp.ones(self.num_heads, jnp.bfloat16)}
+
+    def rules(self, params, q_features=None, k_features=None):
+        return super().rules(jax.tree.map(jnp.float32, params))
+
+
 BROKEN = {
     "running sum without segments": (
         RunningSum(6, 20, "segment_ids"),
@@ -143,9 +183,14 @@ BROKEN = {
     ),
     "running sum from the end": (RunningSum(6, 20, "causal"), "later_tokens_have_no_influence"),
     "order_only not set": (RunningSum(6, 20, "order_only"), "coordinates_change_the_output"),
-    "rule falsely relative": (Biased(6, relative=True), "tiles_equal_the_reference"),
+    "rule falsely relative": (Broken(6, of_the_query_too, **RELATIVE), "tiles_equal_the_reference"),
+    "rule varies beyond its bounds": (
+        Broken(6, **BOUNDED),
+        "tiles_equal_the_reference_in_an_encoder",
+    ),
     "trait falsely relative": (Rotary(8, "absolute"), "adding_a_constant_changes_nothing"),
     "bfloat16 angles": (Rotary(8, "bfloat16"), "bfloat16_is_near_float32"),
+    "bfloat16 parameters": (Bfloat16(6), "parameters_are_deterministic_and_float32"),
     "positions from slots": (Rotary(8, "slots"), "coordinates_change_the_output"),
     "unused parameter": (Rotary(8, "gradient"), "every_parameter_has_a_gradient"),
     "another source of randomness": (Unseeded(6), "parameters_are_deterministic_and_float32"),
@@ -153,11 +198,6 @@ BROKEN = {
     "function made anew": (Remade(8), "second_eager_call_does_not_compile"),
     "equal by identity": (ByIdentity(8), "hashable_and_equal_by_value"),
 }
-
-
-def test_a_field_without_a_hash_is_named():
-    with pytest.raises(AssertionError, match="the field `levels` holds a list"):
-        testing.PROPERTIES["hashable_and_equal_by_value"].check(testing.Case(Unhashable(6)))
 
 
 @pytest.mark.parametrize("scheme, name", BROKEN.values(), ids=BROKEN)
@@ -201,33 +241,137 @@ def test_nan_fails_the_property(place, name):
         testing.PROPERTIES[name].check(testing.Case(NaN(8, place)))
 
 
-def test_message_gives_the_measured_error():
-    case = testing.Case(Biased(6, relative=True))
-    with pytest.raises(AssertionError, match=r"largest error 0\.\d+, tolerance 0.0001\."):
-        testing.PROPERTIES["tiles_equal_the_reference"].check(case)
+class WrittenForArrays(Slopes):
+    def rules(self, params, q_features=None, k_features=None):
+        return pe.LogitBias(for_arrays, heads=params["slopes"])
 
 
-def test_exceptions_of_a_scheme_are_named():
-    class Shapes(pe.ALiBi):
-        def rules(self, params, q_features=None, k_features=None):
-            raise IndexError("too many indices")
-
-    with pytest.raises(AssertionError, match="raised IndexError: too many indices"):
-        testing.PROPERTIES["jit_equals_eager"].check(testing.Case(Shapes(6)))
+def for_arrays(shared, slope, q, k):
+    return -slope * distance(q[:, None], k[None, :])
 
 
-def test_check_names_every_property_that_fails(monkeypatch):
-    names = ["hashable_and_equal_by_value", "jit_equals_eager", "nan_in_padding_stays_there"]
-    names += ["steps_after_right_padding_equal_rows_alone"]
+class ForgetsHeads(Slopes):
+    def rules(self, params, q_features=None, k_features=None):
+        return pe.LogitBias(slope_times_distance)
+
+
+class Branches(Slopes):
+    def rules(self, params, q_features=None, k_features=None):
+        return pe.LogitBias(branching, heads=params["slopes"])
+
+
+def branching(shared, slope, q, k):
+    return 0.0 if q < k else -slope * distance(q, k)
+
+
+class TwoAxes(Slopes):
+    traits = pe.Traits(num_axes=2)
+
+    def rules(self, params, q_features=None, k_features=None):
+        return pe.LogitBias(on_two_axes, heads=params["slopes"])
+
+
+def on_two_axes(shared, slope, q, k):
+    return -slope * (distance(q[0], k[0]) + distance(q[1], k[1]))
+
+
+class ReturnsPair(Slopes):
+    def features(self, params, x, q, k, coordinates, segment_ids, state):
+        return q, q
+
+
+class ReturnsNothing(Slopes):
+    def query(self, params, q, coordinates, features=None, tables=None):
+        q * jnp.cos(coordinates)[:, :, None, None]
+
+
+class UsesNumPy(Slopes):
+    def rules(self, params, q_features=None, k_features=None):
+        return pe.LogitBias(slope_times_distance, heads=np.asarray(params["slopes"]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Misspelt(pe.Scheme):
+    num_heads: int
+
+    def rule(self, params, q_features=None, k_features=None):
+        return pe.LogitBias(slope_times_distance, heads=jnp.ones(self.num_heads))
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayField(Slopes):
+    factors: jax.Array = dataclasses.field(default_factory=lambda: jnp.ones(6))
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnInit(Slopes):
+    def __init__(self, n):
+        object.__setattr__(self, "num_heads", n)
+
+
+RULE = "LogitBias.rule is called as rule(shared, head, q, k)", "in a first call"
+RAISING = {
+    WrittenForArrays: ("distance(q[:, None], k[None, :])", "with one head, one query and", *RULE),
+    ForgetsHeads: ("return -slope *", "None and () stand for arrays that the rule was not", *RULE),
+    Branches: ("if q < k", "TracerBoolConversionError", *RULE),
+    TwoAxes: ("distance(q[0], k[0])", "a first call with coordinates [B, T], as text has them"),
+    ReturnsPair: ("ReturnsPair.features must return (q_features, k_features, state), a tuple",),
+    ReturnsNothing: ("ReturnsNothing.query must return an array, got None (is `return` missing?)",),
+    UsesNumPy: ('np.asarray(params["slopes"])', "TracerArrayConversionError"),
+    Misspelt: ("is `rule` a misspelt `rules`?",),
+    ArrayField: ("the field `factors` holds Array", "Return arrays that are learned from `init`"),
+    OwnInit: ("the class has an `__init__` of its own",),
+}
+"""Mistakes that stop `check` before it measures, with parts of what Python prints."""
+
+
+@pytest.mark.parametrize("cls", RAISING, ids=lambda cls: cls.__name__)
+def test_a_mistake_stops_the_first_call(cls):
+    with pytest.raises(Exception) as raised:
+        testing.check(cls(6))
+    printed = "".join(traceback.format_exception(raised.value))
+    for part in RAISING[cls]:
+        assert part in printed
+
+
+class FailsWhenLong(Slopes):
+    def query(self, params, q, coordinates, features=None, tables=None):
+        if q.shape[1] > 100:
+            raise RuntimeError(f"{q.shape[1]} tokens are too many")
+        return q
+
+
+LOG_OF_ZERO = Broken(6, log_distance)
+SUMMARIES = [
+    (
+        RunningSum(6, 20, "segment_ids"),
+        ["steps_after_right_padding_equal_rows_alone", "nan_in_padding_stays_there"],
+        ["1 of 4 properties fail", "a running sum in `features` that includes padding"],
+    ),
+    (LOG_OF_ZERO, [], ["1 of 2 properties fail; the others need it", "not finite", "log(0)"]),
+    (
+        FailsWhenLong(6),
+        ["tiles_equal_the_reference", "tiles_equal_the_reference_in_an_encoder"],
+        ["raised RuntimeError: 130 tokens are too many", "Fail too, perhaps for the same reason"],
+    ),
+    (
+        KeyMisspelt(8),
+        ["adding_a_constant_changes_nothing"],
+        ["`keys` is no hook; is it a misspelt `key`?", "set relative=False"],
+    ),
+]
+
+
+@pytest.mark.parametrize("scheme, names, parts", SUMMARIES, ids=lambda x: type(x).__name__)
+def test_check_names_what_fails_once(scheme, names, parts, monkeypatch):
+    names = ["hashable_and_equal_by_value", "jit_equals_eager", *names]
     some = {name: testing.PROPERTIES[name] for name in names}
     monkeypatch.setattr(testing.properties, "PROPERTIES", some)
     with pytest.raises(AssertionError) as raised:
-        testing.check(RunningSum(6, 20, "segment_ids"))
+        testing.check(scheme)
     message = str(raised.value)
-    failing = {name for name, p in some.items() if p.name in message}
-    assert "steps_after_right_padding_equal_rows_alone" in failing
-    assert not {"hashable_and_equal_by_value", "jit_equals_eager"} & failing
-    assert message.startswith(f"{len(failing)} of 4 properties fail.")
+    for part in parts:
+        assert message.count(part) == 1
 
 
 def test_check_reports_what_it_measured():

@@ -1,7 +1,6 @@
 """Schemes and rules written by a user, of ten to twenty lines, that use rarer hooks."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -159,7 +158,7 @@ class LikeTorch(pe.Scheme):
 class Renamed(pe.NoPE):
     """A subclass without settings of its own needs no decorator."""
 
-    name: ClassVar[str] = "renamed"
+    name = "renamed"
 
 
 def test_settings_that_would_not_be_compared_are_refused():

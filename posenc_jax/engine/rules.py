@@ -253,8 +253,13 @@ def _check_function(
     message = f"attention: {qualified_name} {name} must return {result}{axes}"
     try:
         out = jax.eval_shape(function, *arguments)
-    except (TypeError, ValueError, IndexError) as error:
-        if not sizes.axes or isinstance(error, jax.errors.JAXTypeError):
+    except Exception as error:
+        error.add_note(
+            f"{qualified_name} is called as {field}{signature}, with one head, one query and one "
+            "key; None and () stand for arrays that the rule was not given."
+        )
+        of_shapes = isinstance(error, TypeError | ValueError | IndexError)
+        if not of_shapes or not sizes.axes or isinstance(error, jax.errors.JAXTypeError):
             raise
         raise ValueError(f"{message}: {error}") from error
     got = getattr(out, "shape", None)

@@ -129,11 +129,12 @@ class Scheme:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuses a subclass whose settings would not be compared: all would be equal."""
-        annotations = inspect.get_annotations(cls).items()
-        settings = [name for name, kind in annotations if "ClassVar" not in str(kind)]
-        if "__dataclass_fields__" not in vars(cls) and ("__init__" in vars(cls) or settings):
+        for base in cls.__mro__[: cls.__mro__.index(Scheme)]:
+            settings = "__init__" in vars(base) or inspect.get_annotations(base)
+            if "__dataclass_fields__" in vars(base) or not settings:
+                continue
             raise TypeError(
-                f"{cls.__name__} must be a dataclass, whose fields are its settings: put "
+                f"{base.__name__} must be a dataclass, whose fields are its settings: put "
                 "@dataclasses.dataclass(frozen=True) above it, without an __init__ of its own."
             )
         return object.__new__(cls)

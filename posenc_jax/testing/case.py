@@ -160,13 +160,15 @@ class Case:
         calls = {}
         if axes > 1:
             grid = jnp.broadcast_to(positions, (axes, *positions.shape))
-            description = f"with coordinates [{axes}, B, T]"
-            calls[description] = functools.partial(self._trace, coordinates=grid)
-        calls["with coordinates [B, T]" if axes > 1 else ""] = self._trace
+            call = f" with coordinates [{axes}, B, T]"
+            calls[call] = functools.partial(self._trace, coordinates=grid)
+            calls[" with coordinates [B, T], as text has them"] = self._trace
+        else:
+            calls[""] = self._trace
         places = {"positions": positions, "segment_ids": jnp.zeros_like(positions)}
-        calls["with segment_ids"] = functools.partial(self._trace, **places)
-        calls["in bfloat16"] = functools.partial(self._trace, jnp.bfloat16)
-        calls["with a cache, and one more token"] = functools.partial(self._trace, cached=True)
+        calls[" with segment_ids"] = functools.partial(self._trace, **places)
+        calls[" in bfloat16"] = functools.partial(self._trace, jnp.bfloat16)
+        calls[" with a cache, and one more token"] = functools.partial(self._trace, cached=True)
         return calls
 
     def traced_functions(self, scheme: Scheme) -> list[list[tuple[str, Callable]]]:

@@ -2,9 +2,7 @@
 
 import copy
 import dataclasses
-import inspect
 import itertools
-import textwrap
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,8 +15,7 @@ from posenc_jax.engine.api import AttentionCall
 from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.positions.packing import count_up, from_padding_mask, from_segment_ids
 from posenc_jax.schemes.scheme import Scheme, param_axes, resembling_hooks
-from posenc_jax.testing.case import BATCH, FIRST, LENGTH, PADDING, Case, jit_fast
-from posenc_jax.testing.explain import Raised, explain, place
+from posenc_jax.testing.case import BATCH, LENGTH, PADDING, Case, jit_fast
 
 PROMPT = 12  # Tokens that decoding continues.
 
@@ -43,14 +40,12 @@ class Violation(AssertionError):
     """A property that does not hold.
 
     Attributes:
-      text: the error, or the fault in words.
-      cause: the cause, if it is known; by default the property's usual one.
-      raised: the exception of the scheme, if it raised.
+      cause: the usual cause; None where the scheme raised an exception.
     """
 
-    def __init__(self, text: str, cause: str | None = None, raised: Raised | None = None):
+    def __init__(self, text: str, cause: str | None = None):
         super().__init__(text)
-        self.text, self.cause, self.raised = text, cause, raised
+        self.cause = cause
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,15 +71,15 @@ class Property:
         """Returns the largest error, or None where the property does not apply.
 
         Raises:
-          AssertionError: names the scheme, the property, and the error with its usual cause, or
-            the exception of the scheme with its line and its cause.
+          AssertionError: names the scheme, the property, and the error with its usual cause. An
+            exception of the scheme is its `__cause__`.
         """
         violation = self.violation(case)
         if isinstance(violation, Violation):
-            text = f"{case.scheme!r}: {self.name}: {violation.text}"
-            if violation.raised is None:
-                text += f".\n    Usual cause: {violation.cause or self.cause}"
-            raise AssertionError(text) from violation
+            text = f"{case.scheme!r}: {self.name}: {violation}."
+            if violation.cause:
+                text += f"\n    Usual cause: {violation.cause}"
+            raise AssertionError(text) from violation.__cause__
         return violation
 
     def violation(self, case: Case) -> float | Violation | None:
@@ -94,17 +89,17 @@ class Property:
         except Violation as violation:
             return violation
         except AssertionError as failed:
-            return Violation(str(failed))
+            return Violation(str(failed), self.cause)
         except Exception as error:
-            raised = explain(error, case.scheme, lambda: self.measure(case))
-            violation = Violation(str(raised), raised=raised)
+            violation = Violation(f"raised {type(error).__name__}: {error!s:.300}")
             violation.__cause__ = error
             return violation
         if errors is None:
             return None
         error = float(np.max(errors))
         if not error <= self.tolerance:
-            return Violation(f"largest error {error:.2g}, tolerance {self.tolerance:.2g}")
+            text = f"largest error {error:.2g}, tolerance {self.tolerance:.2g}"
+            return Violation(text, self.cause)
         return error
 
 
@@ -158,7 +153,7 @@ class Report:
 def check(scheme: Scheme, **sizes: int) -> Report:
     """Checks that a scheme works everywhere; takes a minute or less.
 
-    Small calls are traced first. If one raises, nothing else is run.
+    Small calls are traced first. What one raises is not caught: its notes describe the call.
 
     Args:
       scheme: the scheme, an instance.
@@ -169,9 +164,7 @@ def check(scheme: Scheme, **sizes: int) -> Report:
       causality: whether past and future are alike, or why the scheme is for causal attention.
 
     Raises:
-      AssertionError: names each property that fails, with the measured error and the usual
-        cause. For a scheme that raises: the exception once, the line in the file of the scheme,
-        the shapes that the hook or rule got, and the cause where it can be told.
+      AssertionError: names each property that fails, with the measured error and the usual cause.
       TypeError: for anything but a scheme.
       ValueError: if the scheme has a `max_length` below 64.
 
@@ -192,7 +185,8 @@ def check(scheme: Scheme, **sizes: int) -> Report:
         if key == "hashable_and_equal_by_value":
             _first_calls(case)
     if violations:
-        raise AssertionError(_summary(case, violations))
+        errors = (violation.__cause__ for violation in violations.values())
+        raise AssertionError(_summary(case, violations)) from next(filter(None, errors), None)
     notes, change = [], mirrored_change(case)
     if change is not None and change < 2e-5:
         notes = ["Without causality, past and future are alike (traits.mirrored)."]
@@ -202,75 +196,43 @@ def check(scheme: Scheme, **sizes: int) -> Report:
 
 
 def _first_calls(case: Case) -> None:
-    """Raises `AssertionError`, with an explanation, if a small call raises."""
-    call, trace, one_axis = "", case.first_calls, False
-    try:
-        for call, trace in case.first_calls().items():  # noqa: B007, read below
+    """Traces small calls; an exception of one gets notes."""
+    for call, trace in case.first_calls().items():
+        try:
             trace()
-            one_axis = case.scheme.traits.num_axes > 1  # In all calls but the first.
-    except Exception as error:
-        raised = explain(error, case.scheme, trace, one_axis)
-        sizes = (
-            f"B {BATCH}, T {FIRST}, N {case.num_heads}, K {case.num_kv_heads}, H {case.head_dim}"
-        )
-        message = f"A first call {call}{call and ' '}({sizes}) {raised}"
-        raise AssertionError(
-            _wrapped([f"{case.scheme!r:.200}", message, *_hints(case, message)])
-        ) from None
-
-
-def _described(value: Any) -> str:
-    """Returns the kind of a value, with an article."""
-    if isinstance(value, jax.Array | np.ndarray):
-        return "an array"
-    article = "an" if type(value).__name__[0].lower() in "aeiou" else "a"
-    return f"{article} {type(value).__name__}"
+        except Exception as error:
+            error.add_note(f"testing.check: in a first call{call} of {case.scheme!r:.200}")
+            for hint in _hints(case):
+                error.add_note(hint)
+            raise
 
 
 def _summary(case: Case, violations: dict[str, Violation]) -> str:
-    """Returns the violations, grouped by cause or exception.
+    """Returns the violations, grouped by their usual cause.
 
     Violations of properties that presume others which fail are only named.
     """
     count = f"{len(violations)} of {len(PROPERTIES)} properties fail"
     rest = "; the others need it and were not measured" if violations.keys() & _STOP else ""
-    lines = [f"{count}{rest}.", f"{case.scheme!r:.200}", *_hints(case, "")]
-    groups: dict[Any, list[str]] = {}
+    lines = [f"{count}{rest}.", f"{case.scheme!r:.200}", *_hints(case)]
+    groups: dict[str | None, list[str]] = {}
     followers = []
     for key, violation in violations.items():
-        prop, raised = PROPERTIES[key], violation.raised
-        if raised is None and violations.keys() & set(prop.presumes):
+        prop = PROPERTIES[key]
+        if violations.keys() & set(prop.presumes):
             followers.append(prop.name)
         else:
-            same = violation.cause or prop.cause if raised is None else raised.identity
-            groups.setdefault(same, []).append(key)
-    for keys in groups.values():
-        first, names = violations[keys[0]], [PROPERTIES[key].name for key in keys]
-        if first.raised is None:
-            lines += [f"- {PROPERTIES[key].name}: {violations[key].text}." for key in keys]
-            lines.append(f"  Usual cause: {first.cause or PROPERTIES[keys[0]].cause}")
-        else:
-            lines.append(f"- {'; '.join(names)}: {first.text}")
+            groups.setdefault(violation.cause, []).append(f"- {prop.name}: {violation}.")
+    for cause, texts in groups.items():
+        lines += [*texts, *([f"  Usual cause: {cause}"] if cause else [])]
     if followers:
         lines.append(f"- Fail too, perhaps for the same reason: {'; '.join(followers)}.")
-    return _wrapped(lines)
+    return "\n".join(lines)
 
 
-def _hints(case: Case, message: str) -> list[str]:
+def _hints(case: Case) -> list[str]:
     names = resembling_hooks(type(case.scheme))
-    hints = [f"`{name}` is no hook; is it a misspelt `{hook}`?" for name, hook in names.items()]
-    return [] if "misspelt" in message else hints
-
-
-def _wrapped(lines: list[str]) -> str:
-    """Returns lines of at most 98 characters; all but the first of a paragraph are indented."""
-    out = []
-    for line in lines:
-        first, *rest = line.splitlines()
-        parts = [first, *(f"  {part}" for part in rest)]
-        for part in parts:
-            out += textwrap.wrap(part, 98, subsequent_indent="    ", break_long_words=False)
-    return "\n".join(out)
+    return [f"`{name}` is no hook; is it a misspelt `{hook}`?" for name, hook in names.items()]
 
 
 # Settings and calls.
@@ -296,7 +258,7 @@ def hashable_and_equal_by_value(case: Case) -> None:
         try:
             hash(value)
         except TypeError:
-            text = f"the field `{field.name}` holds {_described(value)}"
+            text = f"the field `{field.name}` holds {value!r:.60}, which has no hash"
             raise Violation(text, _UNHASHABLE) from None
     try:
         twin = dataclasses.replace(scheme)
@@ -304,15 +266,6 @@ def hashable_and_equal_by_value(case: Case) -> None:
         raise Violation(f"no copy can be made from the fields: {error}", _OWN_INIT) from None
     assert twin == scheme, "a copy with the same settings is not equal"
     assert hash(twin) == hash(scheme), "a copy with the same settings has another hash"
-    annotated = {
-        name
-        for cls in type(scheme).__mro__
-        for name, kind in inspect.get_annotations(cls).items()
-        if "ClassVar" not in str(kind)
-    }
-    fields = {field.name for field in dataclasses.fields(scheme)}
-    ignored = sorted(annotated - fields)
-    assert not ignored, f"{', '.join(ignored)} is not a dataclass field, so equality ignores it"
 
 
 @_holds("""`init` names another dtype (`param_dtype` of the layers casts parameters) or none
@@ -387,9 +340,7 @@ def second_eager_call_does_not_compile(case: Case) -> int:
     """A second call outside of `jit`, or layer, does not trace attention again."""
     before, after = (case.traced_functions(copy.deepcopy(case.scheme)) for _ in range(2))
     for name, function in itertools.chain(*after):
-        code = getattr(function, "__code__", None)
-        at = f" ({place(code, code.co_firstlineno)})" if code else ""
-        text = f"{name}{at} is another function in each call"
+        text = f"{name} is another function in each call: {function}"
         assert any((name, function) in functions for functions in before), text
     return len(after)
 
