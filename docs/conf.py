@@ -13,6 +13,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import inventories  # noqa: E402
 
 import posenc_jax  # noqa: E402
+from experiments.gallery import explorer  # noqa: E402
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -66,6 +67,7 @@ html_theme = "sphinx_book_theme"
 html_title = "posenc_jax"
 html_static_path = ["_static"]
 html_extra_path = ["explorer.html"]
+Path(__file__).with_name("explorer.html").write_text(explorer.render())
 html_css_files = ["site.css"]
 html_js_files = ["sort.js"]
 html_favicon = "_static/favicon.svg"

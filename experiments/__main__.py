@@ -21,7 +21,7 @@ python -m experiments <command> [file.toml] [changes]
   report     write report.html again from results of runs    a folder of results
   bench      measure speed as ratios
   gallery    draw the effect of every scheme
-  drawn      draw the pictures of docs/drawn.md, with docs/explorer.html
+  drawn      draw the pictures of docs/drawn.md
   schemes    print a table of all schemes
 
 A file describes one experiment; any setting of it can be changed on the command line:

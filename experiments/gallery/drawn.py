@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib as mpl
 
 from experiments.errors import ConfigError
-from experiments.gallery import drawings, explorer
+from experiments.gallery import drawings
 from experiments.gallery.page import STRIP, strip
 from experiments.gallery.probe import probe
 from experiments.pages.plots import STYLE, drawing, standalone
@@ -27,11 +27,11 @@ LIGHT_AND_DARK = """
 
 
 def main(arguments: list[str]) -> int:
-    """Draws the page, the explorer and the strip; returns the exit status."""
+    """Draws the page and the strip; returns the exit status."""
     parser = Parser(
         prog="python -m experiments drawn",
         description="Runs the code of docs/drawn.md, draws its arrays to docs/drawn/*.svg, and "
-        "writes docs/explorer.html and docs/strip.png.",
+        "writes docs/strip.png.",
     )
     parser.add_argument("--page", type=Path, default=Path("docs/drawn.md"), help="Markdown file")
     page = parser.parse_args(arguments).page
@@ -42,7 +42,6 @@ def main(arguments: list[str]) -> int:
     files: dict[Path, str | bytes] = {
         page.with_suffix("") / f"{name}.svg": svg for name, svg in draw(text).items()
     }
-    files[page.with_name("explorer.html")] = explorer.render()
     files[page.with_name("strip.png")] = strip([probe(name) for name in STRIP])
     for target, content in files.items():
         write_whole(target, content)

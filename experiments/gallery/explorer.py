@@ -1,4 +1,4 @@
-"""Writes docs/explorer.html, one page with sliders for the wavelengths of RoPE.
+"""Writes the explorer, one page with sliders for the wavelengths of RoPE.
 
 The page holds numbers of `posenc_jax.rope_frequencies`. With w the frequency of a pair and s the
 factor, PI, YaRN and Llama 3 blend w and w / s, and NTK takes a power of s:
