@@ -4,8 +4,8 @@
 
 For each scheme: the row of docs/serving.md, which takes 15 s. For all of them: the tables of
 docs/schemes.md, from traits and docstrings, the number of schemes in README.md, the list of schemes
-with kernels in docs/kernels.md, docs/gallery.png and docs/gallery/, in five minutes. `--tables`
-writes docs/schemes.md alone.
+with kernels in docs/devdocs/kernels.md, docs/gallery.png and docs/gallery/, in five minutes.
+`--tables` writes docs/schemes.md alone.
 `tests/test_layout.py` calls `missing` for each scheme.
 """
 
@@ -38,7 +38,7 @@ README, PAGE, SERVING, KERNELS, SHEET = (
         "README.md",
         "docs/schemes.md",
         "docs/serving.md",
-        "docs/kernels.md",
+        "docs/devdocs/kernels.md",
         "docs/gallery.png",
     )
 )
@@ -204,7 +204,7 @@ def missing(cls: type[pe.Scheme]) -> list[str]:
     pages = {
         "its row in docs/schemes.md": row(cls) in PAGE.read_text(),
         "its row in docs/serving.md": f"\n| `{cls.name}` |" in SERVING.read_text(),
-        "the list in docs/kernels.md": (cls.name in listed()) == has_kernels(cls),
+        "the list in docs/devdocs/kernels.md": (cls.name in listed()) == has_kernels(cls),
         "its picture in docs/gallery.png": cls.name in pictured(),
     }
     if absent := [page for page, present in pages.items() if not present]:
@@ -217,7 +217,7 @@ LIST = r"Schemes that run:(.*?)\.\s"
 
 
 def listed() -> list[str]:
-    """Returns the names in the list of docs/kernels.md."""
+    """Returns the names in the list of docs/devdocs/kernels.md."""
     return re.findall(r"`(\w+)`", re.search(LIST, KERNELS.read_text(), re.DOTALL)[1])
 
 

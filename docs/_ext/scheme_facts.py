@@ -98,12 +98,12 @@ def _learned(scheme: pe.Scheme) -> str:
 
 
 def _implementations(scheme: pe.Scheme) -> str:
-    """Returns the words for `implementation=`; "jax" is traced, docs/kernels.md lists kernels."""
+    """Returns the words for `implementation=`; "jax" is traced, a page lists kernels."""
     if not scheme.acts_in_attention:
         return "all: it acts on the embedding only" if scheme.acts else "all"
     words = [*ALWAYS, *(["jax", "cudnn"] if scheme_table.runs_on(scheme, ("jax",)) else [])]
     text = ", ".join(f"`{word}`" for word in words)
-    kernels = re.search(r"Schemes that run:(.*?)\.\s", _page("kernels"), re.DOTALL)[1]
+    kernels = re.search(r"Schemes that run:(.*?)\.\s", _page("devdocs/kernels"), re.DOTALL)[1]
     if f"`{scheme.name}`" in kernels:
         text += ", [`pallas`](../kernels.md)"
     return text
