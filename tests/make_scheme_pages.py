@@ -3,8 +3,7 @@
     PYTHONPATH=.:tests python tests/make_scheme_pages.py NAME [NAME ...]
 
 For each scheme: the row of docs/serving.md, which takes 15 s. For all of them: the tables of
-docs/schemes.md, from traits and docstrings, the number of schemes in README.md, the list of schemes
-with kernels in docs/devdocs/kernels.md, docs/gallery.png and docs/gallery/, in five minutes.
+docs/schemes.md, from traits and docstrings, docs/gallery.png and docs/gallery/, in five minutes.
 `--tables` writes docs/schemes.md alone.
 `tests/test_layout.py` calls `missing` for each scheme.
 """
@@ -16,41 +15,27 @@ import importlib
 import pathlib
 import re
 import sys
-import textwrap
 import types
 
 import jax
 from cache import make_serving
 from PIL import Image
-from support import build, make_batch, output
+from support import build
 
 import posenc_jax as pe
 from experiments.__main__ import main as experiments
 from experiments.gallery import page
-from posenc_jax.engine.blocks import Blocks
-from posenc_jax.kernels.tpu.implementation import PallasTPU
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "posenc_jax"
-README, PAGE, SERVING, KERNELS, SHEET = (
-    ROOT / path
-    for path in (
-        "README.md",
-        "docs/schemes.md",
-        "docs/serving.md",
-        "docs/devdocs/kernels.md",
-        "docs/gallery.png",
-    )
+PAGE, SERVING, SHEET = (
+    ROOT / "docs" / name for name in ("schemes.md", "serving.md", "gallery.png")
 )
 # The headings of docs/schemes.md.
 FAMILIES = {
     name: page.FAMILIES[name]
     for name in ("additive", "rotary", "bias", "content", "logit_scale", "contrib")
 }
-# Modules whose functions convert arrays or weights, or make the numbers of a scheme.
-HELPERS = (
-    r"^posenc_jax\.(positions|hf\.weights|angles|ops|schemes\.(rotary|bias|additive)|.*score_mod)"
-)
 
 
 def scheme_classes() -> list[type[pe.Scheme]]:
@@ -142,7 +127,6 @@ def tables() -> dict[str, str]:
             for f in vars(module).values()
             if isinstance(f, types.FunctionType)
         ],
-        "Helpers": [f for f in functions if re.search(HELPERS, f.__module__)],
     }
     for heading, things in listed_functions.items():
         texts[heading] = "| function | what it does |\n|---|---|\n" + "".join(
@@ -158,21 +142,6 @@ def with_tables(text: str) -> str:
         text, count = re.subn(place, lambda m, table=table: m[1] + table, text, count=1)
         assert count, f"docs/schemes.md has no table below {heading!r}"
     return text
-
-
-@functools.cache
-def has_kernels(cls: type[pe.Scheme]) -> bool:
-    """Returns whether "pallas" on a TPU runs the scheme."""
-    tiles = Blocks(128, 128)
-    options = {"implementation": PallasTPU(tiles, tiles, interpret=True)}
-    scheme = build(cls)
-    tokens = make_batch(length=40)
-    params = jax.eval_shape(scheme.init, jax.random.key(0))
-    try:
-        jax.eval_shape(lambda params, x: output(scheme, params, x, **options), params, tokens)
-    except NotImplementedError:
-        return False
-    return True
 
 
 def paper(cls: type[pe.Scheme]) -> re.Match | None:
@@ -204,21 +173,12 @@ def missing(cls: type[pe.Scheme]) -> list[str]:
     pages = {
         "its row in docs/schemes.md": row(cls) in PAGE.read_text(),
         "its row in docs/serving.md": f"\n| `{cls.name}` |" in SERVING.read_text(),
-        "the list in docs/devdocs/kernels.md": (cls.name in listed()) == has_kernels(cls),
         "its picture in docs/gallery.png": cls.name in pictured(),
     }
     if absent := [page for page, present in pages.items() if not present]:
         command = f"PYTHONPATH=.:tests python tests/make_scheme_pages.py {cls.name}"
         lines.append(f"{command} writes {', '.join(absent)}")
     return lines
-
-
-LIST = r"Schemes that run:(.*?)\.\s"
-
-
-def listed() -> list[str]:
-    """Returns the names in the list of docs/devdocs/kernels.md."""
-    return re.findall(r"`(\w+)`", re.search(LIST, KERNELS.read_text(), re.DOTALL)[1])
 
 
 @functools.cache
@@ -239,16 +199,7 @@ def main() -> None:
     PAGE.write_text(with_tables(PAGE.read_text()))
     if options.tables:
         return
-    names = options.names
-    text = README.read_text()
-    README.write_text(
-        re.sub(r"\d+ position encodings", f"{len(pe.SCHEMES)} position encodings", text)
-    )
-    names_with_kernels = [f"`{n}`" for n, cls in pe.SCHEMES.items() if has_kernels(cls)]
-    lines = textwrap.fill(f"Schemes that run: {', '.join(names_with_kernels)}.", 100) + "\n"
-    text = KERNELS.read_text()
-    KERNELS.write_text(re.sub(LIST, lambda _: lines, text, count=1, flags=re.DOTALL))
-    make_serving.main(["--only", ",".join(names)])
+    make_serving.main(["--only", ",".join(options.names)])
     experiments(["gallery", "--out", str(SHEET.parent)])
 
 

@@ -121,6 +121,5 @@ def test_the_list_of_missing_parts_is_complete(monkeypatch):
         "posenc_jax/__init__.py: Toy in the docstring",
         "tests/schemes/bias/test_toy.py: a test with numbers from outside",
         "PYTHONPATH=.:tests python tests/make_scheme_pages.py toy writes its row in "
-        "docs/schemes.md, its row in docs/serving.md, the list in docs/devdocs/kernels.md, its "
-        "picture in docs/gallery.png",
+        "docs/schemes.md, its row in docs/serving.md, its picture in docs/gallery.png",
     ]

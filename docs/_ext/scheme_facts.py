@@ -12,10 +12,13 @@ from PIL import Image
 import posenc_jax as pe
 from experiments.commands import scheme_table
 from experiments.models.schemes import paper_link, with_sizes
+from posenc_jax.engine.blocks import Blocks
+from posenc_jax.kernels.tpu.implementation import PallasTPU
 from posenc_jax.schemes.scheme import param_axes, scale_words
 
 ROOT = Path(__file__).resolve().parents[2]
 ALWAYS = ("reference", "dense", "xla")
+KERNELS = PallasTPU(Blocks(128, 128), Blocks(128, 128), interpret=True)
 Fact = tuple[str, str]
 
 
@@ -98,15 +101,12 @@ def _learned(scheme: pe.Scheme) -> str:
 
 
 def _implementations(scheme: pe.Scheme) -> str:
-    """Returns the words for `implementation=`; "jax" is traced, a page lists kernels."""
+    """Returns the words for `implementation=`, as far as the scheme decides."""
     if not scheme.acts_in_attention:
         return "all: it acts on the embedding only" if scheme.acts else "all"
     words = [*ALWAYS, *(["jax", "cudnn"] if scheme_table.runs_on(scheme, ("jax",)) else [])]
     text = ", ".join(f"`{word}`" for word in words)
-    kernels = re.search(r"Schemes that run:(.*?)\.\s", _page("devdocs/kernels"), re.DOTALL)[1]
-    if f"`{scheme.name}`" in kernels:
-        text += ", [`pallas`](../kernels.md)"
-    return text
+    return text + (", [`pallas`](../kernels.md)" if scheme_table.runs_on(scheme, [KERNELS]) else "")
 
 
 @functools.cache

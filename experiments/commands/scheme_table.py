@@ -77,7 +77,9 @@ def cached(scheme: pe.Scheme) -> str:
     return ", ".join([keys, "v", *(words[n] for n in more)])
 
 
-def runs_on(scheme: pe.Scheme, implementations: Iterable[str] = IMPLEMENTATIONS) -> str:
+def runs_on(
+    scheme: pe.Scheme, implementations: Iterable[str | pe.Implementation] = IMPLEMENTATIONS
+) -> str:
     """Returns the implementations of attention that run a scheme with the sizes of the table."""
     if not scheme.acts_in_attention:
         return "any"
@@ -85,7 +87,7 @@ def runs_on(scheme: pe.Scheme, implementations: Iterable[str] = IMPLEMENTATIONS)
     x = jnp.zeros((1, 32, SIZES["model_dim"]))
     params = jax.eval_shape(scheme.init, jax.random.key(0))
 
-    def runs(implementation: str) -> bool:
+    def runs(implementation: str | pe.Implementation) -> bool:
         try:
             jax.eval_shape(
                 lambda params, q: pe.scheme_attention(
@@ -98,4 +100,4 @@ def runs_on(scheme: pe.Scheme, implementations: Iterable[str] = IMPLEMENTATIONS)
             return False
         return True
 
-    return ", ".join(filter(runs, implementations))
+    return ", ".join(str(word) for word in implementations if runs(word))
