@@ -50,6 +50,7 @@ lint: $(call installed,lint) ## Check style, types, workflows and forms
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ty check --python $(VENV)
+	$(RUN) -m mypy
 	$(VENV)/bin/zizmor --offline --no-progress .github
 	$(call schema,github-workflows) .github/workflows/*.yml
 	$(call schema,dependabot) .github/dependabot.yml

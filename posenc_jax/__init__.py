@@ -39,11 +39,11 @@ Letters, in all shapes: B batch, T queries, S keys, N query heads, K key/value h
 H head dim, D model dim, A coordinate axes.
 """
 
-import difflib
 import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from posenc_jax import checks
 from posenc_jax import contrib as contrib
 from posenc_jax import positions as positions
 from posenc_jax import sharding as sharding
@@ -167,8 +167,7 @@ class _Schemes(dict[str, type[Scheme]]):
     """Scheme classes by name; the error for an unknown name suggests a similar one."""
 
     def __missing__(self, name):
-        near = difflib.get_close_matches(str(name), self, 1)
-        hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(self)}."
+        hint = checks.did_you_mean(str(name), self) or f"; there are {', '.join(self)}."
         raise KeyError(f"unknown scheme {name!r}{hint}")
 
 
@@ -189,9 +188,7 @@ if not TYPE_CHECKING:  # A type checker would take every name for a module.
         if name in contrib.__all__:
             hint = "; it is in posenc_jax.contrib"
         elif not name.startswith("_"):
-            lower = {public.lower(): public for public in __all__}
-            near = difflib.get_close_matches(name.lower(), lower, 1)
-            hint = f"; did you mean {lower[near[0]]!r}?" if near else ""
+            hint = checks.did_you_mean(name, __all__)
             if name in ("Attention", "AttentionFn", "PositionEncoding"):
                 hint = "; it is in posenc_jax.nnx and in posenc_jax.linen"
         raise AttributeError(f"module 'posenc_jax' has no attribute {name!r}{hint}")

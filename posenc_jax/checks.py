@@ -1,6 +1,8 @@
 """Checks of arguments at the public boundary."""
 
+import difflib
 import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +10,27 @@ import numpy as np
 from jax.core import Tracer
 
 
-def require(condition: bool, message: str) -> None:
+def require(condition: bool | np.bool_, message: str) -> None:
     """Raises `ValueError(message)` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns the end of a message about a name that is not known: "; did you mean 'rope'?"."""
+    lower = {x.lower(): x for x in known}
+    near = difflib.get_close_matches(name.lower(), lower, 1)
+    return f"; did you mean {lower[near[0]]!r}?" if near else ""
+
+
+def refuse_unknown(caller: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """Raises `TypeError` for the name of an option that is not known."""
+    known = sorted(known)
+    for name in sorted(set(options) - set(known)):
+        raise TypeError(
+            f"{caller}: unknown argument {name!r}; it takes {', '.join(known)}"
+            f"{did_you_mean(name, known) or '.'}"
+        )
 
 
 def array_of_rank(caller: str, name: str, x, rank: int, axes: str) -> None:
@@ -141,6 +160,46 @@ def segments(caller: str, segment_ids, shape: tuple[int, ...]) -> jax.Array:
     got = jnp.shape(segment_ids)
     require(got == shape, f"{caller}: segment_ids must be [B, T] = {shape}, got {got}.")
     return integer_positions(caller, segment_ids, "segment_ids")
+
+
+def token_integers(caller: str, name: str, x, shape: tuple[int, ...]) -> jax.Array:
+    """Returns integers [T], [1, T] or [B, T] as int32 [1 or B, T].
+
+    Args:
+      caller, name: of the argument, for messages.
+      x: the integers.
+      shape: (B, T).
+
+    Raises:
+      TypeError: unless they are integers.
+      ValueError: for other shapes, and values outside int32.
+    """
+    return _rows(caller, name, integer_positions(caller, x, name), shape)
+
+
+def token_coordinates(caller: str, name: str, x, shape: tuple[int, ...]) -> jax.Array:
+    """Returns coordinates [T], [1, T] or [B, T] as [1 or B, T]; [A, B, T] as they are.
+
+    They are int32 or float32; see `coordinate_values` and `token_integers`.
+    """
+    x = coordinate_values(caller, x, name)
+    if x.ndim != 3:
+        return _rows(caller, name, x, shape)
+    require(
+        x.shape[1:] == shape,
+        f"{caller}: {name} must be [A, {shape[0]}, {shape[1]}], got {x.shape}.",
+    )
+    return x
+
+
+def _rows(caller: str, name: str, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    batch, length = shape
+    rows = x[None] if x.ndim == 1 else x
+    require(
+        rows.shape in (shape, (1, length)),
+        f"{caller}: {name} must be [{length}] or [B, {length}] with B = {batch}, got {x.shape}.",
+    )
+    return rows
 
 
 def coordinate_values(caller: str, coordinates, name: str = "coordinates") -> jax.Array:

@@ -1,17 +1,23 @@
 """The attention function: it checks arguments, chooses an implementation and runs it."""
 
 import dataclasses
-import difflib
 import functools
 import math
-from typing import Any, Literal, Never, Self, overload
+from collections.abc import Callable
+from typing import Any, Literal, Self, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from posenc_jax.checks import array_of_rank, coordinate_values, integer_positions, require
+from posenc_jax.checks import (
+    array_of_rank,
+    integer_positions,
+    require,
+    token_coordinates,
+    token_integers,
+)
 from posenc_jax.engine import chips
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.dropout import make_dropout_seeds
@@ -35,39 +41,52 @@ _KERNEL_PAIRS = 2**18
 """T x S from which on `None` takes kernels written in Pallas: a tile or more."""
 
 
+class CommonOptions(TypedDict, total=False):
+    """Options of `attention` and of `scheme_attention`."""
+
+    contiguous: bool | None
+    is_causal: bool
+    window: Window
+    scale: float | None
+    softcap: float | None
+    dropout_rate: float
+    dropout_key: jax.Array | None
+    implementation: str | Implementation | None
+
+
+class AttentionArguments(CommonOptions, total=False):
+    """Keyword arguments of `attention`, except `return_lse`."""
+
+    rules: Rule | tuple[Rule, ...]
+    mask: jax.Array | None
+    q_positions: jax.Array | None
+    k_positions: jax.Array | None
+    q_coordinates: jax.Array | None
+    k_coordinates: jax.Array | None
+    q_segment_ids: jax.Array | None
+    k_segment_ids: jax.Array | None
+    prefix_length: jax.Array | None
+    sinks: jax.Array | None
+
+
 @overload
-def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: Literal[False] = False, **options: Any
+def attention(  # ty: ignore[inconsistent-overload-implementation]
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[AttentionArguments],
 ) -> jax.Array: ...
 @overload
-def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, return_lse: bool, **options: Any
+def attention(  # ty: ignore[inconsistent-overload-implementation]
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionArguments],
 ) -> tuple[jax.Array, jax.Array]: ...
-
-
-def with_batch_of_one(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns options of attention without a batch axis with one; tokens may lack it anyway."""
-    ranks = {"mask": (3, 0), "prefix_length": (0, 0), "sinks": (2, 0)}
-    ranks |= dict.fromkeys(("coordinates", "q_coordinates", "k_coordinates"), (2, 1))
-    known = {n: (options[n], *ranks[n]) for n in ranks if options.get(n) is not None}
-    return options | {
-        name: jnp.expand_dims(x, axis)
-        for name, (x, rank, axis) in known.items()
-        if jnp.ndim(x) == rank
-    }
-
-
-_ELSEWHERE = {
-    "bias": "rules=pe.DenseBias(bias)",
-    "attn_mask": "mask",
-    "positions": "q_positions and k_positions",
-    "coordinates": "q_coordinates and k_coordinates",
-    "segment_ids": "q_segment_ids",
-    "scheme": "pe.scheme_attention(scheme, params, q, k, v)",
-}
-"""Arguments of other functions of attention, and what they are here."""
-
-
 def attention(
     q: jax.Array,
     k: jax.Array,
@@ -92,7 +111,6 @@ def attention(
     dropout_key: jax.Array | None = None,
     return_lse: bool = False,
     implementation: str | Implementation | None = None,
-    **unknown: Never,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact softmax attention with any position rule.
 
@@ -138,7 +156,6 @@ def attention(
         distance, and no log-sum-exp), "cudnn" (the same with NVIDIA's kernel), an
         `Implementation` such as `posenc_jax.engine.xla.XLA(...)` with settings of your own, or
         None to choose. An implementation that is named is used or raises; it never falls back.
-      **unknown: refused, with the argument that was meant.
 
     Returns:
       [B, T, N, V] in q's dtype, and with `return_lse` also float32 [B, T, N].
@@ -153,15 +170,31 @@ def attention(
     >>> pe.attention(q, k, v, rules=pe.ALiBi(num_heads=2).rules({}), is_causal=True).shape
     (1, 5, 2, 4)
     """
-    options = {n: x for n, x in locals().items() if n not in ("q", "k", "v", "rules", "unknown")}
-    for name in unknown:
-        hint = _ELSEWHERE.get(name) or ", ".join(difflib.get_close_matches(name, options, 1, 0.5))
-        raise TypeError(f"attention: unknown argument {name!r}{hint and f'; write {hint}'}.")
+    call = AttentionCall(
+        mask=mask,
+        q_positions=q_positions,
+        k_positions=k_positions,
+        q_coordinates=q_coordinates,
+        k_coordinates=k_coordinates,
+        q_segment_ids=q_segment_ids,
+        k_segment_ids=k_segment_ids,
+        contiguous=contiguous,
+        is_causal=is_causal,
+        window=window,
+        prefix_length=prefix_length,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        return_lse=return_lse,
+        implementation=implementation,
+    )
     if np.ndim(q) == np.ndim(k) == np.ndim(v) == 3:
         q, k, v = (jnp.expand_dims(x, 0) for x in (q, k, v))
-        out = AttentionCall(**with_batch_of_one(options))(q, k, v, rules)
+        out = call.with_batch_axis()(q, k, v, rules)
         return jax.tree.map(lambda x: x[0], out)
-    return AttentionCall(**options)(q, k, v, rules)
+    return call(q, k, v, rules)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,10 +207,13 @@ class AttentionCall:
     Attributes:
       extra_rules: rules added to the rules of every call.
       finite_values: promise that v is finite, also where no query sees it.
+      checked: promise that positions, coordinates and segments are results of
+        `posenc_jax.checks.token_integers` and `token_coordinates`.
     """
 
     extra_rules: tuple[Rule, ...] = ()
     finite_values: bool = False
+    checked: bool = False
     mask: jax.Array | None = None
     q_positions: jax.Array | None = None
     k_positions: jax.Array | None = None
@@ -211,8 +247,26 @@ class AttentionCall:
         return (out, lse.value) if self.return_lse else out
 
     def replace(self, **changes: Any) -> Self:
-        """Returns the call with some arguments changed."""
-        return dataclasses.replace(self, **changes)
+        """Returns the call with some arguments changed; arrays of tokens are checked again."""
+        return dataclasses.replace(self, **{"checked": False} | changes)
+
+    def array(self, name: str, check: Callable, shape: tuple[int, ...]) -> jax.Array:
+        """Returns an array of tokens, checked for (B, T) unless that has been done."""
+        x = getattr(self, name)
+        return x if self.checked else check("attention", name, x, shape)
+
+    def with_batch_axis(self) -> Self:
+        """Returns the call for q, k and v with a batch of one; positions need no such axis."""
+        ranks = {"mask": (3, 0), "prefix_length": (0, 0), "sinks": (2, 0)}
+        ranks |= dict.fromkeys(("q_coordinates", "k_coordinates"), (2, 1))
+        given = ((name, getattr(self, name), *rank) for name, rank in ranks.items())
+        return self.replace(
+            **{n: jnp.expand_dims(x, axis) for n, x, rank, axis in given if _has_rank(x, rank)}
+        )
+
+
+def _has_rank(x: Any, rank: int) -> bool:
+    return x is not None and jnp.ndim(x) == rank
 
 
 def run(
@@ -570,18 +624,17 @@ def _tokens(
     )
     out: dict[str, Any] = {}
     for side, count in (("q", length), ("k", keys)):
-        x = jnp.arange(count, dtype=jnp.int32)
+        shape, ids = (batch, count), None
+        x = jnp.arange(count, dtype=jnp.int32)[None]
         if name := positions.get(side):
-            x = integer_positions("attention", getattr(call, name), name)
-        out[f"{side}_positions"] = x = _per_row(name, x, batch, count)
+            x = call.array(name, token_integers, shape)
+        out[f"{side}_positions"] = x = jnp.broadcast_to(x, shape)
         if name := coordinates.get(side):
-            x = coordinate_values("attention", getattr(call, name), name)
-            x = _per_row(name, x, batch, count, axes=True)
+            x = call.array(name, token_coordinates, shape)
+            x = jnp.moveaxis(x, 0, -1) if x.ndim == 3 else jnp.broadcast_to(x, shape)
         out[f"{side}_coordinates"] = x
-        ids = None
         if name := segments.get(side):
-            ids = integer_positions("attention", getattr(call, name), name)
-            ids = _per_row(name, ids, batch, count)
+            ids = jnp.broadcast_to(call.array(name, token_integers, shape), shape)
         out[f"{side}_segment_ids"] = ids
     q_axes, k_axes = out["q_coordinates"].shape[2:], out["k_coordinates"].shape[2:]
     require(
@@ -596,22 +649,6 @@ def _tokens(
         "same_rows": all(len(s) == 1 or (len(s) == 2 and s[0] == 1) for s in shapes),
         "contiguous": bool(contiguous) and length == keys,
     }
-
-
-def _per_row(name, x: jax.Array, batch: int, count: int, axes: bool = False) -> jax.Array:
-    """Returns [T], [1, T] or [B, T] as [B, T]; with `axes` also [A, B, T] as [B, T, A]."""
-    if axes and x.ndim == 3:
-        require(
-            x.shape[1:] == (batch, count),
-            f"attention: {name} must be [A, B, {count}], got {x.shape}.",
-        )
-        return jnp.moveaxis(x, 0, -1)
-    x = x[None] if x.ndim == 1 else x
-    require(
-        x.ndim == 2 and x.shape[0] in (1, batch) and x.shape[1] == count,
-        f"attention: {name} must be [{count}] or [B, {count}] with B = {batch}, got {x.shape}.",
-    )
-    return jnp.broadcast_to(x, (batch, count))
 
 
 def _check_reach(tokens: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ def in_units(x: jax.Array, unit: float) -> jax.Array:
 
 differentiable_in_units = jax.custom_jvp(in_units, nondiff_argnums=(1,))
 """`in_units` with the derivative of the product also where that would overflow."""
-differentiable_in_units.defjvp(lambda unit, x, d_x: (in_units(*x, unit), unit * d_x[0]))
+differentiable_in_units.defjvp(lambda unit, x, d_x: (in_units(x[0], unit), unit * d_x[0]))
 
 
 def add_saturated(x: Any, number: int) -> Any:

@@ -474,10 +474,10 @@ def table_tile(
     if distances.by_slot:
         spread = slot_tile_vjp if in_vjp else slot_tile
         return spread(table, q.slots, k.slots, distances, transposed)
-    coordinates = q.coordinates, k.coordinates
+    q_at, k_at = q.coordinates, k.coordinates
     if transform is not None:
-        coordinates = tuple(jax.vmap(transform)(x) for x in coordinates)
-    return gather_tile(table, distances.entries(*coordinates, transposed), transposed)
+        q_at, k_at = (jax.vmap(transform)(x) for x in (q_at, k_at))
+    return gather_tile(table, distances.entries(q_at, k_at, transposed), transposed)
 
 
 def _products(tokens: jax.Array, vectors: jax.Array, *, transposed: bool) -> jax.Array:

@@ -9,17 +9,15 @@ import numpy as np
 
 from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.cache.slots import finite_values
-from posenc_jax.checks import array_of_rank, coordinate_values, require
-from posenc_jax.engine.api import AttentionCall, mask_hint, with_batch_of_one
+from posenc_jax.checks import array_of_rank, coordinate_values, require, token_integers
+from posenc_jax.engine.api import AttentionCall, mask_hint
+from posenc_jax.engine.mask import Window
+from posenc_jax.engine.problem import Implementation
 from posenc_jax.functional.arguments import (
     AttentionOptions,
-    attention_call,
     check_params,
     check_pipeline,
-    check_tokens,
-    refuse_unknown,
-    token_coordinates,
-    token_integers,
+    scheme_coordinates,
     token_positions,
 )
 from posenc_jax.functional.pipeline import Norms, Pipeline, Projections, an_array
@@ -56,14 +54,17 @@ def scheme_embedding(
     """
     caller = "scheme_embedding"
     if jnp.ndim(x) == 2 and cache is None:
-        tokens = {"positions": positions, "coordinates": coordinates}
-        return scheme_embedding(scheme, params, x[None], **with_batch_of_one(tokens))[0]
+        if coordinates is not None and jnp.ndim(coordinates) == 2:  # [A, T].
+            coordinates = jnp.expand_dims(coordinates, 1)
+        return scheme_embedding(
+            scheme, params, x[None], positions=positions, coordinates=coordinates
+        )[0]
     array_of_rank(caller, "x", x, 3, "[B, T, D]")
     check_params(caller, scheme, params)
     shape = x.shape[:2]
     encoded = token_positions(caller, positions, cache, shape)
     if coordinates is not None:
-        encoded = token_coordinates(caller, scheme, coordinates, shape)
+        encoded = scheme_coordinates(caller, scheme, "coordinates", coordinates, shape)
     return an_array(scheme, "embed", scheme.embed(params, x, encoded))
 
 
@@ -90,7 +91,7 @@ def scheme_tables(scheme: Scheme, params: Params, coordinates: jax.Array) -> Any
 
 
 @overload
-def scheme_attention(
+def scheme_attention(  # ty: ignore[inconsistent-overload-implementation]: see `attention`.
     scheme: Scheme,
     params: Params,
     q: jax.Array,
@@ -103,7 +104,7 @@ def scheme_attention(
 
 
 @overload
-def scheme_attention(
+def scheme_attention(  # ty: ignore[inconsistent-overload-implementation]: see `attention`.
     scheme: Scheme,
     params: Params,
     q: jax.Array,
@@ -130,8 +131,16 @@ def scheme_attention(
     tables: Any = None,
     norms: Norms | None = None,
     contiguous: bool | None = None,
+    mask: jax.Array | None = None,
+    is_causal: bool = False,
+    window: Window = None,
+    prefix_length: jax.Array | None = None,
     scale: float | None = None,
-    **options: Any,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    implementation: str | Implementation | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
     """Self-attention of T tokens with a scheme, after the tokens in the cache if one is given.
 
@@ -154,8 +163,8 @@ def scheme_attention(
       norms: functions of q and of k after the scheme's `query` and `key`. Default: none.
       contiguous: as in `attention`, without a cache.
       scale: the factor on q . k. Default: the scheme's own.
-      **options: `mask`, `is_causal`, `window`, `prefix_length`, `softcap`, `sinks`,
-        `dropout_rate`, `dropout_key` and `implementation`, as in `attention`. With a cache, S
+      mask, is_causal, window, prefix_length, softcap, sinks, dropout_rate, dropout_key,
+        implementation: as in `attention`. With a cache, S
         is its capacity: the slots of a row hold its tokens in their order, without padding. All
         tokens of a prefix go into one call, and later calls with a window need its length too.
 
@@ -173,28 +182,34 @@ def scheme_attention(
     >>> out.shape
     (1, 3, 2, 4)
     """
-    refuse_unknown("scheme_attention", options, {"cache", *AttentionOptions.__annotations__})
-    options |= {"coordinates": coordinates}
-    tokens = Projections(q, k, v, x, tables=tables)
-    unbatched = np.ndim(q) == np.ndim(k) == np.ndim(v) == 3
-    if unbatched:
-        require(
-            cache is None,
-            "scheme_attention: rows of a cache are a batch; give q, k and v as [1, T, heads, H].",
-        )
-        options = with_batch_of_one(options)
-        arrays = {"q": q, "k": k, "v": v, "x": x}
-        arrays = {n: None if a is None else jnp.expand_dims(a, 0) for n, a in arrays.items()}
-        tokens = tokens.replace(**arrays)
-    call = attention_call(
-        positions=positions,
-        segment_ids=segment_ids,
+    call = AttentionCall(
+        q_positions=positions,
+        q_coordinates=coordinates,
+        q_segment_ids=segment_ids,
         contiguous=contiguous,
+        mask=mask,
+        is_causal=is_causal,
+        window=window,
+        prefix_length=prefix_length,
         scale=scale,
-        **options,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        implementation=implementation,
     )
-    out, cache = self_attention(Pipeline(scheme, params, norms), tokens, call, cache)
-    return out[0] if unbatched else out, cache
+    tokens = Projections(q, k, v, x, tables=tables)
+    pipeline = Pipeline(scheme, params, norms)
+    if not np.ndim(q) == np.ndim(k) == np.ndim(v) == 3:
+        return self_attention(pipeline, tokens, call, cache)
+    require(
+        cache is None,
+        "scheme_attention: rows of a cache are a batch; give q, k and v as [1, T, heads, H].",
+    )
+    arrays = {"q": q, "k": k, "v": v, "x": x}
+    arrays = {n: None if a is None else jnp.expand_dims(a, 0) for n, a in arrays.items()}
+    out, _ = self_attention(pipeline, tokens.replace(**arrays), call.with_batch_axis())
+    return out[0], None
 
 
 def self_attention(
@@ -206,23 +221,28 @@ def self_attention(
     them.
     """
     caller, scheme = "scheme_attention", pipeline.scheme
-    check_tokens(caller, tokens)
+    tokens.check(caller)
     check_pipeline(caller, pipeline)
     _check_call(call, cache, scheme)
     shape = tokens.q.shape[:2]
     default = call.q_positions is None and call.q_coordinates is None and cache is None
     if call.scale is None:
         call = call.replace(scale=pipeline.scale(tokens.q.shape[-1]))
-    if call.q_segment_ids is not None:
-        segment_ids = token_integers(caller, call.q_segment_ids, shape, "segment_ids")
-        call = call.replace(q_segment_ids=segment_ids)
-    positions = token_positions(caller, call.q_positions, cache, shape, call.q_segment_ids)
-    coordinates = positions
-    if not default:  # By default positions are slots, so that rules are evaluated per distance.
-        call = call.replace(q_positions=positions)
-    if call.q_coordinates is not None:
-        coordinates = token_coordinates(caller, scheme, call.q_coordinates, shape)
-        call = call.replace(q_coordinates=coordinates)
+    segment_ids, coordinates = call.q_segment_ids, call.q_coordinates
+    if segment_ids is not None:
+        segment_ids = token_integers(caller, "segment_ids", segment_ids, shape)
+        segment_ids = jnp.broadcast_to(segment_ids, shape)
+    positions = token_positions(caller, call.q_positions, cache, shape, segment_ids)
+    if coordinates is not None:
+        coordinates = scheme_coordinates(caller, scheme, "coordinates", coordinates, shape)
+    call = call.replace(
+        # By default positions are slots, so that rules are evaluated per distance.
+        q_positions=None if default else positions,
+        q_coordinates=coordinates,
+        q_segment_ids=segment_ids,
+        checked=True,
+    )
+    coordinates = positions if coordinates is None else coordinates
     if tokens.tables is None:
         tables = scheme.tables(pipeline.params, coordinates)
     else:
@@ -236,6 +256,7 @@ def self_attention(
         k_positions=call.q_positions,
         k_coordinates=call.q_coordinates,
         k_segment_ids=call.q_segment_ids,
+        checked=True,
     )
     return pipeline.attend(tokens, tokens, call), None
 
@@ -287,6 +308,7 @@ def _with_cache(
         k_coordinates=cache.coordinates,
         k_segment_ids=cache.segment_ids,
         finite_values=True,
+        checked=True,
     )
     queries = read.replace(q=pipeline.query(read))
     keys = tokens.replace(

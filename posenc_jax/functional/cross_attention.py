@@ -5,17 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import require
+from posenc_jax.checks import require, token_integers
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.functional.arguments import (
-    AttentionOptions,
-    attention_call,
-    check_pipeline,
-    check_tokens,
-    refuse_unknown,
-    token_coordinates,
-    token_integers,
-)
+from posenc_jax.engine.mask import Window
+from posenc_jax.engine.problem import Implementation
+from posenc_jax.functional.arguments import check_pipeline, scheme_coordinates
 from posenc_jax.functional.pipeline import Norms, Pipeline, Projections
 from posenc_jax.positions import count_up
 from posenc_jax.schemes.scheme import Params, Scheme
@@ -37,8 +31,16 @@ def scheme_cross_attention(
     segment_ids: jax.Array | None = None,
     k_segment_ids: jax.Array | None = None,
     norms: Norms | None = None,
+    mask: jax.Array | None = None,
+    is_causal: bool = False,
+    window: Window = None,
+    prefix_length: jax.Array | None = None,
     scale: float | None = None,
-    **options: Any,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: jax.Array | None = None,
+    implementation: str | Implementation | None = None,
 ) -> jax.Array:
     """Attention of T tokens to S tokens of another sequence, with a scheme.
 
@@ -59,9 +61,8 @@ def scheme_cross_attention(
         Tokens see their own segment. Default: one segment.
       norms: functions of q and of k after the scheme's `query` and `key`. Default: none.
       scale: the factor on q . k. Default: the scheme's own.
-      **options: `mask`, `is_causal`, `window`, `prefix_length`, `softcap`, `sinks`,
-        `dropout_rate`, `dropout_key` and `implementation`, as in `attention`. Causality and
-        windows compare positions.
+      mask, is_causal, window, prefix_length, softcap, sinks, dropout_rate, dropout_key,
+        implementation: as in `attention`. Causality and windows compare positions.
 
     Returns:
       The output [B, T, N, V].
@@ -76,18 +77,23 @@ def scheme_cross_attention(
     >>> pe.scheme_cross_attention(pe.RoPE(head_dim=4), {}, q, k, k, **places).shape
     (1, 3, 2, 4)
     """
-    known = {"memory", "k_positions", "k_coordinates", "k_segment_ids"}
-    known |= AttentionOptions.__annotations__.keys() - {"contiguous", "tables"}
-    refuse_unknown("scheme_cross_attention", options, known)
-    call = attention_call(
-        positions=positions,
+    call = AttentionCall(
+        q_positions=positions,
         k_positions=k_positions,
-        coordinates=coordinates,
+        q_coordinates=coordinates,
         k_coordinates=k_coordinates,
-        segment_ids=segment_ids,
+        q_segment_ids=segment_ids,
         k_segment_ids=k_segment_ids,
+        mask=mask,
+        is_causal=is_causal,
+        window=window,
+        prefix_length=prefix_length,
         scale=scale,
-        **options,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        implementation=implementation,
     )
     return cross_attention(Pipeline(scheme, params, norms), Projections(q, k, v, x), memory, call)
 
@@ -99,8 +105,8 @@ def cross_attention(
     caller = "scheme_cross_attention"
     q, k, v = tokens.q, tokens.k, tokens.v
     queries, keys = tokens.replace(k=q, v=q), Projections(k, k, v, memory)
-    check_tokens(caller, queries)
-    check_tokens(caller, keys)
+    queries.check(caller)
+    keys.check(caller)
     check_pipeline(caller, pipeline)
     require(
         k.shape[0] == q.shape[0], f"{caller}: q {q.shape} and k {k.shape} differ in batch size."
@@ -109,11 +115,16 @@ def cross_attention(
     if q_ids is not None or k_ids is not None:
         q_ids = jnp.zeros(q.shape[1], jnp.int32) if q_ids is None else q_ids
         k_ids = jnp.zeros(k.shape[1], jnp.int32) if k_ids is None else k_ids
-        q_ids = token_integers(caller, q_ids, q.shape[:2], "segment_ids")
-        k_ids = token_integers(caller, k_ids, k.shape[:2], "k_segment_ids")
+        q_ids = _integers("segment_ids", q_ids, q.shape[:2])
+        k_ids = _integers("k_segment_ids", k_ids, k.shape[:2])
     scheme = pipeline.scheme
-    q_coordinates = _coordinates(scheme, "", call.q_positions, call.q_coordinates, q.shape[:2])
-    k_coordinates = _coordinates(scheme, "k_", call.k_positions, call.k_coordinates, k.shape[:2])
+    sides = (
+        ("", q, call.q_positions, call.q_coordinates),
+        ("k_", k, call.k_positions, call.k_coordinates),
+    )
+    (q_positions, q_coordinates), (k_positions, k_coordinates) = (
+        _places(scheme, side, x.shape[:2], *places) for side, x, *places in sides
+    )
 
     def read(tokens: Projections) -> Projections:
         tokens = pipeline.read(tokens)
@@ -134,28 +145,37 @@ def cross_attention(
     keys = read(keys.replace(q=zeros(q, k), coordinates=k_coordinates, segment_ids=k_ids))
     queries = queries.replace(q=pipeline.query(queries))
     keys = keys.replace(k=pipeline.key(keys), v=pipeline.value(keys))
-    call = call.replace(q_segment_ids=q_ids, k_segment_ids=k_ids, contiguous=False)
     call = call.replace(
+        q_positions=q_positions,
+        k_positions=k_positions,
         q_coordinates=q_coordinates if scheme.acts_in_attention else None,
         k_coordinates=k_coordinates if scheme.acts_in_attention else None,
+        q_segment_ids=q_ids,
+        k_segment_ids=k_ids,
+        contiguous=False,
+        scale=pipeline.scale(q.shape[-1]) if call.scale is None else call.scale,
+        checked=True,
     )
-    if call.scale is None:
-        call = call.replace(scale=pipeline.scale(q.shape[-1]))
     return pipeline.attend(queries, keys, call)
 
 
-def _coordinates(
-    scheme: Scheme, side: str, positions: Any, coordinates: Any, shape: tuple[int, ...]
-) -> jax.Array:
-    """Returns coordinates [B, T] or [A, B, T] of queries (side "") or keys (side "k_")."""
+def _places(
+    scheme: Scheme, side: str, shape: tuple[int, ...], positions: Any, coordinates: Any
+) -> tuple[jax.Array | None, jax.Array]:
+    """Returns positions and coordinates of queries (side "") or keys (side "k_")."""
     caller = "scheme_cross_attention"
+    if positions is not None:
+        positions = _integers(f"{side}positions", positions, shape)
     if coordinates is not None:
-        return token_coordinates(caller, scheme, coordinates, shape)
-    if positions is None:
-        require(
-            not scheme.acts_in_attention,
-            f"{caller}: {scheme!r} relates the tokens of both sequences by their positions; give "
-            f"{side}positions or {side}coordinates.",
-        )
-        return count_up(*shape)
-    return token_integers(caller, positions, shape, f"{side}positions")
+        name = f"{side}coordinates"
+        return positions, scheme_coordinates(caller, scheme, name, coordinates, shape)
+    require(
+        positions is not None or not scheme.acts_in_attention,
+        f"{caller}: {scheme!r} relates the tokens of both sequences by their positions; give "
+        f"{side}positions or {side}coordinates.",
+    )
+    return positions, count_up(*shape) if positions is None else positions
+
+
+def _integers(name: str, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.broadcast_to(token_integers("scheme_cross_attention", name, x, shape), shape)

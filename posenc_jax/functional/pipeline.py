@@ -15,6 +15,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from posenc_jax.checks import array_of_rank, require
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.problem import zero_where
 from posenc_jax.schemes.scheme import Params, Scheme
@@ -53,6 +54,24 @@ class Projections:
     def replace(self, **changes: Any) -> Self:
         """Returns the tokens with some arrays changed."""
         return dataclasses.replace(self, **changes)
+
+    def check(self, caller: str) -> None:
+        """Raises unless all arrays have the tokens of q; hooks would broadcast other shapes."""
+        q = self.q
+        for name, axes in (
+            ("q", "[B, T, N, H]"),
+            ("k", "[B, T, K, H]"),
+            ("v", "[B, T, K, V]"),
+            ("x", "[B, T, D]"),
+        ):
+            array = getattr(self, name)
+            if array is not None:
+                array_of_rank(caller, name, array, len(axes.split()), axes)
+                require(
+                    array.shape[:2] == q.shape[:2],
+                    f"{caller}: {name} must be {axes} with the B and T of q {q.shape}, "
+                    f"got {array.shape}.",
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +186,7 @@ def _results(scheme: Scheme, hook: str, form: str, results: Any) -> tuple[Any, .
     return results
 
 
-def an_array(scheme: Scheme, hook: str, result: Any) -> jax.Array:
+def an_array(scheme: Scheme, hook: str, result: Any) -> Any:
     """Returns the result of a hook; raises `TypeError` unless it is an array."""
     if not isinstance(result, jax.Array | np.ndarray):
         raise TypeError(f"{type(scheme).__name__}.{hook} must return an array, {_got(result)}.")

@@ -1,11 +1,10 @@
 """`from_hf` and `to_hf`: configs of transformers to schemes, and back to rotary parameters."""
 
 import contextlib
-import difflib
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
 
-from posenc_jax.checks import require
+from posenc_jax.checks import did_you_mean, require
 from posenc_jax.hf.attention_options import attention_options, with_attention_settings
 from posenc_jax.hf.config_reader import TrackedConfig, file_of, model_type_defaults
 from posenc_jax.hf.model_types import MODEL_TYPES, NOT_READ
@@ -186,7 +185,7 @@ def _tracked(config: Mapping[str, Any], decoder: bool | None) -> TrackedConfig:
         kind is None or isinstance(kind, str),
         f"the config must have a string as model_type, got {kind!r:.80}.",
     )
-    kind = _RENAMED.get(kind, kind)
+    kind = _RENAMED.get(str(kind), kind)
     if kind in NOT_READ:
         raise ValueError(f"unknown model_type {kind!r}; {NOT_READ[kind]}.")
     if kind not in MODEL_TYPES and inner is not None:
@@ -204,9 +203,8 @@ def _tracked(config: Mapping[str, Any], decoder: bool | None) -> TrackedConfig:
     if kind not in MODEL_TYPES and f"{kind}_text" in MODEL_TYPES:
         kind = f"{kind}_text"  # Keys of the text model at the top, as in transformers 4.
     if kind not in MODEL_TYPES:
-        near = " or ".join(map(repr, difflib.get_close_matches(str(kind), MODEL_TYPES, n=3)))
-        hint = f"did you mean {near}?" if near else "all are in posenc_jax.hf.model_types."
-        raise ValueError(f"unknown model_type {kind!r}; {hint}")
+        hint = did_you_mean(str(kind), MODEL_TYPES) or "; all are in posenc_jax.hf.model_types."
+        raise ValueError(f"unknown model_type {kind!r}{hint}")
     kind = str(kind)
     defaults = model_type_defaults().get(kind)
     config = {**config, "model_type": kind}

@@ -142,7 +142,7 @@ class Rotating:
             local = rope.get(LOCAL)
             if not isinstance(local, dict) or local.get("rope_theta") is None:
                 self._check_theta(config)
-            null = {} if self.null_rotates else None
+            null: dict | None = {} if self.null_rotates else None
             out = {kind: null if rope.get(kind) is None else rope[kind] for kind in kinds}
         else:
             config.check(

@@ -9,16 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from posenc_jax.cache.kv_cache import KVCache
-from posenc_jax.checks import array_of_rank, divides, positive_integers, require
+from posenc_jax.checks import array_of_rank, divides, positive_integers, refuse_unknown, require
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.mask import window_sides
 from posenc_jax.engine.problem import Implementation
-from posenc_jax.functional.arguments import (
-    TokenOptions,
-    attention_call,
-    refuse_unknown,
-    token_positions,
-)
+from posenc_jax.functional.arguments import TokenOptions, token_positions
 from posenc_jax.functional.attention import scheme_embedding, scheme_tables
 from posenc_jax.functional.new_cache import CacheOptions, new_cache
 from posenc_jax.functional.pipeline import Norm, Norms, Pipeline
@@ -304,19 +299,20 @@ class AttentionLayer:
         other = {"k_positions", "k_coordinates", "k_segment_ids"} if to_itself else {"tables"}
         refuse_unknown("Attention", options, set(known) - other)
         spec = self.spec()
-        settings = {
-            "sinks": sinks,
-            "is_causal": self.is_causal,
-            "window": spec.window,
-            "softcap": spec.softcap,
-            "scale": spec.scale,
-            "dropout_rate": 0.0 if dropout_key is None else self.dropout_rate,
-            "dropout_key": dropout_key,
-            "implementation": self.implementation,
-        }
+        call = AttentionCall(
+            sinks=sinks,
+            is_causal=self.is_causal,
+            window=spec.window,
+            softcap=spec.softcap,
+            scale=spec.scale,
+            dropout_rate=0.0 if dropout_key is None else self.dropout_rate,
+            dropout_key=dropout_key,
+            implementation=self.implementation,
+        )
+        names = {name: f"q_{name}" for name in ("positions", "coordinates", "segment_ids")}
         # None is the default of each: it does not take the layer's sinks away.
-        options = {n: x for n, x in options.items() if x is not None}
-        call = attention_call(**settings | {n: x for n, x in options.items() if n != "tables"})
+        arrays = {n: x for n, x in options.items() if n != "tables" and x is not None}
+        call = call.replace(**{names.get(n, n): x for n, x in arrays.items()})
         require(
             to_itself or (cache is None and spec.chunk_size is None),
             "Attention: keys of another sequence have no cache and no chunks; give a call with "

@@ -86,8 +86,13 @@ def resize_learned(
         f"got {jnp.shape(table)}.",
     )
     patches = table[prefix:].T.reshape(-1, *grid)
-    options = {"method": method, "align_corners": align_corners, "antialias": antialias}
-    new = resize_grid(patches, *new_grid, **options)
+    new = resize_grid(
+        patches,
+        *new_grid,
+        method=method,
+        align_corners=align_corners,
+        antialias=antialias,
+    )
     return jnp.concatenate([table[:prefix], new.reshape(new.shape[0], -1).T])
 
 
