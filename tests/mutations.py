@@ -431,7 +431,7 @@ MUTATIONS = [
              "if not is_causal and (sides is None or sides[1] != 0):", "if False:",
              "tests/modules/test_flax.py"),
     Mutation("a layer's softcap is not handed on", "modules/shared.py",
-             '"softcap": spec.softcap,', '"softcap": None,',
+             'softcap=spec.softcap,', 'softcap=None,',
              "tests/modules"),
     Mutation("a layer in chunks shows the chunk before", "schemes/layer_spec.py",
              "positions // chunk_size % 16", "positions // chunk_size % 1",

@@ -157,7 +157,7 @@ class Case:
         Those with coordinates of several axes come first.
         """
         axes, positions = self.scheme.traits.num_axes, count_up(BATCH, FIRST)
-        calls = {}
+        calls: dict[str, Callable[[], Any]] = {}
         if axes > 1:
             grid = jnp.broadcast_to(positions, (axes, *positions.shape))
             call = f" with coordinates [{axes}, B, T]"
@@ -165,8 +165,9 @@ class Case:
             calls[" with coordinates [B, T], as text has them"] = self._trace
         else:
             calls[""] = self._trace
-        places = {"positions": positions, "segment_ids": jnp.zeros_like(positions)}
-        calls[" with segment_ids"] = functools.partial(self._trace, **places)
+        calls[" with segment_ids"] = functools.partial(
+            self._trace, positions=positions, segment_ids=jnp.zeros_like(positions)
+        )
         calls[" in bfloat16"] = functools.partial(self._trace, jnp.bfloat16)
         calls[" with a cache, and one more token"] = functools.partial(self._trace, cached=True)
         return calls
