@@ -1,20 +1,18 @@
 """Position encodings and attention as Flax NNX modules, for any scheme."""
 
-from typing import ClassVar
-
 import jax
 from flax import nnx
 
 from posenc_jax.modules.attention_fn import attention_fn, check_scale
 from posenc_jax.modules.nnx_attention import Attention
-from posenc_jax.modules.nnx_encoding import FixedSettings, HeadNorm, PositionEncoding
+from posenc_jax.modules.nnx_encoding import HeadNorm, PositionEncoding
 from posenc_jax.modules.shared import layer_spec
 from posenc_jax.schemes.scheme import Scheme, check_direction
 
 __all__ = ["Attention", "AttentionFn", "HeadNorm", "PositionEncoding"]
 
 
-class AttentionFn(FixedSettings, nnx.Module):
+class AttentionFn(nnx.Module):
     """A scheme inside the stock `nnx.MultiHeadAttention`, as its `attention_fn`.
 
     A decoded query's position is read from its mask, since the layer does not give it, and
@@ -32,9 +30,7 @@ class AttentionFn(FixedSettings, nnx.Module):
     (2, 5, 16)
     """
 
-    fixed: ClassVar = dict.fromkeys(
-        ("position", "shared_encoding"), "assign `encoding`, a PositionEncoding with parameters"
-    )
+    position = property(lambda self: self.encoding.scheme)
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Unpack, overload
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from posenc_jax.functional.new_cache import CacheOptions
 from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.modules.attention_fn import check_acts_in_attention
 from posenc_jax.modules.axis_names import KERNELS, AxisNames, check_axis_names
-from posenc_jax.modules.nnx_encoding import FixedSettings, HeadNorm, PositionEncoding, metadata_of
+from posenc_jax.modules.nnx_encoding import HeadNorm, PositionEncoding, metadata_of
 from posenc_jax.modules.shared import (
     AttentionLayer,
     CallOptions,
@@ -48,20 +48,7 @@ class NNXCallOptions(CallOptions, total=False):
     rngs: nnx.Rngs | nnx.RngStream | jax.Array | None
 
 
-def _of_settings(name: str) -> property:
-    """Returns a property that reads and replaces a field of `settings`."""
-
-    def read(self):
-        return getattr(self.settings, name)
-
-    def write(self, value):
-        settings = dataclasses.replace(self.settings, **{name: value})
-        super(FixedSettings, self).__setattr__("settings", settings)
-
-    return property(read, write)
-
-
-class Attention(FixedSettings, AttentionLayer, nnx.Module):
+class Attention(AttentionLayer, nnx.Module):
     """Multi-head attention with any scheme, grouped heads, segments and a cache.
 
     >>> import posenc_jax as pe
@@ -71,28 +58,15 @@ class Attention(FixedSettings, AttentionLayer, nnx.Module):
     >>> y, cache = layer(jnp.ones((2, 5, 16)), cache=layer.new_cache(2, capacity=8))
     >>> y, cache = layer(jnp.ones((2, 1, 16)), cache=cache)  # The sixth token.
 
-    Attributes:
-      encoding: the `PositionEncoding`; another one may be assigned.
-      window, chunk_size, scale, softcap: fields of `settings`; they may be assigned.
-      is_causal, dropout_rate, deterministic, decode, implementation: may be assigned.
-      settings: a `LayerSpec`. It and other arguments cannot be assigned: it is an AttributeError.
-    """
+    Calls read these attributes, so that they may be assigned. Other arguments are read here alone.
 
-    window, chunk_size = _of_settings("window"), _of_settings("chunk_size")
-    scale, softcap = _of_settings("scale"), _of_settings("softcap")
-    stored: ClassVar = (
-        *("model_dim", "num_heads", "num_kv_heads", "head_dim", "in_kv_features", "dtype"),
-        "settings",
-    )
-    fixed: ClassVar = dict.fromkeys(
-        (
-            *("use_bias", "param_dtype", "precision", "promote_dtype", "axis_names", "qk_norm"),
-            *("kernel_init", "out_kernel_init", "bias_init", "out_bias_init", *stored),
-        ),
-        "make another layer",
-    ) | dict.fromkeys(
-        ("position", "shared_encoding"), "assign `encoding`, a PositionEncoding with parameters"
-    )
+    Attributes:
+      encoding: the `PositionEncoding`.
+      window, chunk_size, scale, softcap: as in a `LayerSpec`.
+      is_causal, dropout_rate, deterministic, decode, implementation: as in the constructor.
+      settings: the `LayerSpec` of a call; read-only.
+      position: the scheme of `encoding`; read-only.
+    """
 
     def __init__(
         self,
@@ -167,7 +141,10 @@ class Attention(FixedSettings, AttentionLayer, nnx.Module):
             StickBreaking) without `is_causal`, and a setting that the `LayerSpec` has too.
         """
         settings = dict(window=window, softcap=softcap, scale=scale, qk_norm=qk_norm, sinks=sinks)
-        self.settings = layer_spec("Attention", position, shared_encoding, **settings)
+        spec = layer_spec("Attention", position, shared_encoding, **settings)
+        self.initial = spec
+        self.window, self.chunk_size = spec.window, spec.chunk_size
+        self.scale, self.softcap = spec.scale, spec.softcap
         check_axis_names("Attention", axis_names)
         if head_dim is None:
             divides("Attention", model_dim=model_dim, num_heads=num_heads)
@@ -209,9 +186,9 @@ class Attention(FixedSettings, AttentionLayer, nnx.Module):
             kernel_init if out_kernel_init is None else out_kernel_init,
             bias_init if out_bias_init is None else out_bias_init,
         )
-        scheme = self.settings.scheme
+        scheme = spec.scheme
         check_acts_in_attention("Attention", scheme)
-        check_use(scheme, self.settings, is_causal, head_dim)
+        check_use(scheme, spec, is_causal, head_dim)
         kv_heads = {"num_kv_heads": self.num_kv_heads, "head_dim": head_dim}
         check_sizes("Attention", scheme, num_heads=num_heads, model_dim=model_dim, **kv_heads)
         if shared_encoding is None:
@@ -219,17 +196,17 @@ class Attention(FixedSettings, AttentionLayer, nnx.Module):
         self.encoding = shared_encoding
 
         def norm(name):
-            sizes, settings = KERNELS[name][1:], self.settings.qk_norm
-            return settings and HeadNorm(settings, heads[name], head_dim, sizes, axis_names)
+            sizes, qk_norm = KERNELS[name][1:], spec.qk_norm
+            return qk_norm and HeadNorm(qk_norm, heads[name], head_dim, sizes, axis_names)
 
         self.query_norm, self.key_norm = norm("query"), norm("key")
         logits, sizes = jnp.zeros((num_heads,), jnp.float32), ("num_heads",)
-        if self.settings.sinks == "projected":
+        if spec.sinks == "projected":
             init = init_of_projection("kernel_init", kernel_init, "sinks", _kernel_init)
             logits = init(rngs.params(), (model_dim, num_heads), jnp.float32)
             sizes = ("model_dim", *sizes)
         param = nnx.Param(logits, **metadata_of(axis_names, sizes))
-        self.sinks = param if self.settings.sinks else None
+        self.sinks = param if spec.sinks else None
         self.deterministic, self.decode = deterministic, decode
         self.kv_cache: nnx.Cache[KVCache] | None = nnx.data(None)
         self.rngs = rngs.dropout.fork() if dropout_rate > 0 else None
@@ -238,8 +215,12 @@ class Attention(FixedSettings, AttentionLayer, nnx.Module):
         self.implementation = implementation
 
     def spec(self) -> LayerSpec:
-        """Returns the settings that a `LayerSpec` has."""
-        return self.settings
+        """Returns the settings that a `LayerSpec` has, as assigned."""
+        names = "window", "chunk_size", "scale", "softcap"
+        return dataclasses.replace(self.initial, **{name: getattr(self, name) for name in names})
+
+    settings = property(spec)
+    position = property(lambda self: self.encoding.scheme)
 
     @overload
     def __call__(
@@ -308,9 +289,9 @@ class Attention(FixedSettings, AttentionLayer, nnx.Module):
         encoding = self.encoding
         if shared_encoding is not None:
             check_encoding("Attention", shared_encoding)
-            check_acts_in_attention("Attention", shared_encoding.scheme)
             encoding = shared_encoding
-        check_use(encoding.scheme, self.settings, self.is_causal, self.head_dim)
+        check_acts_in_attention("Attention", encoding.scheme)
+        check_use(encoding.scheme, self.spec(), self.is_causal, self.head_dim)
         stored = None
         if self.decode if decode is None else decode:
             require(cache is None, "Attention: decode=True has its own cache; give no cache=.")

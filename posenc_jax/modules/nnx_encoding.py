@@ -1,7 +1,7 @@
 """Position encodings and norms of heads as Flax NNX modules."""
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from flax import nnx
@@ -16,35 +16,12 @@ def _is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-class FixedSettings:
-    """Mixin of modules that refuses to change settings which are read at construction alone.
-
-    Attributes:
-      fixed: names of constructor arguments, and the advice of the error for each.
-      stored: the names in `fixed` that are attributes.
-    """
-
-    fixed: ClassVar[Mapping[str, str]] = {}
-    stored: ClassVar[Collection[str]] = ()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in self.fixed:
-            # The constructor sets attributes that are not there yet, and so does a copy by Flax.
-            known = vars(self)
-            if name not in self.stored or (name in known and known[name] != value):
-                raise AttributeError(
-                    f"{type(self).__name__}: {name} has no effect after construction; "
-                    f"{self.fixed[name]}."
-                )
-        super().__setattr__(name, value)
-
-
 def metadata_of(axis_names: AxisNames | None, sizes: Sequence[str]) -> dict[str, Any]:
     """Returns the metadata of a parameter whose axes have these sizes."""
     return {} if axis_names is None else {"out_sharding": names(axis_names, sizes)}
 
 
-class PositionEncoding(FixedSettings, EncodingLayer, nnx.Module):
+class PositionEncoding(EncodingLayer, nnx.Module):
     """A scheme with its parameters; called, it encodes positions into token embeddings.
 
     Attributes:
@@ -56,9 +33,6 @@ class PositionEncoding(FixedSettings, EncodingLayer, nnx.Module):
     >>> encoding(jnp.zeros((1, 3, 4))).shape
     (1, 3, 4)
     """
-
-    fixed: ClassVar = dict.fromkeys(("scheme", "axis_names"), "make another PositionEncoding")
-    stored: ClassVar = ("scheme",)
 
     def __init__(self, scheme: Scheme, *, axis_names: AxisNames | None = None, rngs: nnx.Rngs):
         """Makes new parameters.
