@@ -23,6 +23,7 @@ from experiments.pages.progress import Progress, by_scheme
 from experiments.pages.report import render, waiting
 from experiments.runs.experiment import Experiment, from_file, objects_in
 from experiments.runs.files import locked, write_whole
+from experiments.runs.results import PACK
 from experiments.runs.run import Run, RunFolder, load_data
 from experiments.runs.run_queue import (
     Ended,
@@ -252,7 +253,7 @@ def _clear(folder: Path) -> None:
             if re.fullmatch(r".+-s\d+-[0-9a-f]{12}", path.name) or path.name == "parameters":
                 with locked(path):
                     shutil.rmtree(path)
-            elif path.name in ("config.toml", "report.html", *_EARLIER):
+            elif path.name in ("config.toml", "report.html", PACK, *_EARLIER):
                 path.unlink()
     except OSError as error:
         raise ResultsError(f"{error.filename}: cannot be removed: {error.strerror}") from None

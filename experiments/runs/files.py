@@ -2,12 +2,10 @@
 
 import contextlib
 import fcntl
-import io
 import json
 import math
 import os
 import secrets
-import tarfile
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,22 +57,6 @@ def locked(folder: Path) -> Generator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def pack(folder: Path, target: Path) -> int:
-    """Writes a .tar.gz of the results of runs and other JSON files of a folder; returns how many.
-
-    `tar xzf` unpacks it in the folder in which the process that wrote it worked.
-
-    Raises:
-      ResultsError: if it cannot be written.
-    """
-    files, buffer = [*folder.glob("*.json"), *folder.glob("*/result.json")], io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
-        for file in sorted(files):
-            archive.add(file, os.path.relpath(file))
-    write_whole(target, buffer.getvalue())
-    return len(files)
 
 
 def to_json(value: Any, **options: Any) -> str:

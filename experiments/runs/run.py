@@ -1,12 +1,11 @@
 """Single runs: a scheme on a task with one seed, in a folder named by the hash of its settings.
 
-result.json       scores and provenance; written once, when the run has ended
+result.json       scores and provenance (`experiments.runs.results`), when the run has ended
 checkpoints/      states of training, about one a minute, until the run has ended; the latest two;
                   checkpoints-DIGEST/ of runs with code or a corpus of your own
 parameters.npz    trained parameters, if `train` keeps them or another run begins with them
 
-A run that was stopped at any time continues from its checkpoint with equal bits. Only result.json
-is worth committing.
+A run that was stopped at any time continues from its checkpoint with equal bits.
 """
 
 import dataclasses
@@ -27,6 +26,7 @@ from flax import nnx
 from experiments.errors import ResultsError
 from experiments.models.model import Position, initialize, seed_keys
 from experiments.models.schemes import code_of, parts_of, short
+from experiments.runs import results
 from experiments.runs.checkpoints import (
     Deadline,
     OrbaxCheckpoint,
@@ -35,70 +35,15 @@ from experiments.runs.checkpoints import (
     write_arrays,
 )
 from experiments.runs.environment import environment
-from experiments.runs.files import locked, to_json, write_whole
-from experiments.settings.config_io import convert, to_tables
+from experiments.runs.files import locked
+from experiments.runs.results import Result
+from experiments.settings.config_io import to_tables
 from experiments.tasks.base import Data, Evaluation
 from experiments.tasks.corpus import SOURCES
 from experiments.training import mesh as on_mesh
 from experiments.training.train import Trained, of_program, train
 
-VERSIONS = ("jax", "jaxlib", "flax", "optax", "numpy", "device")
-"""Entries of the environment that must be equal where runs are compared."""
 _POINTS = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """The content of result.json.
-
-    Attributes:
-      settings: of the run, all of them.
-      status: "done", or "diverged" where the loss was not finite.
-      scores: by view (`Task.views`), then by length.
-      places: of the first view, by length, as `Evaluation.places` has them.
-      curve: some points of the curve of the loss, "step" and "loss".
-      environment: versions and the machine.
-      commit: of the code, with a plus where files differed from it.
-      finished: when, ISO 8601.
-    """
-
-    settings: dict[str, Any]
-    status: str
-    scheme_repr: str
-    environment: dict[str, Any]
-    commit: str
-    finished: str
-    error: str | None = None
-    parameters: int | None = None
-    memory_bytes: int | None = None
-    fitted: bool = False
-    fit_rule: str = ""
-    scores: dict[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
-    places: dict[str, list[float | None]] = dataclasses.field(default_factory=dict)
-    curve: dict[str, list[float | None]] = dataclasses.field(default_factory=dict)
-    compile_seconds: float = 0.0
-    train_seconds: float = 0.0
-    cpu_seconds: float = 0.0
-
-    @property
-    def versions(self) -> tuple[str, ...]:
-        """The versions that must be equal where runs are compared."""
-        return tuple(f"{name} {self.environment.get(name)}" for name in VERSIONS)
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether it was trained on a CPU."""
-        return str(self.environment.get("device")).startswith("cpu")
-
-    @property
-    def seconds(self) -> float:
-        """Time of training: CPU time on CPUs, which other programs disturb less, or wall time."""
-        return self.cpu_seconds if self.on_cpu else self.train_seconds
-
-    @property
-    def processor(self) -> str:
-        """The name of the processor."""
-        return str(self.environment.get("processor"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +69,7 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """All settings, of JSON's types."""
-        task = {k: v for k, v in named_settings(self.task).items() if k not in ("schemes", "rates")}
+        task = {k: v for k, v in to_tables(self.task).items() if k not in ("schemes", "rates")}
         settings = {
             "task": self.task.name,
             "scheme": self.scheme,
@@ -137,10 +82,8 @@ class Run:
     @functools.cached_property
     def name(self) -> str:
         """The name of the folder: task, scheme, seed, and a hash of all settings."""
-        text = json.dumps(self.settings, sort_keys=True, separators=(",", ":"))
-        digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         scheme = re.sub(r"[^\w.+-]", "-", short(self.scheme))
-        return f"{self.task.name}-{scheme}-s{self.seed}-{digest}"
+        return f"{self.task.name}-{scheme}-s{self.seed}-{results.digest(self.settings)}"
 
     @functools.cached_property
     def sources(self) -> dict[str, str]:
@@ -228,17 +171,15 @@ class RunFolder:
         Raises:
           ResultsError: if it cannot be read, or has the settings of another run.
         """
-        result = _read(self.path / "result.json")
+        result = results.stored(self.path.parent, self.run.name)
         if result and result.settings != self.run.settings:
-            raise ResultsError(
-                f"{self.path / 'result.json'}: has other settings than its name says"
-            )
+            raise ResultsError(f"{self.path}: has a result with other settings than its name says")
         return result
 
     def forget(self) -> None:
         """Removes the result, the states and the parameters."""
-        for name in ("result.json", "parameters.npz"):
-            (self.path / name).unlink(missing_ok=True)
+        results.forget(self.path.parent, [self.run.name])
+        (self.path / "parameters.npz").unlink(missing_ok=True)
         self._remove_states()
 
     def _remove_states(self) -> None:
@@ -352,7 +293,7 @@ class RunFolder:
         assert file is not None
         with locked(self.path):
             measured = self.run.evaluate(params, data)
-            before = _read(file.parent / "result.json")
+            before = results.stored(file.parents[1], file.parent.name)
             if before is None:
                 raise ResultsError(f"{file.parent}: holds no result; train again")
             return self._put(dataclasses.replace(before, settings=self.run.settings, **measured))
@@ -383,7 +324,7 @@ class RunFolder:
             return file
         training = _training(run.settings, run.task)
         for other in sorted(self.path.parent.glob(f"{run.name.rpartition('-')[0]}-*/{file.name}")):
-            result = _read(other.parent / "result.json")
+            result = results.stored(self.path.parent, other.parent.name)
             if result and _training(result.settings, run.task) == training:
                 return other
         return None
@@ -403,31 +344,8 @@ class RunFolder:
         return self._put(result)
 
     def _put(self, result: Result) -> Result:
-        write_whole(self.path / "result.json", text(result))
+        results.write(self.path.parent, self.run.name, result)
         return result
-
-
-def named_settings(settings: Any) -> dict[str, Any]:
-    """Returns the tables of a dataclass of settings without its `unnamed_defaults`."""
-    tables = to_tables(settings)
-    unnamed = getattr(settings, "unnamed_defaults", ())  # Settings of benchmarks have none.
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if field.name in unnamed and value == field.default:
-            del tables[field.name]
-        elif dataclasses.is_dataclass(value):
-            tables[field.name] = named_settings(value)
-    return tables
-
-
-def _read(file: Path) -> Result | None:
-    """Returns the result in a file; None if there is no file."""
-    try:
-        return convert(Result, json.loads(file.read_text(encoding="utf-8")), "")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ResultsError(f"{file}: cannot be read: {error}") from None
 
 
 def _training(settings: dict[str, Any], task: Any) -> dict[str, Any]:
@@ -459,12 +377,6 @@ def duration(seconds: float) -> str:
 def here() -> dict[str, Any]:
     """Returns versions and the machine, as results have them."""
     return {k: v for k, v in environment().items() if k != "platform"}
-
-
-def text(result: Result) -> str:
-    """Returns a result as JSON, with lists on one line each."""
-    words = to_json(dataclasses.asdict(result), indent=1)
-    return re.sub(r"\[[^\[\]{}]*\]", lambda match: " ".join(match[0].split()), words) + "\n"
 
 
 def _new_parameters(run: Run) -> Any:

@@ -14,8 +14,8 @@ import jax
 
 from experiments.errors import ConfigError, ExperimentError, ResultsError
 from experiments.runs.checkpoints import Deadline, OutOfTime
-from experiments.runs.files import pack
-from experiments.runs.run import VERSIONS, Result, Run, RunFolder, commit, duration, here, load_data
+from experiments.runs.results import PACK, VERSIONS, Result, pack
+from experiments.runs.run import Run, RunFolder, commit, duration, here, load_data
 from experiments.runs.workers import Workers, default_count
 from experiments.settings.trust import add_trust, is_installed, is_project
 from experiments.training import mesh as on_mesh
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="processes, each with a processor of its own (default: one per processor on CPUs)",
     )
     parser.add_argument(
-        "--pack", type=Path, metavar="FILE", help="then put all results in one .tar.gz"
+        "--pack", action="store_true", help=f"then put the results of all runs in one file, {PACK}"
     )
     on_mesh.add_arguments(parser)
     add_trust(parser)
@@ -318,7 +318,7 @@ def carry_out(
         raise
     on_mesh.tell_others(None)
     if options.pack:
-        say(f"Pack: {pack(folder, options.pack)} files in {options.pack}")
+        say(f"Pack: {pack(folder)} results in {folder / PACK}")
     return queue
 
 

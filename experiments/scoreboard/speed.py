@@ -17,8 +17,8 @@ from pydantic import PositiveInt
 import posenc_jax as pe
 from experiments.bench.timing import side_by_side
 from experiments.models.model import Position, initialize, seed_keys, structure
-from experiments.runs.run import Run, named_settings
-from experiments.settings.common import Model, Train
+from experiments.runs.run import Run
+from experiments.settings.common import Model
 from experiments.settings.config_io import STRICT
 from experiments.tasks.base import Data, Length
 from experiments.tasks.labels import Labels
@@ -88,18 +88,6 @@ class Speed:
 @dataclasses.dataclass(frozen=True)
 class SpeedRun(Run):
     """A measurement of the benchmark with one scheme; another seed is a repetition."""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """All settings, and constants that are part of the names of committed results."""
-        settings = super().settings
-        train = Train(steps=1, steps_per_call=1, warmup=0, batch=1)
-        constant = {
-            "coordinates": "positions",
-            "coordinate_range": 0,
-            "train": named_settings(train),
-        }
-        return settings | {"speed": settings["speed"] | constant}
 
     @property
     def program(self) -> str:

@@ -38,9 +38,6 @@ class Model:
     """Type of activations and matrix products, float32 or bfloat16. Parameters, the optimiser's
     state and losses are float32 in either case."""
 
-    unnamed_defaults: ClassVar[frozenset[str]] = frozenset({"dtype"})
-    """As in `Task`."""
-
     @property
     def head_dim(self) -> int:
         """H = D / N."""
@@ -101,9 +98,6 @@ class Train:
     """Width at which hidden matrices have the learning rate; at width D theirs is multiplied by
     base_width / D, as in muP (https://arxiv.org/abs/2203.03466, Table 3), so that the best rate of
     a narrow model serves a wide one. 0: the same rate for all."""
-
-    unnamed_defaults: ClassVar[frozenset[str]] = frozenset({"base_width"})
-    """As in `Task`."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError for settings that contradict one another."""

@@ -103,9 +103,6 @@ class Task:
     """Time of a run on two idle cores, for the first estimate of the time left."""
     measure_settings: ClassVar[frozenset[str]] = frozenset()
     """Settings of the evaluation alone: trained parameters do not depend on them."""
-    unnamed_defaults: ClassVar[frozenset[str]] = frozenset()
-    """Settings that the name of a run leaves out while they have their default, so that results
-    from before they existed keep their names."""
 
     @property
     def vocab_size(self) -> int:

@@ -93,7 +93,6 @@ class Text(Task):
     measure_settings: ClassVar[frozenset[str]] = frozenset(
         {"eval_bytes", "stride", "sliding_lengths", "ngram", "variants", "validation"}
     )
-    unnamed_defaults: ClassVar[frozenset[str]] = frozenset({"validation"})
 
     @property
     def vocab_size(self) -> int:

@@ -1,6 +1,7 @@
 """Studies: stages, choices and pages, of runs that are not trained."""
 
 import dataclasses
+import gzip
 import itertools
 import json
 import re
@@ -12,6 +13,7 @@ from scipy import optimize, stats
 from experiments.__main__ import main
 from experiments.errors import ConfigError
 from experiments.pages.intervals import interval
+from experiments.runs.results import packed
 from experiments.runs.run import Result, RunFolder
 from experiments.settings.config_io import convert
 from experiments.study import clock, plan
@@ -642,8 +644,9 @@ def test_the_committed_page_is_that_of_the_committed_results(request, name):
         assert not re.search(r'(\bid="|href="#)[^"]* |url\(#[^)]* ', drawn)
     assert (root / "docs" / f"{name}.md").read_text() == expected
     names = {run.name for run in study.runs(results, times)}
-    content = {path.parent.name for path in (root / folder).glob("*/result.json")}
-    assert content <= names  # A result that no run has any more would never be read.
+    assert (
+        packed(root / folder).keys() <= names
+    )  # A result that no run has any more would never be read.
 
 
 def test_differences_on_validation_text_are_those_of_the_files(request):
@@ -654,8 +657,9 @@ def test_differences_on_validation_text_are_those_of_the_files(request):
     def scores(scheme):
         runs = cells[scheme].finals(known(folder))
         assert [run.seed for run in runs] == [0, 1, 2, 3, 4]
-        files = [json.loads((folder / run.name / "result.json").read_text()) for run in runs]
-        return np.array([file["scores"]["validation"]["128"] for file in files])
+        lines = map(json.loads, gzip.open(folder / "results.jsonl.gz"))
+        scores = {line["run"]: line["result"]["scores"] for line in lines}
+        return np.array([scores[run.name]["validation"]["128"] for run in runs])
 
     for scheme in ("t5", "alibi"):
         expected = scores(scheme) - scores("rope")

@@ -1,13 +1,9 @@
 """Studies of several sizes: transferred rates, gains by size, the clock of an accelerator."""
 
-import json
-import tarfile
-
 import jax.numpy as jnp
 import pytest
 
 from experiments.errors import ConfigError
-from experiments.runs.files import pack
 from experiments.runs.run import Result
 from experiments.study import clock, gains, plan
 from experiments.study.clock import Clock
@@ -128,18 +124,3 @@ def test_wrong_files_are_one_line(tmp_path, change, message):
     with pytest.raises(ConfigError) as caught:
         plan.load(tmp_path / "mine.toml")
     assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_results_travel_in_one_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "results" / "mine" / "run"
-    (folder / "checkpoints").mkdir(parents=True)
-    (folder / "result.json").write_text("{}")
-    (folder / "checkpoints" / "state.json").write_bytes(b"{}")
-    (folder.parent / "clock.json").write_text("[]")
-    assert pack(tmp_path / "results" / "mine", tmp_path / "out" / "all.tar.gz") == 2
-    with tarfile.open(tmp_path / "out" / "all.tar.gz") as archive:
-        names = archive.getnames()
-        content = json.loads(archive.extractfile("results/mine/clock.json").read())
-    assert sorted(names) == ["results/mine/clock.json", "results/mine/run/result.json"]
-    assert content == []

@@ -1,0 +1,185 @@
+"""Results of runs: a file in the folder of each new run, and one compressed file of packed ones.
+
+RUN/result.json     the result of one run
+results.jsonl.gz    a line per packed run, {"run": name, "result": result}, sorted by name; equal
+                    results are equal bytes, and only this file is worth committing
+
+A name ends with a digest of the settings, which is checked when a line is read. Of a run that is in
+both, the result that was finished last counts.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.errors import ResultsError
+from experiments.runs.files import locked, to_json, write_whole
+from experiments.settings.config_io import convert
+
+FILE, PACK = "result.json", "results.jsonl.gz"
+VERSIONS = ("jax", "jaxlib", "flax", "optax", "numpy", "device")
+"""Entries of the environment that must be equal where runs are compared."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The result of a run.
+
+    Attributes:
+      settings: of the run, all of them.
+      status: "done", or "diverged" where the loss was not finite.
+      scores: by view (`Task.views`), then by length.
+      places: of the first view, by length, as `Evaluation.places` has them.
+      curve: some points of the curve of the loss, "step" and "loss".
+      environment: versions and the machine.
+      commit: of the code, with a plus where files differed from it.
+      finished: when, ISO 8601.
+    """
+
+    settings: dict[str, Any]
+    status: str
+    scheme_repr: str
+    environment: dict[str, Any]
+    commit: str
+    finished: str
+    error: str | None = None
+    parameters: int | None = None
+    memory_bytes: int | None = None
+    fitted: bool = False
+    fit_rule: str = ""
+    scores: dict[str, dict[str, float | None]] = dataclasses.field(default_factory=dict)
+    places: dict[str, list[float | None]] = dataclasses.field(default_factory=dict)
+    curve: dict[str, list[float | None]] = dataclasses.field(default_factory=dict)
+    compile_seconds: float = 0.0
+    train_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+    @property
+    def versions(self) -> tuple[str, ...]:
+        """The versions that must be equal where runs are compared."""
+        return tuple(f"{name} {self.environment.get(name)}" for name in VERSIONS)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it was trained on a CPU."""
+        return str(self.environment.get("device")).startswith("cpu")
+
+    @property
+    def seconds(self) -> float:
+        """Time of training: CPU time on CPUs, which other programs disturb less, or wall time."""
+        return self.cpu_seconds if self.on_cpu else self.train_seconds
+
+    @property
+    def processor(self) -> str:
+        """The name of the processor."""
+        return str(self.environment.get("processor"))
+
+
+def digest(settings: Mapping[str, Any]) -> str:
+    """Returns a hash of settings of JSON's types, 12 digits."""
+    text = json.dumps(settings, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def stored(folder: Path, run: str) -> Result | None:
+    """Returns the result of a run; None if there is none.
+
+    Args:
+      folder: of the folders of runs.
+      run: its name.
+
+    Raises:
+      ResultsError: if it cannot be read.
+    """
+    file = folder / run / FILE
+    try:  # In this order: a pack is written before the files that it replaces are removed.
+        alone = convert(Result, json.loads(file.read_text(encoding="utf-8")), "")
+    except (FileNotFoundError, NotADirectoryError):
+        alone = None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ResultsError(f"{file}: cannot be read: {error}") from None
+    in_pack = packed(folder).get(run)
+    if alone and in_pack:
+        return in_pack if in_pack.finished > alone.finished else alone
+    return alone or in_pack
+
+
+def write(folder: Path, run: str, result: Result) -> None:
+    """Writes the result of a run to a file of its own."""
+    write_whole(folder / run / FILE, to_json(dataclasses.asdict(result), indent=1) + "\n")
+
+
+def forget(folder: Path, runs: Collection[str]) -> None:
+    """Removes results of runs."""
+    results = packed(folder)
+    if results.keys() & set(runs):
+        _write_pack(folder, {name: x for name, x in results.items() if name not in runs})
+    for run in runs:
+        (folder / run / FILE).unlink(missing_ok=True)
+
+
+def pack(folder: Path) -> int:
+    """Packs all results of a folder, and removes their files; returns how many are packed.
+
+    Raises:
+      ResultsError: if one cannot be read, or a file cannot be written.
+    """
+    with contextlib.ExitStack() as held:
+        files = sorted(folder.glob(f"*/{FILE}"))
+        for file in files:
+            held.enter_context(locked(file.parent))
+        results = dict(packed(folder))
+        for file in files:
+            if result := stored(folder, file.parent.name):
+                results[file.parent.name] = result
+        if files:
+            _write_pack(folder, results)
+        for file in files:
+            file.unlink()
+            with contextlib.suppress(OSError):  # It has parameters or states.
+                file.parent.rmdir()
+    return len(results)
+
+
+def _write_pack(folder: Path, results: Mapping[str, Result]) -> None:
+    lines = (
+        to_json({"run": name, "result": dataclasses.asdict(results[name])}, separators=(",", ":"))
+        for name in sorted(results)
+    )
+    content = "".join(f"{line}\n" for line in lines).encode()
+    write_whole(folder / PACK, gzip.compress(content, mtime=0))
+
+
+def packed(folder: Path) -> Mapping[str, Result]:
+    """Returns the packed results of a folder by name.
+
+    Raises:
+      ResultsError: if they cannot be read.
+    """
+    try:
+        stat = (folder / PACK).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    return _read_pack(folder / PACK, stat.st_mtime_ns, stat.st_ino)
+
+
+@functools.lru_cache(maxsize=8)
+def _read_pack(file: Path, *version: int) -> Mapping[str, Result]:
+    """Returns the results of a pack by name; it is read again if it is another file."""
+    results = {}
+    try:
+        for line in gzip.decompress(file.read_bytes()).splitlines():
+            name, result = json.loads(line).values()
+            results[name] = convert(Result, result, name)
+            if name.rpartition("-")[2] != digest(results[name].settings):
+                raise ValueError(f"{name} has other settings than its name says")
+    except (OSError, EOFError, zlib.error, ValueError, AttributeError, RecursionError) as error:
+        raise ResultsError(f"{file}: cannot be read: {error}") from None
+    return results
