@@ -72,7 +72,7 @@ dist: $(call installed,dist) ## Build sdist and wheel, try the wheel in a clean 
 	$(RUN) -m twine check --strict dist/*
 	$(RUN) -m venv build/dist
 	build/dist/bin/python -m pip install -q --disable-pip-version-check "$$(echo dist/*.whl)[flax]"
-	$(RUN) tests/make_dist_check.py dist/*.whl build/dist/bin/python
+	$(RUN) -m tests.makers dist_check dist/*.whl build/dist/bin/python
 
 # A value may hold spaces: each is quoted for the shell.
 option = $(if $(value $(1)),--$(2) '$(subst ','\'',$($(1)))')

@@ -38,8 +38,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 # the arrays of a program and their memory stay as they are for users.
 jax.config.update("jax_disable_most_optimizations", True)
 
-# They make golden files and compare with transformers, with packages of their own.
-collect_ignore_glob = ["*make_*.py", "*hf/fuzz*.py", "*accelerator_torch.py"]
+# Makers need packages of their own.
+collect_ignore = ["tests/makers", "experiments/bench/accelerator_torch.py"]
 
 
 @pytest.fixture(autouse=True)

@@ -2,9 +2,9 @@
 
 import jax
 import pytest
-from support import build, make_batch
 
 import posenc_jax as pe
+from tests.support import build, make_batch
 
 
 @pytest.fixture

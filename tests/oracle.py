@@ -6,9 +6,9 @@ It shares nothing with the library. What a scheme adds is written in its own tes
 
 import jax
 import numpy as np
-from support import run
 
 import posenc_jax as pe
+from tests.support import run
 
 
 def attend(scheme, params, *arrays, **options):

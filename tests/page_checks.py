@@ -12,13 +12,13 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pages
 from flax import nnx
 
 import posenc_jax as pe
 from experiments.scoreboard import claims
 from experiments.study import plan
 from experiments.tasks import TASKS
+from tests import pages
 
 CHECKS = {}
 WEIGHTS = "query", "key", "value", "out"

@@ -11,14 +11,14 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import make_scheme_pages
 import numpy as np
 import pytest
 from flax import nnx
-from support import slow
 
 import posenc_jax as pe
 from posenc_jax import testing
+from tests.makers import scheme_pages
+from tests.support import slow
 
 PROPERTIES = [
     "jit_equals_eager",
@@ -116,10 +116,10 @@ def test_the_list_of_missing_parts_is_complete(monkeypatch):
     module = types.ModuleType(path, "Toy: https://arxiv.org/abs/2601.00001")
     monkeypatch.setitem(sys.modules, path, module)
     toy = type("Toy", (LogDistance,), {"name": "toy", "__module__": path})
-    assert make_scheme_pages.missing(toy) == [
+    assert scheme_pages.missing(toy) == [
         f"posenc_jax/__init__.py: from {path} import Toy as Toy",
         "posenc_jax/__init__.py: Toy in the docstring",
         "tests/schemes/bias/test_toy.py: a test with numbers from outside",
-        "PYTHONPATH=.:tests python tests/make_scheme_pages.py toy writes its row in "
-        "docs/schemes.md, its row in docs/serving.md, its picture in docs/gallery.png",
+        "python -m tests.makers scheme_pages toy writes its row in docs/schemes.md, its row in "
+        "docs/serving.md, its picture in docs/gallery.png",
     ]

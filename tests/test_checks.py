@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import build
 
 import posenc_jax as pe
 from posenc_jax.checks import (
@@ -21,6 +20,7 @@ from posenc_jax.checks import (
     positive_integers,
     require,
 )
+from tests.support import build
 
 
 def test_require():

@@ -6,9 +6,8 @@ docs/study.md and RESULTS.md are compared with the results themselves in tests/e
 import math
 import re
 
-import pages
-
 from posenc_jax.hf.model_types import MODEL_TYPES
+from tests import pages
 
 
 def number(cell):

@@ -7,9 +7,9 @@ names, unless the entry has another word before a colon.
 """
 
 import pytest
-from support import build, declared
 
 import posenc_jax as pe
+from tests.support import build, declared
 
 NAMES = {cls: name for name, cls in pe.SCHEMES.items()}
 CASES = [

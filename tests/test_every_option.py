@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import SIZES, TESTS, Option, build, declared, parameters, run, slow
 
 import posenc_jax as pe
+from tests.support import SIZES, TESTS, Option, build, declared, parameters, run, slow
 
 MAPS = {
     name: cls

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support import KINDS, build, close, make_batch, output, slow
 
 import posenc_jax as pe
 from posenc_jax import testing
 from posenc_jax.testing.case import BATCH, LENGTH
 from posenc_jax.testing.properties import mirrored_change
+from tests.support import KINDS, build, close, make_batch, output, slow
 
 ONE_OF_EACH = {
     "learned", "t5", "shaw", "fox", "path", "short_conv", "rope", "xpos", "vo_rope",
@@ -45,7 +45,7 @@ OF_CACHES = {
     "steps_after_right_padding_equal_rows_alone",
     "nan_in_the_padding_of_a_prompt_stays_there",
 }
-"""tests/cache/make_serving.py has caches of all schemes."""
+"""tests/makers/serving.py has caches of all schemes."""
 OF_ONE = {
     "tiles_equal_the_reference_in_an_encoder",
     "ring_cache_equals_the_whole",

@@ -6,11 +6,10 @@ import importlib
 import pathlib
 import re
 
-import make_scheme_pages
-from make_scheme_pages import FAMILIES
-from mutations import MUTATIONS
-
 import posenc_jax as pe
+from tests.makers import scheme_pages
+from tests.makers.scheme_pages import FAMILIES
+from tests.mutations import MUTATIONS
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "posenc_jax"
@@ -98,16 +97,18 @@ def test_experiments_use_public_names_only():
 
 def test_every_scheme_is_complete():
     lines = []
-    for cls in make_scheme_pages.scheme_classes():
-        if missing := make_scheme_pages.missing(cls):
+    for cls in scheme_pages.scheme_classes():
+        if missing := scheme_pages.missing(cls):
             lines += [f"{cls.__name__} is not complete; CONTRIBUTING.md, Adding a scheme:"]
             lines += [f"  {line}" for line in missing]
     assert not lines, "\n".join(lines)
 
 
 def test_the_tables_of_schemes_follow_the_code():
-    text = make_scheme_pages.PAGE.read_text()
-    assert make_scheme_pages.with_tables(text) == text, "run tests/make_scheme_pages.py --tables"
+    text = scheme_pages.PAGE.read_text()
+    assert scheme_pages.with_tables(text) == text, (
+        "run python -m tests.makers scheme_pages --tables"
+    )
 
 
 def test_required_settings_are_sizes_of_the_model():

@@ -6,10 +6,10 @@
 import re
 
 import jax
-import page_checks
-import pages
 import pytest
-from pages import ROOT, Block
+
+from tests import page_checks, pages
+from tests.pages import ROOT, Block
 
 OTHER_WORDS = r"^\{?(py(thon3?|con)?|ipython\w*|code-cell|doctest|testcode)\b(?!:)|code-block\} py"
 BUILT = {"docs/explorer.html"}  # By `make docs`.

@@ -2,11 +2,10 @@
 
 import re
 
-import pages
-
 import posenc_jax as pe
 from experiments.tasks import TASKS
 from posenc_jax.hf.model_types import MODEL_TYPES
+from tests import pages
 
 
 def prose(page):
@@ -21,10 +20,10 @@ def test_the_readme_is_short_and_begins_without_flax():
 
 
 def test_pages_count_what_there_is():
-    from hf.model_types_table import NOT_FUZZED
-    from hf.test_golden import NAMES
-    from hf.test_golden import read as golden
-    from hf.test_layers import KINDS
+    from tests.hf.model_types_table import NOT_FUZZED
+    from tests.hf.test_golden import NAMES
+    from tests.hf.test_golden import read as golden
+    from tests.hf.test_layers import KINDS
 
     readme, models = prose("README.md"), prose("docs/models.md")
     compared = {golden(name)[0]["config"]["model_type"] for name in NAMES} | set(KINDS)

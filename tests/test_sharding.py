@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
-from oracle import attend
-from support import SIZES, build, make_batch, slow
 
 import posenc_jax as pe
 from posenc_jax import positions as at
@@ -21,6 +19,8 @@ from posenc_jax.sharding import (
     sequence_parallel_attention,
     zigzag,
 )
+from tests.oracle import attend
+from tests.support import SIZES, build, make_batch, slow
 
 LENGTH = 32
 

@@ -6,8 +6,9 @@ import re
 import subprocess
 import sys
 
-import pages
 import pytest
+
+from tests import pages
 
 ROOT = pathlib.Path(__file__).parent.parent
 RETURN_TYPES = """

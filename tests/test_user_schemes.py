@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from oracle import softmax_attention
-from support import BATCH, LENGTH, SIZES, close, decode, empty_cache, make_batch, output
 
 import posenc_jax as pe
 from posenc_jax import testing
 from posenc_jax.nnx import Attention
+from tests.oracle import softmax_attention
+from tests.support import BATCH, LENGTH, SIZES, close, decode, empty_cache, make_batch, output
 
 
 def gate_difference(shared, head, row, col, q, k):

@@ -12,9 +12,9 @@ import sys
 import jax
 import jax.numpy as jnp
 
-sys.path[:0] = [".", "tests"]
+sys.path[:0] = ["."]
 import posenc_jax as pe
-from support import SIZES, build
+from tests.support import SIZES, build
 
 for name, cls in pe.SCHEMES.items():
     scheme = build(cls)

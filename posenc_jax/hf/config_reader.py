@@ -155,7 +155,7 @@ def model_type_defaults() -> dict[str, dict[str, Any]]:
     """Returns the values of keys that a config leaves out, for each model type.
 
     `defaults.json` names the version of transformers whose config classes they come from;
-    `tests/hf/make_configs.py` writes it.
+    `tests/makers/hf_configs.py` writes it.
     """
     file = importlib.resources.files("posenc_jax.hf") / "defaults.json"
     return json.loads(file.read_text())["model_types"]

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import run
 
 import posenc_jax as pe
+from tests.support import run
 
 
 def method(name):

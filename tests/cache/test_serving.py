@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cache import make_serving
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from support import slow
 
 import posenc_jax as pe
 from posenc_jax import nnx, testing
+from tests.makers import serving
+from tests.support import slow
 
 ROWS, CHUNK, CAPACITY, DIM = 3, 3, 12, 8
 LONGEST = CAPACITY + 2 * CHUNK  # Tokens of the whole forward pass that outputs are compared with.
@@ -345,20 +345,18 @@ def test_grape_with_heads_on_an_explicit_axis():
     ],
 )
 def test_situations_of_a_server(name, policy, situations):
-    """Some cells of the table in docs/serving.md, which make_serving.py measures."""
-    errors = make_serving.measure(make_serving.scheme_of(name), policy, situations)
+    """Some cells of the table in docs/serving.md, which tests/makers/serving.py measures."""
+    errors = serving.measure(serving.scheme_of(name), policy, situations)
     assert max(errors.values()) < 1e-5, errors
 
 
 def test_the_documentation_has_every_scheme():
-    page = make_serving.PAGE.read_text()
+    page = serving.PAGE.read_text()
     rows = re.findall(r"(?m)^\| `(\w+)` \| (\S+) \| (\S+) \| (\S+) \|$", page)
-    assert [name for name, *_ in rows] == list(pe.SCHEMES), (
-        "run tests/cache/make_serving.py --only NAME"
-    )
+    assert [name for name, *_ in rows] == list(pe.SCHEMES), "run tests.makers serving"
     for name, *cells in rows:
         try:
-            pe.streaming(make_serving.scheme_of(name), 2)
+            pe.streaming(serving.scheme_of(name), 2)
         except ValueError:
             assert cells.pop(2) == "raises"
         assert all(float(cell) <= 1e-5 for cell in cells), name

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, qkv, softmax_attention
-from support import Option, golden, initial
 
 import posenc_jax as pe
 from posenc_jax import contrib
+from tests.oracle import attend, qkv, softmax_attention
+from tests.support import Option, golden, initial
 
 OPTIONS = {
     contrib.BAM: {

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import close, golden
 
 import posenc_jax as pe
 from posenc_jax import contrib
+from tests.support import close, golden
 
 GOLDEN = golden("cable")
 ARRAYS = {

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import apply_rope, attend, qkv, query, softmax_attention
-from support import initial, parameters
 
 import posenc_jax as pe
 from posenc_jax import contrib
+from tests.oracle import apply_rope, attend, qkv, query, softmax_attention
+from tests.support import initial, parameters
 
 OPTIONS = {
     contrib.ComRoPE: {"size": 2, "axes": "by_block", "groups": 2, "init_std": initial(0.1)},

@@ -7,13 +7,13 @@ to NumPy in float64: `forward` from the scores of all heads on.
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from oracle import qkv
-from support import parameters
 
 import posenc_jax as pe
 from posenc_jax import contrib
+from tests import oracle
+from tests.oracle import qkv
+from tests.support import parameters
 
 OPTIONS = {contrib.DAPE: {"base": "alibi", "width": 5}}
 

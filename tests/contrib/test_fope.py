@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, qkv, query, softmax_attention
-from support import parameters
 
 from posenc_jax import contrib
+from tests.oracle import attend, qkv, query, softmax_attention
+from tests.support import parameters
 
 OPTIONS = {
     contrib.FoPE: {

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import embed
-from support import golden, initial, parameters
 
 from posenc_jax import contrib
+from tests.oracle import embed
+from tests.support import golden, initial, parameters
 
 OPTIONS = {
     contrib.LearnableFourier: {"axes": 3, "num_features": 6, "width": 5, "gamma": initial(1.0)}

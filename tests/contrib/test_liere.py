@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, qkv, query, softmax_attention
-from support import parameters
 
 import posenc_jax as pe
 from posenc_jax import contrib
+from tests.oracle import attend, qkv, query, softmax_attention
+from tests.support import parameters
 
 OPTIONS = {contrib.LieRE: {"size": 4, "groups": 2}}
 

@@ -2,10 +2,10 @@
 
 import jax
 import numpy as np
-from positions.test_random import KEY, PACKED, PLACES, parts
 
 from posenc_jax import contrib
 from posenc_jax import positions as pos
+from tests.positions.test_random import KEY, PACKED, PLACES, parts
 
 
 def test_continuous_draws_cover_their_bounds():

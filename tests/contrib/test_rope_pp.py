@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, decode, key, qkv, query, softmax_attention
 
 import posenc_jax as pe
 from posenc_jax import contrib
+from tests.oracle import attend, decode, key, qkv, query, softmax_attention
 
 OPTIONS = {
     contrib.RoPEPlusPlus: {

@@ -3,11 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, qkv, softmax_attention
-from support import Option
 
 import posenc_jax as pe
 from posenc_jax import contrib
+from tests.oracle import attend, qkv, softmax_attention
+from tests.support import Option
 
 OPTIONS = {contrib.Sandwich: {"dim": 8, "centred": Option(False, sinks=True)}}
 

@@ -3,13 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from oracle import qkv, softmax_attention
-from support import parameters, run
 
 import posenc_jax as pe
 from posenc_jax import contrib
+from tests import oracle
+from tests.oracle import qkv, softmax_attention
+from tests.support import parameters, run
 
 OPTIONS = {
     contrib.SelectiveRoPE: {

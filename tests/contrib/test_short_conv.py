@@ -5,15 +5,15 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from oracle import qkv, softmax_attention
-from support import build, close, golden, parameters
 
 import posenc_jax as pe
 from posenc_jax import contrib
 from posenc_jax.modules.attention_fn import attention_fn
+from tests import oracle
+from tests.oracle import qkv, softmax_attention
+from tests.support import build, close, golden, parameters
 
 OPTIONS = {contrib.ShortConv: {"on": "kv", "width": 3, "residual": False, "silu": True}}
 

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import embed
-from support import golden
 
 from posenc_jax import contrib
+from tests.oracle import embed
+from tests.support import golden
 
 OPTIONS = {contrib.Sinusoidal2D: {"theta": 100.0, "layout": "interleaved", "axes": (0, 1)}}
 

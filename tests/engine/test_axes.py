@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import qkv
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.xla import XLA
+from tests.oracle import qkv
 
 SHAW = pe.Shaw(num_heads=6, head_dim=8)
 DAPE = pe.contrib.DAPE(num_heads=6)

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.rules import KINDS
 from jax.sharding import AxisType, PartitionSpec
-from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine import dense
 from posenc_jax.engine.xla import XLA
 from posenc_jax.sharding import sequence_parallel_attention
+from tests.engine.rules import KINDS
+from tests.support import slow
 
 KIND = KINDS["whole"]
 

@@ -4,10 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.rules import KINDS
-from kernels.kernel_cases import arrays_of, assert_close, described
-from oracle import qkv, softmax_attention
-from support import gpu_interpreted, gpu_lowered, slow
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
@@ -15,6 +11,10 @@ from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.xla import XLA
 from posenc_jax.kernels.gpu.implementation import PallasGPU
 from posenc_jax.kernels.tpu.implementation import PallasTPU
+from tests.engine.rules import KINDS
+from tests.kernels.kernel_cases import arrays_of, assert_close, described
+from tests.oracle import qkv, softmax_attention
+from tests.support import gpu_interpreted, gpu_lowered, slow
 
 B, T, N = 3, 63, 6
 Q, K, V = qkv(batch=B, length=T)

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.rules import KINDS, explicit_mask
-from kernels.kernel_cases import assert_close
-from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.xla import XLA
+from tests.engine.rules import KINDS, explicit_mask
+from tests.kernels.kernel_cases import assert_close
+from tests.support import slow
 
 B, T, N, K, H, V = 2, 37, 4, 2, 8, 8
 # Many tiles, of other shapes forward than backward, and a ragged end.

@@ -7,12 +7,12 @@ less than a thousandth of the slope.
 import jax
 import numpy as np
 import pytest
-from engine.rules import KINDS
-from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.xla import XLA
+from tests.engine.rules import KINDS
+from tests.support import slow
 
 B, T, N, K, H = 1, 12, 2, 1, 4
 STEP = 0.012

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import qkv
 
 import posenc_jax as pe
 from posenc_jax.engine.api import IMPLEMENTATIONS, choose, make_problem
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.problem import Implementation
 from posenc_jax.engine.xla import XLA
+from tests.oracle import qkv
 
 Q, K, V = qkv(length=40, heads=2, kv_heads=2, dim=4)
 TILES = XLA(Blocks(16, 8), Blocks(8, 16))

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import qkv
-from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine import jax_nn
 from posenc_jax.engine.api import choose, make_problem
 from posenc_jax.engine.rules import as_tuple
+from tests.oracle import qkv
+from tests.support import slow
 
 Q, K, V = qkv(batch=2, length=12, heads=4, kv_heads=2)
 

@@ -6,9 +6,9 @@ attention, one runs by default, and LieRE, which needs eigenvectors; slow cases 
 
 import jax
 import pytest
-from support import KINDS, build, make_batch, output, slow
 
 import posenc_jax as pe
+from tests.support import KINDS, build, make_batch, output, slow
 
 SOME = {*KINDS, "liere"}
 

@@ -11,9 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from kernels.kernel_cases import assert_close
-from oracle import qkv
-from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
@@ -23,6 +20,9 @@ from posenc_jax.kernels.gpu.implementation import PallasGPU
 from posenc_jax.kernels.operands import LOG2E
 from posenc_jax.kernels.tpu.implementation import PallasTPU
 from posenc_jax.sharding import SequenceParallel
+from tests.kernels.kernel_cases import assert_close
+from tests.oracle import qkv
+from tests.support import slow
 
 N, PAD = 6, 3
 SCALE = np.float32(8**-0.5)

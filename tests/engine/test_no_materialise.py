@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.rules import KINDS
-from kernels.kernel_cases import arrays_of
-from support import slow
 
 import posenc_jax as pe
+from tests.engine.rules import KINDS
+from tests.kernels.kernel_cases import arrays_of
+from tests.support import slow
 
 HEADS, DIM = 2, 16
 

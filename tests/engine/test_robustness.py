@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.xla import XLA
+from tests.support import slow
 
 SMALL_TILES = XLA(Blocks(16, 8), Blocks(8, 16))
 IMPLEMENTATIONS = {"dense": "dense", "xla": SMALL_TILES}

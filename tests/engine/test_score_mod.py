@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import golden, slow
 
 import posenc_jax as pe
+from tests.support import golden, slow
 
 GOLDEN = golden("score_mod")
 Q, K, V = (np.asarray(GOLDEN[name], np.float32) for name in "qkv")

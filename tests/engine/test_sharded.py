@@ -9,13 +9,13 @@ import chex
 import jax
 import numpy as np
 import pytest
-from engine.rules import KINDS
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.xla import XLA
+from tests.engine.rules import KINDS
+from tests.support import slow
 
 B, T, N, K, H = 2, 24, 8, 2, 8
 TILES = XLA(Blocks(16, 8), Blocks(8, 16))

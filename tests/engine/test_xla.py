@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.rules import KINDS
-from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks, Visibility, make_plan
 from posenc_jax.engine.terms import strip_tile
 from posenc_jax.engine.toeplitz import _row_by_row_sums, _skewed_sums, toeplitz_tile_vjp
 from posenc_jax.engine.xla import XLA
+from tests.engine.rules import KINDS
+from tests.support import slow
 
 
 def _tokens(length, *, batch=1, heads=2, dim=8, seed=0):

@@ -9,9 +9,7 @@ import tomllib
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
-import pages
 import pytest
-import support
 
 import posenc_jax as pe
 from experiments.__main__ import main
@@ -23,6 +21,7 @@ from experiments.runs.experiment import load, objects_in
 from experiments.runs.run import RunFolder
 from experiments.runs.trained import experiment_of
 from experiments.tasks.text import VARIANTS
+from tests import pages, support
 
 SMALL = """
 tasks = ["kback"]

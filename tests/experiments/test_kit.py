@@ -5,9 +5,8 @@ import subprocess
 import sys
 import venv
 
-from support import slow
-
 from experiments.commands import kit
+from tests.support import slow
 
 
 def test_the_kit_leaves_out_what_jax_and_flax_bring(tmp_path, monkeypatch, capsys):

@@ -14,7 +14,6 @@ import sys
 import jax
 import numpy as np
 import pytest
-from support import slow
 
 from experiments.__main__ import main
 from experiments.errors import ConfigError
@@ -25,6 +24,7 @@ from experiments.runs.run_queue import sharded
 from experiments.settings.common import Train
 from experiments.training import mesh
 from experiments.training.train import compiled, new_state, train
+from tests.support import slow
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCHEME = "rope+t5"

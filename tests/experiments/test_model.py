@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from support import KINDS, slow
 
 import posenc_jax as pe
 from experiments.models.model import (
@@ -28,6 +27,7 @@ from experiments.tasks import Copy, KBack, Text
 from experiments.tasks.base import Data, Evaluation
 from experiments.tasks.corpus import pair_bits
 from experiments.training.train import make_optimizer, mean_loss, rates_of, train
+from tests.support import KINDS, slow
 
 SIZES = Model(model_dim=16, num_layers=1, num_heads=2)
 TWO_LAYERS = dataclasses.replace(SIZES, num_layers=2)

@@ -4,11 +4,11 @@ import io
 
 import pytest
 from rich.console import Console
-from typed_results import make_row
 
 from experiments.pages.progress import Progress, TimeLeft
 from experiments.pages.terminal import final_table
 from experiments.runs.run_queue import Ended, Step
+from tests.typed_results import make_row
 
 PLAN = [("kback", "none"), ("kback", "rope"), ("text", "none"), ("text", "rope")]
 

@@ -9,13 +9,13 @@ import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 
 import pytest
-from typed_results import LENGTHS, make_row
 
 from experiments.pages import plots, tables
 from experiments.pages.plot_labels import spread
 from experiments.pages.report import render as whole_page
 from experiments.pages.report import waiting
 from experiments.settings.common import Rates
+from tests.typed_results import LENGTHS, make_row
 
 ERROR = 'ValueError: loss is NaN <script>alert("x")</script> & more\nTraceback </pre>'
 

@@ -1,11 +1,11 @@
 """The table of schemes agrees with their classes."""
 
 import pytest
-from support import KINDS, slow
 
 import posenc_jax as pe
 from experiments.__main__ import main
 from experiments.commands.scheme_table import COLUMNS, row
+from tests.support import KINDS, slow
 
 
 @pytest.mark.parametrize("names", [KINDS, pytest.param(pe.SCHEMES, marks=slow)], ids=len)

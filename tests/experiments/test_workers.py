@@ -4,12 +4,12 @@ import argparse
 import signal
 import types
 
-import obedient
 import pytest
 
 from experiments.errors import ConfigError, ResultsError
 from experiments.runs.run_queue import Ended, Queue, add_arguments, number_of_workers
 from experiments.runs.workers import Workers
+from tests import obedient
 
 
 def answers(pool, *units, kind=None, go_on=lambda: True):

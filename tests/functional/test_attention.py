@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import qkv
-from support import LENGTH, build, make_batch, parameters, run
 
 import posenc_jax as pe
 from posenc_jax.engine.api import AttentionArguments
 from posenc_jax.functional.arguments import AttentionOptions
 from posenc_jax.positions import from_padding_mask
+from tests.oracle import qkv
+from tests.support import LENGTH, build, make_batch, parameters, run
 
 Q, K, V = qkv(batch=2, length=7)
 ALIBI, ROPE = pe.ALiBi(num_heads=6), pe.RoPE(head_dim=8)

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import BATCH, KV_HEADS, LENGTH, SIZES, build, close, make_batch
 
 import posenc_jax as pe
 import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
+from tests.support import BATCH, KV_HEADS, LENGTH, SIZES, build, close, make_batch
 
 N, H, D, T = SIZES["num_heads"], SIZES["head_dim"], SIZES["model_dim"], 7
 TOKENS, RNG = make_batch(), np.random.default_rng(0)

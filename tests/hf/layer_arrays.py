@@ -4,9 +4,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from oracle import attend
 
 import posenc_jax as pe
+from tests.oracle import attend
 
 
 def computed(spec, arrays, positions, *, params=None, clip=None, **options):

@@ -1,6 +1,6 @@
 """`Attention` with the arguments and the weights of layers of transformers.
 
-`attention_layers.npz` is written by `fuzz.py --golden`.
+`attention_layers.npz` is written by `makers/hf_fuzz.py --golden`.
 """
 
 import pathlib
@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hf.model_types_table import table
-from support import recorded
 
 import posenc_jax as pe
 from posenc_jax.hf.model_types import MODEL_TYPES
 from posenc_jax.nnx import Attention
+from tests.hf.model_types_table import table
+from tests.support import recorded
 
 ABOUT, ARRAYS = recorded(pathlib.Path(__file__).with_name("attention_layers.npz"))
 CONFIGS = ABOUT["configs"]
@@ -63,7 +63,7 @@ def test_layers_equal_those_of_transformers(kind):
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert", "t5", "gemma3_text", "llama"])
 def test_which_layers_are_causal(kind):
-    """By the modeling files; `fuzz.py` compares all with masks."""
+    """By the modeling files; `makers/hf_fuzz.py` compares all with masks."""
     config = SIZES | {"model_type": kind, "head_dim": 8, "num_key_value_heads": 4}
 
     def causal(decoder=None, **more):

@@ -1,4 +1,4 @@
-"""Softcaps, sinks and norms of model types; `make_qk_norms.py` writes qk_norms.npz."""
+"""Softcaps, sinks and norms of model types; `makers/hf_qk_norms.py` writes qk_norms.npz."""
 
 import math
 import pathlib
@@ -6,11 +6,11 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf import test_layers
-from support import recorded
 
 import posenc_jax as pe
 from posenc_jax.hf.model_types import MODEL_TYPES
+from tests.hf import test_layers
+from tests.support import recorded
 
 ABOUT, ARRAYS = recorded(pathlib.Path(__file__).with_name("qk_norms.npz"))
 NORMED = ABOUT["model_types"]

@@ -1,7 +1,7 @@
 """Schemes from configs of released model types, against the layers of transformers.
 
-The files are written by `make_golden.py`, from attention layers with random weights: queries and
-keys before and after rotation, the output, and the parameters of the position encoding.
+`makers/hf_golden.py` writes the files, from attention layers with random weights: queries and keys
+before and after rotation, the output, and the parameters of the position encoding.
 """
 
 import functools
@@ -10,10 +10,10 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-from oracle import attend, embed
-from support import recorded
 
 import posenc_jax as pe
+from tests.oracle import attend, embed
+from tests.support import recorded
 
 FOLDER = pathlib.Path(__file__).with_name("golden")
 NAMES = sorted(path.stem for path in FOLDER.glob("*.npz"))

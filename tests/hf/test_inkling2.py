@@ -1,6 +1,6 @@
 """Attention layers of Inkling-2 from their inputs to their output, whole and in steps.
 
-`make_others.py` writes the files, from Inkling2FullAttention and Inkling2SlidingAttention of
+`makers/hf_others.py` writes the files, from Inkling2FullAttention and Inkling2SlidingAttention of
 transformers 5.23 with random weights, in float64. The mask is causal alone, as in `inkling_local`.
 """
 
@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf.test_golden import parameters, read
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.xla import XLA
 from posenc_jax.kernels.tpu.implementation import PallasTPU
+from tests.hf.test_golden import parameters, read
 
 IMPLEMENTATIONS = {
     "dense": "dense",

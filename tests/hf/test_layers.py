@@ -1,4 +1,4 @@
-"""Attention layers of small models of transformers; `make_layers.py` writes layers.npz."""
+"""Attention layers of small models of transformers; `makers/hf_layers.py` writes layers.npz."""
 
 import importlib
 import json
@@ -6,11 +6,11 @@ import pathlib
 
 import numpy as np
 import pytest
-from hf.layer_arrays import computed
-from oracle import embed
-from support import recorded
 
 import posenc_jax as pe
+from tests.hf.layer_arrays import computed
+from tests.oracle import embed
+from tests.support import recorded
 
 ABOUT, ARRAYS = recorded(pathlib.Path(__file__).with_name("layers.npz"))
 KINDS = ABOUT["model_types"]
@@ -69,7 +69,7 @@ def test_tables_equal_those_of_transformers(kind):
 @pytest.mark.needs("torch", "transformers>=5.23")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_is_what_transformers_gives(kind):
-    maker = importlib.import_module("hf.make_layers")
+    maker = importlib.import_module("tests.makers.hf_layers")
     about, arrays = maker.make(kind)
     assert json.loads(json.dumps(about)) == KINDS[kind]
     assert arrays.keys() == {n for n in ARRAYS if n.startswith(f"{kind}.")}

@@ -8,12 +8,12 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf import test_layers
 
 import posenc_jax as pe
 from posenc_jax.engine.mask import visible
 from posenc_jax.hf.model_types import MODEL_TYPES
 from posenc_jax.hf.rotary import Rotating
+from tests.hf import test_layers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def maker():
-    return importlib.import_module("hf.make_golden")
+    return importlib.import_module("tests.makers.hf_golden")
 
 
 def test_the_files_are_what_transformers_gives(maker):
@@ -45,10 +45,10 @@ def read(config):
 
 def test_rotations_of_mutated_configs(maker):
     """Frequencies and factors of every rotary module, with null, missing and moved keys."""
-    from hf import fuzz_rotations
+    from tests.makers import hf_fuzz_rotations
 
     outcomes = collections.Counter()
-    for kind, raw, outcome, text in fuzz_rotations.run(MODEL_TYPES, seed=0, count=8):
+    for kind, raw, outcome, text in hf_fuzz_rotations.run(MODEL_TYPES, seed=0, count=8):
         assert outcome != "differs", (kind, raw, text)
         outcomes[outcome] += 1
     assert outcomes["same"] > 300
@@ -73,8 +73,9 @@ def test_windows_of_config_objects(maker):
 
 
 def test_model_types_that_rotate_a_part_of_a_head(maker):
-    from hf.test_raw_configs import PARTIAL
     from transformers import CONFIG_MAPPING
+
+    from tests.hf.test_raw_configs import PARTIAL
 
     partial = []
     for kind in MODEL_TYPES:
@@ -106,12 +107,12 @@ ROTATING |= {"gpt_neox", "minimax_m2"}
 
 @pytest.mark.parametrize("kind", sorted(ROTATING - APART))
 def test_layers_with_the_defaults_of_a_model_type(maker, kind):
-    from hf.make_golden import make_rotary
+    from tests.makers import hf_rotary
 
     for layer in (0, 3):
         with maker.in_double(), maker.torch.no_grad():
             options = {"layer": layer} | NEEDS.get(kind, {})
-            config, _, is_causal, arrays = make_rotary.rotated(kind, **options)
+            config, _, is_causal, arrays = hf_rotary.rotated(kind, **options)
         config = json.loads(config.to_json_string(use_diff=False))
         spec = pe.from_hf(config)[layer]
         scheme = spec.scheme

@@ -1,6 +1,6 @@
 """Raw configs, with keys left out, against the config classes of transformers.
 
-`golden/raw_configs.json` is written by `make_configs.py`: for every model type raw configs, the
+`makers/hf_configs.py` writes `golden/raw_configs.json`: for every model type raw configs, the
 keys that its config class fills in, and the window of every layer by the masks of its modeling
 file. `test_live.py` runs those masks.
 """
@@ -328,6 +328,6 @@ def test_contradicting_sizes_are_refused(message, config):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.needs(json.loads(GOLDEN.read_text())["origin"].split(",")[0].replace(" ", "=="))
 def test_the_files_are_what_transformers_gives():
-    module = importlib.import_module("hf.make_configs")
+    module = importlib.import_module("tests.makers.hf_configs")
     assert json.loads(json.dumps(module.golden()["model_types"])) == CASES
     assert module.all_defaults()["model_types"] == model_type_defaults()

@@ -6,12 +6,12 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
-from engine.rules import KINDS, explicit_mask
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import posenc_jax as pe
 from posenc_jax.engine.problem import repeat_heads
 from posenc_jax.engine.rules import ContentBias, LogitBias, Rule
+from tests.engine.rules import KINDS, explicit_mask
 
 B = 2
 

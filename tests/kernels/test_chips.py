@@ -14,8 +14,6 @@ import jaxlib
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from kernels.kernel_cases import described
-from support import gpu_lowered
 
 import posenc_jax as pe
 from posenc_jax.engine import api, chips
@@ -23,6 +21,8 @@ from posenc_jax.engine.rules import as_tuple
 from posenc_jax.kernels import __main__ as program
 from posenc_jax.kernels.checks import steps
 from posenc_jax.kernels.checks.contact import DeviceError
+from tests.kernels.kernel_cases import described
+from tests.support import gpu_lowered
 
 H100 = chips.Chip("NVIDIA H100 80GB HBM3", "0.11.2", "cuda 13000", ("bfloat16",), "", "")
 

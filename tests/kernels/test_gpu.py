@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.rules import KINDS
-from kernels import tma
-from kernels.kernel_cases import B, assert_close, case_of, outcome
-from support import gpu_interpreted, gpu_lowered, slow
 
 import posenc_jax as pe
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.kernels.gpu import tile
 from posenc_jax.kernels.gpu.implementation import PallasGPU
+from tests.engine.rules import KINDS
+from tests.kernels import tma
+from tests.kernels.kernel_cases import B, assert_close, case_of, outcome
+from tests.support import gpu_interpreted, gpu_lowered, slow
 
 KERNELS = PallasGPU(interpret=True)
 COMPILED = PallasGPU(cross_compile=True)

@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from kernels.kernel_cases import FEATURES, assert_close, described, products_in_kernels
-from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine import api
@@ -20,6 +18,8 @@ from posenc_jax.engine.api import choose, make_problem
 from posenc_jax.engine.rules import as_tuple
 from posenc_jax.engine.splash import Splash
 from posenc_jax.kernels.tpu.splash import _CausalMask, _LocalMask
+from tests.kernels.kernel_cases import FEATURES, assert_close, described, products_in_kernels
+from tests.support import slow
 
 SPLASH = Splash(block=128, interpret=True)
 

@@ -1,7 +1,7 @@
 """The steps themselves: in the interpreter all is right, and an injected fault has its place.
 
-`make_fault_table.py` runs all steps of the selection with each fault; slow cases compare the
-steps that find it here, and run the steps of both platforms.
+`makers/kernels_fault_table.py` runs all steps of the selection with each fault; slow cases compare
+the steps that find it here, and run the steps of both platforms.
 """
 
 import re
@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from kernels.faults import (
+
+from posenc_jax.kernels.checks import cases, places
+from posenc_jax.kernels.checks.cases import Case
+from posenc_jax.kernels.checks.steps import FAMILIES, steps
+from posenc_jax.kernels.gpu.implementation import PallasGPU
+from posenc_jax.kernels.tpu import backward, backward_pairs, decode, forward
+from posenc_jax.kernels.tpu.tile import poison
+from tests.kernels.faults import (
     BACKWARD,
     DECODE,
     FAULTS,
@@ -23,14 +30,7 @@ from kernels.faults import (
     outcomes,
     selected,
 )
-from support import gpu_interpreted, slow
-
-from posenc_jax.kernels.checks import cases, places
-from posenc_jax.kernels.checks.cases import Case
-from posenc_jax.kernels.checks.steps import FAMILIES, steps
-from posenc_jax.kernels.gpu.implementation import PallasGPU
-from posenc_jax.kernels.tpu import backward, backward_pairs, decode, forward
-from posenc_jax.kernels.tpu.tile import poison
+from tests.support import gpu_interpreted, slow
 
 EXPECTED_BY_OTHERS = (
     Case("table, segments, softcap", "table", segments=True, softcap=3.0, length=300),

@@ -1,7 +1,7 @@
-"""docs/kernels.md has the table that `make_support.py` prints."""
+"""docs/kernels.md has the table that `makers/kernels_support.py` prints."""
 
-from kernels import make_support
+from tests.makers import kernels_support
 
 
 def test_the_page_says_what_implementations_answer():
-    assert make_support.table() in make_support.PAGE.read_text()
+    assert kernels_support.table() in kernels_support.PAGE.read_text()

@@ -9,19 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.rules import KINDS
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from kernels.kernel_cases import (
-    B,
-    assert_close,
-    case_of,
-    described,
-    outcome,
-    products_in_kernels,
-)
-from support import slow
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
@@ -30,6 +20,16 @@ from posenc_jax.engine.rules import DotBias, LogitBias, Rule
 from posenc_jax.kernels.tpu.implementation import PallasTPU, tile_size
 from posenc_jax.kernels.tpu.schedule import tile_order
 from posenc_jax.kernels.tpu.strip import Strip, shear, sum_diagonals
+from tests.engine.rules import KINDS
+from tests.kernels.kernel_cases import (
+    B,
+    assert_close,
+    case_of,
+    described,
+    outcome,
+    products_in_kernels,
+)
+from tests.support import slow
 
 TILES = Blocks(128, 128)
 KERNELS = PallasTPU(TILES, TILES, interpret=True)

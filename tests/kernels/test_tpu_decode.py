@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine.rules import KINDS
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from support import build, decode, empty_cache, make_batch, output, slow
 
 import posenc_jax as pe
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.kernels.tpu.decode import _schedule
 from posenc_jax.kernels.tpu.implementation import PallasTPU
+from tests.engine.rules import KINDS
+from tests.support import build, decode, empty_cache, make_batch, output, slow
 
 KERNEL = PallasTPU(decode=128, interpret=True)
 B, S = 3, 200

@@ -1,6 +1,6 @@
 """How well the models in `examples` agree with transformers.
 
-`python -m tests.models.agreement` prints the table in docs/models.md; `make_golden.py` makes the
+`python -m tests.models.agreement` prints the table in docs/models.md; `makers/models.py` makes the
 files that it reads.
 """
 

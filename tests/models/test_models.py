@@ -1,6 +1,6 @@
 """Whole models against transformers: logits, and every token of greedy decoding.
 
-`make_golden.py` writes the files. Weights are drawn again from names and shapes.
+`makers/models.py` writes the files. Weights are drawn again from names and shapes.
 """
 
 import importlib
@@ -54,7 +54,7 @@ def test_one_pass_over_a_packed_batch_has_the_logits_of_greedy_decoding(name):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.needs("torch", "transformers>=5.23")
 def test_the_files_are_what_transformers_gives():
-    maker = importlib.import_module("models.make_golden")
+    maker = importlib.import_module("tests.makers.models")
     for name in maker.CASES:
         golden, file = maker.make(name), read(name)[1]
         for key in golden.keys() - {"about"}:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from oracle import qkv
 
 import posenc_jax as pe
 import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
 from posenc_jax.modules.attention_fn import attention_fn
+from tests.oracle import qkv
 
 Q, K, V = qkv(batch=2, length=7)
 ALIBI, ROPE = pe.ALiBi(num_heads=6), pe.RoPE(head_dim=8)

@@ -8,12 +8,12 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from support import build
 
 import posenc_jax as pe
 import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
 from posenc_jax.schemes.scheme import param_axes
+from tests.support import build
 
 N, K, H, D = 6, 3, 8, 20
 NAMES = {"model_dim": "embed", "num_heads": "heads", "num_kv_heads": "kv_heads"}

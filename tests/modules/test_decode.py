@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from support import BATCH, KV_HEADS, SIZES, build
 
 import posenc_jax as pe
 import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
+from tests.support import BATCH, KV_HEADS, SIZES, build
 
 N, H, D, T = SIZES["num_heads"], SIZES["head_dim"], SIZES["model_dim"], 9
 LAYER = {"num_kv_heads": KV_HEADS, "head_dim": H, "is_causal": True}

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import build, make_batch, slow
 
 import posenc_jax as pe
+from tests.support import build, make_batch, slow
 
 SHAPES = {
     name: shapes

@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import golden
 
 import posenc_jax as pe
+from tests.support import golden
 
 GOLDEN = golden("grids")
 GRID = np.sin(1 + np.arange(70)).reshape(2, 5, 7).astype(np.float32)

@@ -5,11 +5,11 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, qkv
-from support import run
 
 import posenc_jax as pe
 from posenc_jax.positions import from_padding_mask
+from tests.oracle import attend, qkv
+from tests.support import run
 
 
 def qwen(kinds, grids, step=1):

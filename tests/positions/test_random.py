@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import attend, decode, qkv
-from support import SIZES, build, close, make_batch, parameters, slow
 
 import posenc_jax as pe
 from posenc_jax import contrib
 from posenc_jax import positions as pos
+from tests.oracle import attend, decode, qkv
+from tests.support import SIZES, build, close, make_batch, parameters, slow
 
 KEY = jax.random.key(3)
 PACKED = np.array([[0] * 5 + [1] * 11 + [-1] * 3, [7] * 12 + [8] * 7], np.int32)

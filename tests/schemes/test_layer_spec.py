@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import slow
 
 import posenc_jax as pe
 from posenc_jax.nnx import Attention
 from posenc_jax.schemes.layer_spec import in_chunks
+from tests.support import slow
 
 LOCAL = pe.RoPE(head_dim=8)
 

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import embed
-from support import initial, parameters
 
 import posenc_jax as pe
 from posenc_jax.schemes.additive.learned import lookup
+from tests.oracle import embed
+from tests.support import initial, parameters
 
 OPTIONS = {pe.LearnedAbsolute: {"offset": 2, "stddev": initial(0.1)}}
 

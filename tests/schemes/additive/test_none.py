@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from oracle import qkv, softmax_attention
 
 import posenc_jax as pe
+from tests import oracle
+from tests.oracle import qkv, softmax_attention
 
 ARRAYS = qkv(length=21)
 

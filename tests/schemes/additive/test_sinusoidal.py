@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import golden
 
 import posenc_jax as pe
 from posenc_jax import sinusoidal_encoding as encode
+from tests.support import golden
 
 OPTIONS = {pe.Sinusoidal: {"theta": 100.0, "layout": "concat"}}
 

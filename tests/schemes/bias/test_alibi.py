@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import attend, qkv, softmax_attention
-from support import golden, parameters
 
 import posenc_jax as pe
+from tests.oracle import attend, qkv, softmax_attention
+from tests.support import golden, parameters
 
 OPTIONS = {
     pe.ALiBi: {"symmetry": "learned", "num_biased_heads": 3, "past_offset": 0.5, "scaled": True}

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, qkv, softmax_attention
-from support import initial, parameters
 
 import posenc_jax as pe
+from tests.oracle import attend, qkv, softmax_attention
+from tests.support import initial, parameters
 
 OPTIONS = {
     pe.FIRE: {"width": 5, "init_c": initial(0.5), "init_length": 8.0, "eps": 0.1},

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend
-from support import golden, initial, parameters
 
 import posenc_jax as pe
+from tests.oracle import attend
+from tests.support import golden, initial, parameters
 
 OPTIONS = {pe.Swin: {"window": (5, 6), "stddev": initial(0.1)}}
 

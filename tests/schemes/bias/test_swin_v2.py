@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend
-from support import golden
 
 import posenc_jax as pe
 from posenc_jax.schemes.bias.swin_v2 import log_offsets
+from tests.oracle import attend
+from tests.support import golden
 
 OPTIONS = {
     pe.SwinV2: {"window": (5, 6), "pretrained_window": (5, 5), "width": 5},

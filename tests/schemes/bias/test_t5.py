@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, qkv, softmax_attention
-from support import golden, initial, parameters
 
 import posenc_jax as pe
 from posenc_jax.schemes.bias.t5 import t5_boundaries
+from tests.oracle import attend, qkv, softmax_attention
+from tests.support import golden, initial, parameters
 
 OPTIONS = {
     pe.T5: {"num_buckets": 8, "max_distance": 32, "bidirectional": True, "stddev": initial(0.1)}

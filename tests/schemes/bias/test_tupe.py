@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, qkv, softmax_attention
-from support import Option, golden, initial, parameters
 
 import posenc_jax as pe
+from tests.oracle import attend, qkv, softmax_attention
+from tests.support import Option, golden, initial, parameters
 
 OPTIONS = {
     pe.TUPE: {

@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from oracle import qkv, softmax_attention
-from support import build, parameters
 
 import posenc_jax as pe
+from tests import oracle
+from tests.oracle import qkv, softmax_attention
+from tests.support import build, parameters
 
 ARRAYS = qkv(length=21)
 ORDER_ONLY = {n for n, cls in pe.SCHEMES.items() if build(cls).traits.order_only}

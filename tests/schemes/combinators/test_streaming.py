@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, qkv
-from support import parameters, run, slow
 
 import posenc_jax as pe
 from posenc_jax.schemes.rotary.axial import axial_frequencies
+from tests.oracle import attend, qkv
+from tests.support import parameters, run, slow
 
 ARRAYS = qkv(length=40)
 Q, K, V = (np.asarray(x[0], np.float64) for x in ARRAYS)

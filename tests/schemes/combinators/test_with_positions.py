@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, qkv, softmax_attention
-from support import build, parameters
 
 import posenc_jax as pe
+from tests.oracle import attend, qkv, softmax_attention
+from tests.support import build, parameters
 
 ARRAYS = qkv(length=21)
 COORDINATES = jnp.stack([jnp.arange(21) % 5, jnp.arange(21) // 5])[:, None]

@@ -7,11 +7,11 @@ ContextPosSelfAttn with its default gates, from torch to NumPy in float64.
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from oracle import qkv
 
 import posenc_jax as pe
+from tests import oracle
+from tests.oracle import qkv
 
 OPTIONS = {pe.CoPE: {"num_positions": 4, "scaled": False}}
 

@@ -9,13 +9,13 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from oracle import qkv
-from support import Option, initial, parameters, slow
 
 import posenc_jax as pe
 from posenc_jax.schemes.content.deberta import deberta_boundaries
+from tests import oracle
+from tests.oracle import qkv
+from tests.support import Option, initial, parameters, slow
 
 OPTIONS = {
     pe.DeBERTa: {

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import qkv, softmax_attention
-from support import Option, initial, parameters
 
 import posenc_jax as pe
+from tests.oracle import qkv, softmax_attention
+from tests.support import Option, initial, parameters
 
 _FIXED = {"gate": "fixed", "min_time": 2.0, "max_time": 8.0}
 OPTIONS = {

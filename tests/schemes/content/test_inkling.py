@@ -7,12 +7,12 @@ with InklingRelativeLogits after its projections and norms, from torch to NumPy 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from oracle import qkv
-from support import Option, initial, parameters
 
 import posenc_jax as pe
+from tests import oracle
+from tests.oracle import qkv
+from tests.support import Option, initial, parameters
 
 OPTIONS = {
     pe.Inkling: {

@@ -5,13 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from oracle import qkv, softmax_attention
-from support import close, golden, parameters
 
 import posenc_jax as pe
 from posenc_jax.modules.attention_fn import attention_fn
+from tests import oracle
+from tests.oracle import qkv, softmax_attention
+from tests.support import close, golden, parameters
 
 OPTIONS = {pe.PartialKeyOffset: {"start": 3}}
 

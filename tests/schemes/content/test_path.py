@@ -9,13 +9,13 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from oracle import qkv
-from support import parameters, slow
 
 import posenc_jax as pe
 from posenc_jax.schemes.content import path
+from tests import oracle
+from tests.oracle import qkv
+from tests.support import parameters, slow
 
 OPTIONS = {
     pe.PaTH: {"num_kv_heads": 2, "rank": 4, "short_conv": False, "forget_gate": True},

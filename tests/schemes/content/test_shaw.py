@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from oracle import qkv, softmax_attention
-from support import golden, parameters, slow
 
 import posenc_jax as pe
+from tests import oracle
+from tests.oracle import qkv, softmax_attention
+from tests.support import golden, parameters, slow
 
 OPTIONS = {
     pe.Shaw: {"clip": 3, "keys": False, "values": False, "per_head": True, "zero_beyond": True}

@@ -7,11 +7,11 @@ tests/test_attn.py (strict or not, and the remainder), from torch to NumPy in fl
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from oracle import qkv
 
 import posenc_jax as pe
+from tests import oracle
+from tests.oracle import qkv
 
 OPTIONS = {pe.StickBreaking: {"remainder": False, "attend_current": True}}
 

@@ -7,12 +7,12 @@ RelPartialLearnableMultiHeadAttn, from torch to NumPy in float64, for one sequen
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from oracle import qkv, softmax_attention
-from support import initial
 
 import posenc_jax as pe
+from tests import oracle
+from tests.oracle import qkv, softmax_attention
+from tests.support import initial
 
 OPTIONS = {pe.TransformerXL: {"clamp": 4, "stddev": initial(0.1)}}
 

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import build, close, decode, empty_cache, initial, output, parameters
 
 import posenc_jax as pe
+from tests.support import build, close, decode, empty_cache, initial, output, parameters
 
 OPTIONS = {pe.SSMax: {"scale": initial(1.0), "offset": 0.5}}
 

@@ -7,11 +7,11 @@ and bojone/rerope in float64, at positions on both sides of every step.
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, qkv, softmax_attention
-from support import BATCH, Option, close, decode, empty_cache, output, parameters
 
 import posenc_jax as pe
 from posenc_jax.schemes.logit_scale.temperature import query_temperature
+from tests.oracle import attend, qkv, softmax_attention
+from tests.support import BATCH, Option, close, decode, empty_cache, output, parameters
 
 OPTIONS = {
     pe.QueryTemperature: {

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, key, qkv, query, softmax_attention
 
 import posenc_jax as pe
+from tests.oracle import attend, key, qkv, query, softmax_attention
 
 OPTIONS = {
     pe.AxialRoPE: {

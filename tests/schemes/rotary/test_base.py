@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
-from oracle import attend, qkv
-from support import build, close, forward, make_batch, parameters, run, slow
 
 import posenc_jax as pe
+from tests.oracle import attend, qkv
+from tests.support import build, close, forward, make_batch, parameters, run, slow
 
 ROTARY = [n for n, c in pe.SCHEMES.items() if issubclass(c, pe.Rotary)]
 # Angles from content, or several rotations per key: these have no tables of coordinates.

@@ -5,9 +5,9 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import apply_rope
 
 import posenc_jax as pe
+from tests.oracle import apply_rope
 
 OPTIONS = {pe.PI: {"factor": 2.0}, pe.NTK: {"factor": 2.0}}
 

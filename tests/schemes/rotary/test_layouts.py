@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import apply_rope, qkv
 
 import posenc_jax as pe
+from tests.oracle import apply_rope, qkv
 
 # x = [1, 2, 3, 4] at position 1. Made by gpt-neox, apply_rotary_pos_emb; mesh-transformer-jax, the
 # same name; nanochat, apply_rotary_emb; transformers, deepseek_v3, apply_rotary_pos_emb_interleave.

@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import apply_rope, attend, key, qkv, query, softmax_attention
 
 import posenc_jax as pe
 from posenc_jax.schemes.rotary.mrope import mrope_axes
+from tests.oracle import apply_rope, attend, key, qkv, query, softmax_attention
 
 OPTIONS = {
     pe.MRoPE: {

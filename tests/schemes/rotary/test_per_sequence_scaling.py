@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from oracle import attend, qkv, softmax_attention
-from support import LENGTH, close, decode, empty_cache, make_batch, output, slow
 
 import posenc_jax as pe
 from posenc_jax.positions import from_segment_ids
 from posenc_jax.schemes.rotary.per_sequence_scaling import segment_lengths
+from tests.oracle import attend, qkv, softmax_attention
+from tests.support import LENGTH, close, decode, empty_cache, make_batch, output, slow
 
 OPTIONS = {
     pe.RoPEByLength: {

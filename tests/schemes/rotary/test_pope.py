@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, key, qkv, query, softmax_attention
-from support import initial, parameters
 
 import posenc_jax as pe
+from tests.oracle import attend, key, qkv, query, softmax_attention
+from tests.support import initial, parameters
 
 OPTIONS = {pe.PoPE: {"theta": 100.0, "rotary_dim": 4, "uniform": initial(True)}}
 

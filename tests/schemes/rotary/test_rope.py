@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import apply_rope, attend, qkv, softmax_attention
-from support import golden, slow
 
 import posenc_jax as pe
 from posenc_jax.schemes.rotary.rotate import apply_rotation
+from tests.oracle import apply_rope, attend, qkv, softmax_attention
+from tests.support import golden, slow
 
 OPTIONS = {
     pe.RoPE: {

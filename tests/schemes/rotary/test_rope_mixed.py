@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, key, qkv, query, softmax_attention
-from support import initial, parameters
 
 import posenc_jax as pe
 from posenc_jax.schemes.rotary.rope_mixed import mixed_frequencies
+from tests.oracle import attend, key, qkv, query, softmax_attention
+from tests.support import initial, parameters
 
 OPTIONS = {
     pe.RoPEMixed: {"groups": 2, "theta": initial(100.0), "layout": "half"},

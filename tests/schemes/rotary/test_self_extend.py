@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, qkv, softmax_attention
-from support import Option, slow
 
 import posenc_jax as pe
+from tests.oracle import attend, qkv, softmax_attention
+from tests.support import Option, slow
 
 _NEAR = {"window": 6}
 OPTIONS = {

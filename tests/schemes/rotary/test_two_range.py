@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import BATCH, LENGTH, close, decode, empty_cache, make_batch, output, slow
 
 import posenc_jax as pe
 from posenc_jax.engine.mask import LEAST_LOGIT
 from posenc_jax.positions import from_segment_ids
 from posenc_jax.schemes.rotary.two_range import Far, OutOfRange
+from tests.support import BATCH, LENGTH, close, decode, empty_cache, make_batch, output, slow
 
 SCHEMES = [
     pe.ReRoPE(head_dim=8, window=4),

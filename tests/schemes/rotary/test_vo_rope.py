@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, decode, qkv, softmax_attention
 
 import posenc_jax as pe
+from tests.oracle import attend, decode, qkv, softmax_attention
 
 OPTIONS = {
     pe.VORoPE: {

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, decode, qkv, softmax_attention
 
 import posenc_jax as pe
 from posenc_jax.schemes.rotary.xpos import xpos_decay
+from tests.oracle import attend, decode, qkv, softmax_attention
 
 OPTIONS = {pe.XPos: {"theta": 100.0, "scale_base": 64.0, "gamma": 0.8, "layout": "half"}}
 

@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import key
-from support import Option, golden
 
 import posenc_jax as pe
+from tests.oracle import key
+from tests.support import Option, golden
 
 _LONG = {"factor": 4.0, "original_max_position": 64, "length": 256}
 OPTIONS = {

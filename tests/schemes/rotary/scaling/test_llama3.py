@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from support import Option, golden
 
 import posenc_jax as pe
+from tests.support import Option, golden
 
 OPTIONS = {
     pe.Llama3: {

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from support import Option
 
 import posenc_jax as pe
+from tests.support import Option
 
 _LONGER = {"factor": 4.0, "original_max_position": 64}
 OPTIONS = {

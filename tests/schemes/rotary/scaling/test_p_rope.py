@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import apply_rope
-from support import golden
 
 import posenc_jax as pe
+from tests.oracle import apply_rope
+from tests.support import golden
 
 OPTIONS = {pe.Proportional: {"fraction": 0.5}}
 

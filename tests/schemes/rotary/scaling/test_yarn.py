@@ -5,10 +5,10 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import attend, qkv, query, softmax_attention
-from support import Option, golden
 
 import posenc_jax as pe
+from tests.oracle import attend, qkv, query, softmax_attention
+from tests.support import Option, golden
 
 _LONGER = {"factor": 4.0, "original_max_position": 64}
 OPTIONS = {

@@ -1,7 +1,8 @@
 """Layers that rotate queries and keys."""
 
 import torch
-from make_record import (
+
+from tests.makers.hf_record import (
     POSITIONS,
     RECORDS,
     SMALL,

@@ -1,6 +1,6 @@
 """Writes the parts of the documentation that follow from the code of a scheme.
 
-    PYTHONPATH=.:tests python tests/make_scheme_pages.py NAME [NAME ...]
+    python -m tests.makers scheme_pages NAME [NAME ...]
 
 For each scheme: the row of docs/serving.md, which takes 15 s. For all of them: the tables of
 docs/schemes.md, from traits and docstrings, docs/gallery.png and docs/gallery/, in five minutes.
@@ -18,15 +18,15 @@ import sys
 import types
 
 import jax
-from cache import make_serving
 from PIL import Image
-from support import build
 
 import posenc_jax as pe
 from experiments.__main__ import main as experiments
 from experiments.gallery import page
+from tests.makers import serving
+from tests.support import build
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "posenc_jax"
 PAGE, SERVING, SHEET = (
     ROOT / "docs" / name for name in ("schemes.md", "serving.md", "gallery.png")
@@ -176,7 +176,7 @@ def missing(cls: type[pe.Scheme]) -> list[str]:
         "its picture in docs/gallery.png": cls.name in pictured(),
     }
     if absent := [page for page, present in pages.items() if not present]:
-        command = f"PYTHONPATH=.:tests python tests/make_scheme_pages.py {cls.name}"
+        command = f"python -m tests.makers scheme_pages {cls.name}"
         lines.append(f"{command} writes {', '.join(absent)}")
     return lines
 
@@ -188,20 +188,16 @@ def pictured() -> list[str]:
         return image.info.get("Schemes", "").split(", ")
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Writes all pages."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--tables", action="store_true", help="write docs/schemes.md alone")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if not options.tables and (not options.names or set(options.names) - set(pe.SCHEMES)):
         parser.error(f"name a scheme of {', '.join(pe.SCHEMES)}, or give --tables")
     PAGE.write_text(with_tables(PAGE.read_text()))
     if options.tables:
         return
-    make_serving.main(["--only", ",".join(options.names)])
+    serving.main(["--only", ",".join(options.names)])
     experiments(["gallery", "--out", str(SHEET.parent)])
-
-
-if __name__ == "__main__":
-    main()

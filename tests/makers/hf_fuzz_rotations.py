@@ -1,6 +1,6 @@
 """Compares the rotations of `from_hf` with the rotary modules of transformers on mutated configs.
 
-    python -m tests.hf.fuzz_rotations --seed 1 --draws 100 [--types llama,olmo3]
+    python -m tests.makers hf_fuzz_rotations --seed 1 --draws 100 [--types llama,olmo3]
 
 A draw is a raw config of `fuzz_draw`, with null, zero, missing and moved keys of its rope
 parameters: under the names of transformers 4 or 5 or both, for all layers or by their kind.
@@ -15,19 +15,18 @@ import json
 import logging
 import random
 import re
-import sys
 import warnings
 
 import numpy as np
-from hf import fuzz_draw
 from transformers import CONFIG_MAPPING
 
 import posenc_jax as pe
 from posenc_jax.hf.model_types import MODEL_TYPES
 from posenc_jax.schemes.rotary.frequencies import rope_frequencies
+from tests.makers import hf_draw
 
 ROTARY = re.compile(r"^(?!.*(Vision|Audio)).*RotaryEmbedding$")
-KINDS = fuzz_draw.FULL, fuzz_draw.LOCAL
+KINDS = hf_draw.FULL, hf_draw.LOCAL
 YARN = {
     "truncate": (None, False, True),
     **dict.fromkeys(("beta_fast", "beta_slow"), (None, 0, 3.0)),
@@ -50,7 +49,7 @@ OUTSIDE = {
 
 def rotary_class(kind):
     """The rotary module of a model type that has one."""
-    if "rope_parameters" not in fuzz_draw.fields_of(kind):
+    if "rope_parameters" not in hf_draw.fields_of(kind):
         return None
     path = CONFIG_MAPPING[kind].__module__.replace("configuration_", "modeling_")
     try:
@@ -62,16 +61,16 @@ def rotary_class(kind):
 
 def draw(kind, rng):
     """A mutated raw config."""
-    cls, raw = CONFIG_MAPPING[kind], fuzz_draw.draw(kind, rng)
+    cls, raw = CONFIG_MAPPING[kind], hf_draw.draw(kind, rng)
     # A class sets other names of its keys after its rope parameters.
     raw = {cls.attribute_map.get(key, key): x for key, x in raw.items() if x is not None}
     raw.pop("layer_rope_theta", None)
     name = "rope_scaling" if "rope_scaling" in raw else "rope_parameters"
-    rope = raw.pop(name, None) or fuzz_draw._part(cls, raw, 8, rng)
+    rope = raw.pop(name, None) or hf_draw._part(cls, raw, 8, rng)
     parts = [x for x in rope.values() if isinstance(x, dict)]
-    if "[layer_type]" in fuzz_draw._modeling(cls) and rng.random() < 0.8:
+    if "[layer_type]" in hf_draw._modeling(cls) and rng.random() < 0.8:
         labels = KINDS if kind != "deepseek_v4" else ("main", "compress")
-        parts = [fuzz_draw._part(cls, raw, 8, rng) for _ in labels]
+        parts = [hf_draw._part(cls, raw, 8, rng) for _ in labels]
         rope = dict(zip(labels, parts, strict=True))
     for part in parts or [rope]:
         for key, values in YARN.items() if "yarn" in part.values() else ():
@@ -101,7 +100,7 @@ def theirs(kind, raw):
     labels = getattr(config, "layer_types", None) or [None] * config.num_hidden_layers
     for i, label in enumerate(labels):
         if kind == "deepseek_v4":
-            label = "main" if label == fuzz_draw.LOCAL else "compress"
+            label = "main" if label == hf_draw.LOCAL else "compress"
         prefix = "" if hasattr(module, "inv_freq") else f"{label}_"
         if hasattr(module, f"{prefix}inv_freq"):
             frequencies = getattr(module, f"{prefix}inv_freq").double().numpy()
@@ -151,12 +150,12 @@ def run(kinds, seed, count):
             yield kind, raw, *compare(kind, raw)
 
 
-def main():
+def main(argv):
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draws", type=int, default=20)
     parser.add_argument("--types", help="model types, with commas between them; default: all")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     total, kinds = collections.Counter(), collections.defaultdict(collections.Counter)
     for kind, raw, outcome, text in run(
@@ -171,7 +170,3 @@ def main():
             print(kind, dict(counts))
     print(dict(total))
     return 1 if total["differs"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

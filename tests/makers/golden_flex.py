@@ -1,12 +1,13 @@
 """Makes score_mod.json from FlexAttention, run by PyTorch 2.15 on CPU without its compiler.
 
-python tests/golden/make_golden_flex.py
+python -m tests.makers golden_flex
 """
 
 import torch
-from make_golden_torch import waves
-from sources import rounded, write
 from torch.nn.attention.flex_attention import flex_attention
+
+from tests.makers.golden_torch import waves
+from tests.makers.sources import rounded, write
 
 B, T, N, H = 2, 11, 3, 4
 
@@ -68,7 +69,7 @@ def case(make, shapes):
     return made | {"captured": [rounded(x.detach()) for x in captured], "grads": grads}
 
 
-if __name__ == "__main__":
+def main(argv):
     cases = {make.__name__: case(make, shapes) for make, shapes in CASES.items()}
     first = next(iter(cases.values()))
     arrays = {name: first[name] for name in "qkv"}

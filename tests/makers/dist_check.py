@@ -1,4 +1,4 @@
-"""Checks a wheel as users get it: python tests/make_dist_check.py WHEEL PYTHON.
+"""Checks a wheel as users get it: python -m tests.makers dist_check WHEEL PYTHON.
 
 PYTHON is an environment with the wheel and its extra `flax` alone. The Python blocks of the
 description run there, except those after a comment `<!-- not run ... -->`. The last line is the
@@ -11,13 +11,12 @@ import os
 import pathlib
 import re
 import subprocess
-import sys
 import tempfile
 import zipfile
 
 from readme_renderer import markdown
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 BLOCK = re.compile(r"(?ms)^(<!-- not run[^>]*-->\n+)?^( *)```python\n(.*?)^ *```$")
 
 
@@ -35,7 +34,8 @@ class Links(html.parser.HTMLParser):
         self.pictures += [attributes["src"]] if tag == "img" else []
 
 
-def main(wheel, python):
+def main(argv):
+    wheel, python = argv
     with zipfile.ZipFile(wheel) as files:
         size = pathlib.Path(wheel).stat().st_size
         print(f"{wheel}: {len(files.namelist())} files, {size / 1e3:.0f} kB")
@@ -67,7 +67,3 @@ def main(wheel, python):
     relative = [x for x in page.links + page.pictures if not re.match("https:|mailto:|#", x)]
     print(*relative, len(relative), sep="\n")
     return 1 if relative else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

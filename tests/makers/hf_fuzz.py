@@ -1,6 +1,6 @@
 """Compares `from_hf` with transformers on random configs of every model type.
 
-    python -m tests.hf.fuzz --seed 1 --draws 10 [--types llama,phi3]
+    python -m tests.makers hf_fuzz --seed 1 --draws 10 [--types llama,phi3]
 
 needs the group `parity`. A draw is the raw config of a small model, most of whose keys are left
 out, under the names of transformers 4 or 5. transformers completes it, builds a model with random
@@ -21,22 +21,19 @@ import json
 import logging
 import pathlib
 import random
-import sys
 import traceback
 import warnings
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import jax.numpy as jnp
 import numpy as np
 import transformers
-from hf import fuzz_draw, fuzz_layers, fuzz_models
-from hf.model_types_table import NOT_FUZZED
 
 import posenc_jax as pe
+from tests.hf.model_types_table import NOT_FUZZED
+from tests.makers import hf_draw, hf_fuzz_layers, hf_fuzz_models
 
 TOLERANCE = 2e-4  # Of the greatest number of an output; float32 against float64.
-FILE = pathlib.Path(__file__).with_name("attention_layers.npz")
+FILE = pathlib.Path(__file__).parents[1] / "hf" / "attention_layers.npz"
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
 SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GROUPED = SIZES | {"intermediate_size": 16, "head_dim": 8, "num_key_value_heads": 2}
@@ -61,7 +58,7 @@ def check(kind, raw, seed, offset):
     """(outcome, text): "same", "differs", "error", or "refused" by `from_hf` or "transformers"."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            model, layers, tables = fuzz_models.run(kind, raw, seed, offset)
+            model, layers, tables = hf_fuzz_models.run(kind, raw, seed, offset)
     except Exception as error:
         return "transformers", f"{type(error).__name__}: {error}"
     config = {"model_type": kind} | raw
@@ -95,27 +92,27 @@ def compare(specs, options, layers, tables, model, offset):
     """Returns the differences, or an empty text."""
     if not layers and {spec.scheme for spec in specs} != {pe.NoPE()}:
         return "no attention found"
-    positions = jnp.arange(fuzz_models.TOKENS, dtype=jnp.int32)[None] + offset
+    positions = jnp.arange(hf_fuzz_models.TOKENS, dtype=jnp.int32)[None] + offset
     seen = {"alpha": getattr(getattr(model, "rotary_emb", None), "alpha", None)}
     messages, scheme, used = [], specs[0].scheme, set()
     if bool(tables) != (pe.Acts.EMBEDDING in scheme.acts):
         return f"{len(tables)} tables at the input, and {scheme}"
     if (
         tables
-        and not (error := fuzz_layers.embedding_error(scheme, tables[0], positions)) <= TOLERANCE
+        and not (error := hf_fuzz_layers.embedding_error(scheme, tables[0], positions)) <= TOLERANCE
     ):
         messages.append(f"input: {error:.2e} {scheme}")
     for i, layer in enumerate(layers):
-        index = fuzz_layers.index_of(layer, i)
+        index = hf_fuzz_layers.index_of(layer, i)
         if index < len(specs) and specs[index].mixer != "attention":
             continue
         used |= {*range(len(specs))} if model.config.model_type == "albert" else {index}
         if index >= len(specs):
             return f"{len(specs)} layers, and there is layer {index}"
-        if options and (text := fuzz_layers.option_error(options[index], layer, model.config)):
+        if options and (text := hf_fuzz_layers.option_error(options[index], layer, model.config)):
             messages.append(f"layer {index}: {text}")
-        want = fuzz_layers.wanted(layer)
-        out = fuzz_layers.output(specs[index], layer, model.config, positions, seen)
+        want = hf_fuzz_layers.wanted(layer)
+        out = hf_fuzz_layers.output(specs[index], layer, model.config, positions, seen)
         error = np.abs(np.asarray(out).reshape(want.shape) - want).max() / np.abs(want).max()
         if not error <= TOLERANCE:
             messages.append(f"layer {index}: {error:.2e} {specs[index]}")
@@ -153,8 +150,8 @@ def draws(kind, seed, count):
     done = 0
     for i in range(8 * count):
         rng = random.Random(f"{seed} {kind} {i}")
-        raw = fuzz_draw.draw(kind, rng)
-        offset = rng.choice((0, 0, 100)) if fuzz_draw.takes_positions(kind) else 0
+        raw = hf_draw.draw(kind, rng)
+        offset = rng.choice((0, 0, 100)) if hf_draw.takes_positions(kind) else 0
         outcome, text = check(kind, raw, seed, offset)
         yield raw, offset, outcome, text
         done += outcome != "transformers"
@@ -168,7 +165,7 @@ def golden():
     for kind, raw in GOLDEN.items():
         outcome = check(kind, raw, 0, 0)
         assert outcome == ("same", ""), (kind, outcome)
-        weights = fuzz_layers.weights(fuzz_models.run(kind, raw, 0)[1][0])
+        weights = hf_fuzz_layers.weights(hf_fuzz_models.run(kind, raw, 0)[1][0])
         arrays |= {f"{kind}.{name}": x for name, x in weights.items()}
     origin = f"transformers {transformers.__version__}, attention layers in float64"
     configs = {kind: {"model_type": kind} | raw for kind, raw in GOLDEN.items()}
@@ -176,13 +173,13 @@ def golden():
     return {"about": np.array(json.dumps(about)), **arrays}
 
 
-def main():
+def main(argv):
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--types", help="model types, with commas between them; default: all")
     parser.add_argument("--golden", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     if args.golden:
@@ -205,7 +202,3 @@ def main():
         print(count, text)
     print(dict(total))
     return 1 if total["differs"] or total["error"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

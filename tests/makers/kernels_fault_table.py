@@ -1,20 +1,16 @@
 """Injects faults into the kernels, and prints the steps that find each and the place they name.
 
-    JAX_PLATFORMS=cpu .venv/bin/python tests/kernels/make_fault_table.py [NAME ...]
+    JAX_PLATFORMS=cpu .venv/bin/python -m tests.makers kernels_fault_table [NAME ...]
 
 In Pallas' interpreters, in about five minutes; faults of the GPU's kernels need jax 0.11.2.
 """
 
-import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-
 import jax
-from kernels.faults import FAULTS, outcomes
+
+from tests.kernels.faults import FAULTS, outcomes
 
 
-def main(names: list[str]) -> None:
+def main(names) -> None:
     print("| fault | first step that finds it | the place that it names | other steps |")
     print("|---|---|---|---|")
     for fault in FAULTS:
@@ -27,7 +23,3 @@ def main(names: list[str]) -> None:
         place = " ".join(failures.get(first, "").split())
         others = "; ".join(list(failures)[1:])
         print(f"| {fault.name} | {first} | {place} | {others} |", flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

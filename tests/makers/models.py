@@ -1,23 +1,20 @@
-"""Makes the golden files: python tests/models/make_golden.py [NAME ...], with the group parity.
+"""Makes the golden files: python -m tests.makers models [NAME ...], with the group parity.
 
 Each model of transformers has random weights and runs in float64: the logits of a left-padded
 batch, 64 greedy steps by `generate`, and the logits of every eighth of them.
 """
 
 import pathlib
-import sys
 
 import numpy as np
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-
 import torch
 import transformers
-from hf.make_record import about, in_double
-from models.inputs import IMAGE, VOCABULARY, images, pictures, prompts
-from models.weights import random_state
 
-FOLDER = pathlib.Path(__file__).with_name("golden")
+from tests.makers.hf_record import about, in_double
+from tests.models.inputs import IMAGE, VOCABULARY, images, pictures, prompts
+from tests.models.weights import random_state
+
+FOLDER = pathlib.Path(__file__).parents[1] / "models" / "golden"
 STEPS, EVERY = 64, 8
 SIZES = dict(
     vocab_size=VOCABULARY,
@@ -243,6 +240,6 @@ def make(name):
     return {"about": described, "logits": logits.astype(np.float32)} | arrays
 
 
-if __name__ == "__main__":
-    for name in sys.argv[1:] or CASES:
+def main(argv):
+    for name in argv or CASES:
         np.savez_compressed(FOLDER / f"{name}.npz", **make(name))

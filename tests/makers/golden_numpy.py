@@ -1,6 +1,6 @@
 """Makes the golden files from the authors' own code, run over NumPy.
 
-    python tests/golden/make_golden.py FOLDER [NAME ...]
+    python -m tests.makers golden_numpy FOLDER [NAME ...]
 
 FOLDER holds clones of the repositories in `sources.py`. Functions are taken out of their files as
 they stand and run with stand-ins for TensorFlow, Mesh TensorFlow and PyTorch: each stand-in
@@ -15,7 +15,8 @@ import textwrap
 from types import SimpleNamespace
 
 import numpy as np
-from sources import main, origin, rounded, source_text
+
+from tests.makers.sources import make_files, origin, rounded, source_text
 
 T5_SIZES = [(32, 128), (64, 256), (32, 512), (16, 20), (20, 100), (6, 33)]
 
@@ -155,5 +156,5 @@ def rope(folder):
     } | {name: rounded(y) for name, y in made.items()}
 
 
-if __name__ == "__main__":
-    main(alibi, t5, sinusoidal, shaw, rope)
+def main(argv):
+    make_files(argv, alibi, t5, sinusoidal, shaw, rope)

@@ -1,7 +1,7 @@
-"""Makes qk_norms.npz: python tests/hf/make_qk_norms.py, with the group parity.
+"""Makes qk_norms.npz: python -m tests.makers hf_qk_norms, with the group parity.
 
 Runs the norms of queries and keys of a small model of every model type, with random weights. An
-array has their input, their output, scale and bias. layers.npz has those of further model types.
+array has their input, their output, scale and bias. hf_layers.npz has those of further model types.
 """
 
 import dataclasses
@@ -9,20 +9,16 @@ import importlib
 import json
 import pathlib
 import re
-import sys
 
 import numpy as np
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-
 import torch
 import transformers
-from hf import make_layers
-from hf.make_record import in_double, randomize, tokens
 
 from posenc_jax.hf.model_types import MODEL_TYPES
+from tests.makers import hf_layers
+from tests.makers.hf_record import in_double, randomize, tokens
 
-FILE = pathlib.Path(__file__).with_name("qk_norms.npz")
+FILE = pathlib.Path(__file__).parents[1] / "hf" / "qk_norms.npz"
 BATCH, HEADS, KV_HEADS, HEAD_DIM, LENGTH = 1, 4, 2, 8, 2
 # Small values of the keys that some of these model types have.
 SMALL = {
@@ -76,7 +72,7 @@ def weights(module):
 def make():
     about, arrays = {}, {}
     for kind in MODEL_TYPES:
-        if kind in APART or kind in make_layers.CASES:
+        if kind in APART or kind in hf_layers.CASES:
             continue
         settings, model = small_model(kind)
         with in_double(), torch.no_grad():
@@ -103,5 +99,5 @@ def make():
     return {"about": np.array(json.dumps(about)), **arrays}
 
 
-if __name__ == "__main__":
+def main(argv):
     np.savez_compressed(FILE, **make())

@@ -7,7 +7,8 @@ import inspect
 
 import torch
 import transformers
-from hf.make_record import in_double, randomize
+
+from tests.makers.hf_record import in_double, randomize
 
 TOKENS = 20
 ROLES = {

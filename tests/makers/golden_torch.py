@@ -1,6 +1,6 @@
 """Makes more golden files from the authors' own classes, run by PyTorch.
 
-    python tests/golden/make_golden_torch.py FOLDER [NAME ...]
+    python -m tests.makers golden_torch FOLDER [NAME ...]
 
 FOLDER holds clones of the repositories in `sources.py`. PyTorch 2.13 made the committed numbers.
 """
@@ -11,7 +11,8 @@ from typing import Optional
 
 import numpy as np
 import torch
-from sources import SOURCES, main, origin, rounded, source_text
+
+from tests.makers.sources import SOURCES, make_files, origin, rounded, source_text
 
 
 def authors(folder, source, name, functions=None, **stand_ins):
@@ -156,5 +157,5 @@ def grids(_):
     return {"origin": f"torch {torch.__version__}, interpolate", "cases": cases}
 
 
-if __name__ == "__main__":
-    main(swin, swin_v2, tupe, sinusoidal_2d, fourier, grids)
+def main(argv):
+    make_files(argv, swin, swin_v2, tupe, sinusoidal_2d, fourier, grids)

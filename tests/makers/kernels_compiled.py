@@ -1,8 +1,8 @@
 """Compiles the programs of `posenc_jax.kernels.checks.steps` for a chip that is only described.
 
-    .venv-tpu/bin/python tests/kernels/make_compiled.py v5e            also v6e, v5p, 7x
-    .venv-static/bin/python tests/kernels/make_compiled.py h100        with ptxas on PATH
-    ... make_compiled.py v5e primitives "table by distance"          with a name
+    .venv-tpu/bin/python -m tests.makers kernels_compiled v5e            also v6e, v5p, 7x
+    .venv-static/bin/python -m tests.makers kernels_compiled h100        with ptxas on PATH
+    ... makers/kernels_compiled.py v5e primitives "table by distance"          with a name
 
 A program that does not compile here would cost time on the chip. `make tpu-static` and
 `make gpu-static` make the environments. It exits with 1 if a program does not compile; refused
@@ -10,36 +10,33 @@ problems are listed.
 """
 
 import os
-import pathlib
-import sys
 import time
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # Before jax is imported.
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
-
 from posenc_jax.kernels.checks import cases, steps
 
 
-def main(chip: str, names: list[str]) -> int:
+def main(argv):
+    chip, *names = argv
     if chip == "h100":
-        import make_gpu_static as static
-        import tma
-
         from posenc_jax.kernels.checks.gpu_primitives import primitives
         from posenc_jax.kernels.gpu.implementation import PallasGPU as Kernels
+        from tests.kernels import tma
+        from tests.makers import kernels_gpu_static
 
-        place, context = static.described(), None
+        place, context = kernels_gpu_static.described(), None
         descriptors = tma.audited()  # One that the driver would refuse is an error.
         descriptors.__enter__()
     else:
-        import make_tpu_static as static
         from jax.sharding import AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
         from posenc_jax.kernels.checks.tpu_primitives import primitives
         from posenc_jax.kernels.tpu.implementation import PallasTPU as Kernels
 
-        place = SingleDeviceSharding(static.device(chip))
-        abstract = AbstractMesh((1,), ("x",), abstract_device=static.abstract_device(chip))
+        place = SingleDeviceSharding(kernels_gpu_static.device(chip))
+        abstract = AbstractMesh(
+            (1,), ("x",), abstract_device=kernels_gpu_static.abstract_device(chip)
+        )
         context = use_abstract_mesh(abstract)
     import jax
 
@@ -79,7 +76,3 @@ def main(chip: str, names: list[str]) -> int:
             function = cases.program(case, kernels, gradients=gradients, lse=True)
             failed += compile(f"{family}: {case.name}", function, (cases.inputs(case),))
     return int(failed > 0)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1], sys.argv[2:]))

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from hf.layer_arrays import computed
 
 import posenc_jax as pe
+from tests.hf.layer_arrays import computed
 
 BY_GROUP = "gpt_neox", "gpt_neox_japanese", "bloom", "persimmon", "falcon"
 

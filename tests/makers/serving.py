@@ -2,8 +2,8 @@
 
 An error is the largest difference between a decoded output and one pass over the same tokens.
 
-    PYTHONPATH=.:tests python tests/cache/make_serving.py                write the whole table
-    PYTHONPATH=.:tests python tests/cache/make_serving.py --only fox,t5  write these rows only
+    python -m tests.makers serving                write the whole table
+    python -m tests.makers serving --only fox,t5  write these rows only
 """
 
 import argparse
@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from support import SIZES, build
 
 import posenc_jax as pe
 from posenc_jax import testing
+from tests.support import SIZES, build
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "serving.md"
 ROWS, LONGEST, WINDOW, SINKS, BACK = 3, 136, 8, 2, 7
@@ -245,11 +245,11 @@ def cell(name: str, policy: str) -> str:
     return f"{max(errors.values()):.0e}".replace("e-0", "e-")
 
 
-def main(arguments: list[str] | None = None):
+def main(argv: list[str]):
     """Writes rows of the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="NAMES", help="write these rows only")
-    only = parser.parse_args(arguments).only
+    only = parser.parse_args(argv).only
     names = only.split(",") if only else list(pe.SCHEMES)
     unknown = [name for name in names if name not in pe.SCHEMES]
     if unknown:
@@ -269,7 +269,3 @@ def write(new: dict[str, list[str]]) -> None:
     head = ["scheme", *POLICIES], ["---"] * (1 + len(POLICIES))
     lines = [*head, *([f"`{name}`", *rows[name]] for name in pe.SCHEMES if name in rows)]
     PAGE.write_text(page[:start] + "".join(f"| {' | '.join(line)} |\n" for line in lines))
-
-
-if __name__ == "__main__":
-    main()

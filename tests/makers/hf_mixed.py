@@ -1,7 +1,8 @@
 """Layers that rotate by several coordinates, or do more than rotate queries and keys."""
 
 import torch
-from make_record import (
+
+from tests.makers.hf_record import (
     POSITIONS,
     RECORDS,
     SMALL,
@@ -15,7 +16,7 @@ from make_record import (
     tokens,
     watch,
 )
-from make_rotary import MLA, YARN, rotated, untouched
+from tests.makers.hf_rotary import MLA, YARN, rotated, untouched
 
 
 def qwen2_vl():

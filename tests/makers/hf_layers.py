@@ -1,28 +1,25 @@
-"""Makes layers.npz: python -m tests.hf.make_layers [NAME ...], with the group parity.
+"""Makes layers.npz: python -m tests.makers hf_layers [NAME ...], with the group parity.
 
 Runs a small model of each of these model types with random weights, and records one attention layer
 of each kind: its projections, norms and sinks, and its output before gates and projections, for
 `layer_arrays.computed`; the numbers of the layers that attend; and the tables of positions. All
-layers must equal those of `from_hf`, by `fuzz.check`.
+layers must equal those of `from_hf`, by `hf_fuzz.check`.
 """
 
 import json
 import logging
 import pathlib
 import re
-import sys
 import warnings
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
 import numpy as np
 import torch
 import transformers
-from hf import fuzz, fuzz_draw, fuzz_layers, fuzz_models
 
 import posenc_jax as pe
+from tests.makers import hf_draw, hf_fuzz, hf_fuzz_layers, hf_fuzz_models
 
-FILE = pathlib.Path(__file__).with_name("layers.npz")
+FILE = pathlib.Path(__file__).parents[1] / "hf" / "layers.npz"
 CAUSAL_TOKENS = 12
 FULL, LOCAL, LINEAR, CONVOLUTION = (
     *("full_attention", "sliding_attention", "linear_attention", "conv"),
@@ -140,8 +137,8 @@ CASES["laguna"].pop("partial_rotary_factor")
 
 
 def raw_config(kind):
-    fields = fuzz_draw.fields_of(kind)
-    raw = {n: x for n, x in fuzz_draw.SIZES.items() if n in fields}
+    fields = hf_draw.fields_of(kind)
+    raw = {n: x for n, x in hf_draw.SIZES.items() if n in fields}
     aliases = transformers.CONFIG_MAPPING[kind].attribute_map
     raw |= {n: x for n, x in SIZES.items() if n in fields and n not in aliases}
     raw |= CASES[kind]
@@ -155,8 +152,8 @@ def numbers(x):
 def make(kind):
     """(description, arrays) of a model type."""
     raw = raw_config(kind)
-    assert fuzz.check(kind, raw, 0, 0) == ("same", ""), kind
-    model, layers, tables = fuzz_models.run(kind, raw, 0)
+    assert hf_fuzz.check(kind, raw, 0, 0) == ("same", ""), kind
+    model, layers, tables = hf_fuzz_models.run(kind, raw, 0)
     about = {"config": {"model_type": kind} | raw, "attention": [], "layers": []}
     arrays = {}
     halves = ("encoder", "decoder") if model.config.is_encoder_decoder else (None,)
@@ -164,18 +161,18 @@ def make(kind):
         decoder = None if half is None else half == "decoder"
         specs, recorded = pe.from_hf(about["config"], decoder=decoder), set()
         for i, layer in enumerate(x for x in layers if x["name"].startswith(half or "")):
-            index = fuzz_layers.index_of(layer, i)
+            index = hf_fuzz_layers.index_of(layer, i)
             if re.search("Delta|Lightning", type(layer["module"]).__name__):
                 continue  # Linear attention.
             about["attention"].append(index)
             if specs[index] in recorded:
                 continue
             recorded.add(specs[index])
-            values = fuzz_layers.layer_arrays(specs[index], layer, model.config)
-            want = numbers(fuzz_layers.wanted(layer))
+            values = hf_fuzz_layers.layer_arrays(specs[index], layer, model.config)
+            want = numbers(hf_fuzz_layers.wanted(layer))
             values = {n: x for n, x in values.items() if n != "x"}
             values["out"] = want.reshape(*values["q"].shape[:3], -1)
-            is_causal = fuzz_layers.is_causal(layer)
+            is_causal = hf_fuzz_layers.is_causal(layer)
             if is_causal:  # Later tokens change nothing.
                 values |= {n: values[n][:, :CAUSAL_TOKENS] for n in ("q", "k", "v", "out")}
             prefix = f"{kind}.{len(about['layers'])}."
@@ -187,21 +184,17 @@ def make(kind):
     return about, arrays
 
 
-def main():
+def main(argv):
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     about, arrays = {}, {}
-    for kind in sys.argv[1:] or CASES:
+    for kind in argv or CASES:
         about[kind], of_kind = make(kind)
         arrays |= of_kind
         print(kind, about[kind]["attention"], about[kind]["layers"], flush=True)
-    if len(sys.argv) > 1:
+    if argv:
         return
     origin = f"transformers {transformers.__version__}, attention layers of whole models in float64"
     described = {"origin": origin, "torch": torch.__version__, "model_types": about}
     np.savez_compressed(FILE, about=np.array(json.dumps(described)), **arrays)
     print(FILE.stat().st_size)
-
-
-if __name__ == "__main__":
-    main()

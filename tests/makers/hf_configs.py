@@ -1,4 +1,4 @@
-"""Makes the files of config defaults: python tests/hf/make_configs.py, with transformers 5.23.
+"""Makes the files of config defaults: python -m tests.makers hf_configs, with transformers 5.23.
 
 Writes `posenc_jax/hf/defaults.json`, the defaults of the config class of every model type, and
 `golden/raw_configs.json`: raw configs, the keys that the config class adds, changes or drops
@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING
 
 from posenc_jax.hf.model_types import MODEL_TYPES
 
-FOLDER = pathlib.Path(__file__).parent
+FOLDER = pathlib.Path(__file__).parents[1] / "hf"
 DEFAULTS = FOLDER.parents[1] / "posenc_jax" / "hf" / "defaults.json"
 GOLDEN = FOLDER / "golden" / "raw_configs.json"
 ORIGIN = f"transformers {transformers.__version__}, configuration classes"
@@ -383,7 +383,7 @@ def all_defaults():
     return {"origin": ORIGIN, "model_types": {n: defaults(n) for n in sorted(MODEL_TYPES)}}
 
 
-if __name__ == "__main__":
+def main(argv):
     write(DEFAULTS, all_defaults())
     write(GOLDEN, golden())
     for path in (DEFAULTS, GOLDEN):

@@ -1,6 +1,6 @@
 """Makes golden files from attention layers of 2025 as their authors wrote them, run by PyTorch.
 
-    python tests/golden/make_golden_layers.py FOLDER [NAME ...]
+    python -m tests.makers golden_layers FOLDER [NAME ...]
 
 FOLDER holds clones of the repositories in `sources.py`. PyTorch 2.15 made the committed numbers.
 """
@@ -11,8 +11,9 @@ import warnings
 
 import torch
 import torch.nn.functional as F
-from make_golden_torch import authors, waves
-from sources import main, origin, rounded
+
+from tests.makers.golden_torch import authors, waves
+from tests.makers.sources import make_files, origin, rounded
 
 
 def short_conv(folder):
@@ -127,6 +128,6 @@ def bam(folder):
     return out
 
 
-if __name__ == "__main__":
+def main(argv):
     with torch.no_grad():
-        main(short_conv, partial_key_offset, cable, bam)
+        make_files(argv, short_conv, partial_key_offset, cable, bam)

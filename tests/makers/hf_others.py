@@ -1,7 +1,8 @@
 """Layers whose positions act on the logits, or on images; and tables at the input."""
 
 import torch
-from make_record import (
+
+from tests.makers.hf_record import (
     RECORDS,
     arrays,
     causal,
@@ -13,7 +14,7 @@ from make_record import (
     tokens,
     watch,
 )
-from make_rotary import rotated
+from tests.makers.hf_rotary import rotated
 
 LENGTH = 12
 FAR = [0, 1, 257, 3838, 4094, 4095]  # Keys of the query at 4095: distances 4095 to 0.

@@ -2,7 +2,7 @@
 
 Each implementation is asked (`supports`) about each kind of rule with each feature.
 
-    PYTHONPATH=.:tests python tests/kernels/make_support.py      write the table into the page
+    python -m tests.makers kernels_support      write the table into the page
 """
 
 import dataclasses
@@ -12,7 +12,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from engine.rules import KINDS
 
 import posenc_jax as pe
 from posenc_jax.engine.api import IMPLEMENTATIONS, AttentionCall, make_problem
@@ -20,6 +19,7 @@ from posenc_jax.engine.splash import Splash
 from posenc_jax.kernels.base import Kernels
 from posenc_jax.kernels.gpu.implementation import PallasGPU
 from posenc_jax.kernels.tpu.implementation import PallasTPU
+from tests.engine.rules import KINDS
 
 PAGE = pathlib.Path(pe.__file__).parents[1] / "docs" / "kernels.md"
 RULES = {
@@ -162,5 +162,5 @@ def replaced(page: str) -> str:
     return re.sub(r"(?m)^\| rule \| .*\n(\|.*\n)+", lambda _: table(), page)
 
 
-if __name__ == "__main__":
+def main(argv: list[str]) -> None:
     PAGE.write_text(replaced(PAGE.read_text()))

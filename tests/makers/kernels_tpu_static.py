@@ -64,7 +64,7 @@ from posenc_jax.engine.splash import Splash
 from posenc_jax.engine.xla import XLA
 from posenc_jax.kernels.tpu.implementation import PallasTPU
 
-COMMITTED = pathlib.Path(__file__).with_name("tpu_static.json")
+COMMITTED = pathlib.Path(__file__).parents[1] / "kernels" / "tpu_static.json"
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "7x": "tpu7x:2x2x1"}
 KERNELS = {
     "forward": "attention_forward|splash_mha_fwd",
@@ -614,7 +614,7 @@ def table(known: dict) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -626,7 +626,7 @@ def main() -> int:
     parser.add_argument("--xla", action="store_true", help="estimate programs without kernels")
     parser.add_argument("--decode", action="store_true", help="compare with dense, no more")
     parser.add_argument("--table", action="store_true", help="print committed numbers, no more")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     names = [x.strip() for x in arguments.cases.split(";") if x.strip()] or list(CASES)
     chips = arguments.chips.split(",")
     for unknown in [x for x in names if x not in CASES] + [x for x in chips if x not in CHIPS]:
@@ -720,7 +720,3 @@ def main() -> int:
         return 2
     print(f"\n{compared} cases compared, {len(failed)} numbers more than 5 % worse")
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

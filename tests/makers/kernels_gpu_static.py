@@ -43,7 +43,6 @@ os.environ |= {
 
 import jax
 import jax.numpy as jnp
-import tma
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
@@ -52,9 +51,10 @@ from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.rules import DenseBias, SeparableBias
 from posenc_jax.engine.xla import XLA
 from posenc_jax.kernels.gpu.implementation import PallasGPU
+from tests.kernels import tma
 
-COMMITTED = pathlib.Path(__file__).with_name("gpu_static.json")
-LAUNCHES = pathlib.Path(__file__).with_name("gpu_launches.json")
+COMMITTED = pathlib.Path(__file__).parents[1] / "kernels" / "gpu_static.json"
+LAUNCHES = pathlib.Path(__file__).parents[1] / "kernels" / "gpu_launches.json"
 SPILLED = 64
 """Bytes that a kernel may spill beyond what it did; another version of ptxas moves some."""
 H100 = """
@@ -344,7 +344,7 @@ def table(known: dict[str, dict[str, int]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -354,7 +354,7 @@ def main() -> int:
     parser.add_argument(
         "--launches", action="store_true", help='compare launches of "xla", no more'
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     names = arguments.cases.split(";") if arguments.cases else list(CASES)
     unknown = sorted(set(names) - set(CASES))
     if unknown:
@@ -401,7 +401,3 @@ def main() -> int:
     for line in worse:
         print("worse:", line, file=sys.stderr)
     return 1 if worse else 0 if known else 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

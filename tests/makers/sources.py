@@ -1,8 +1,7 @@
-"""The authors' files that golden files are made from, their numbers, and the command line."""
+"""The authors' files that golden files are made from, their numbers, and the writing of files."""
 
 import json
 import pathlib
-import sys
 
 import numpy as np
 
@@ -84,13 +83,14 @@ def rounded(x):
 
 
 def write(name, content):
-    path = pathlib.Path(__file__).with_name(f"{name}.json")
+    path = pathlib.Path(__file__).parents[1] / "golden" / f"{name}.json"
     path.write_text(json.dumps(content) + "\n")
 
 
-def main(*makers):
+def make_files(argv, *makers):
     """Writes one file for each function, or for the functions named after the folder of clones."""
-    folder, names = pathlib.Path(sys.argv[1]), sys.argv[2:]
+    folder, *names = argv
+    folder = pathlib.Path(folder)
     for make in makers:
         if not names or make.__name__ in names:
             write(make.__name__, make(folder))
