@@ -73,8 +73,13 @@ def from_hf(
 
 
 def _layers(tracked: TrackedConfig) -> tuple[LayerSpec, ...]:
-    layers = MODEL_TYPES[tracked.model_type].layers(tracked)
-    layers = with_attention_settings(tracked, layers)
+    model_type = MODEL_TYPES[tracked.model_type]
+    for key, values in model_type.only.items():
+        tracked.only(key, *values)
+    for key, other in model_type.same.items():
+        value, wanted = tracked.explicit(key), tracked.get(other)
+        tracked.check(value in (None, wanted), f"{key}={value} and {other}={wanted}")
+    layers = with_attention_settings(tracked, model_type.layers(tracked))
     tracked.finish()
     return layers
 

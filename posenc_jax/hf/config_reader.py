@@ -284,6 +284,10 @@ class TrackedConfig:
             return default
         return next((self.defaults[n] for n in names if n in self.defaults), default)
 
+    def part(self, name: str) -> "TrackedConfig":
+        """Returns the dict under a key, empty if there is none."""
+        return TrackedConfig(self.get(name) or {}, f"{self.label} in {name}")
+
     def truth(self, name: str, default: bool) -> bool:
         """Returns a flag that is false if null, and `default` if missing."""
         value = self.explicit(name)

@@ -18,6 +18,7 @@ FULL, LOCAL, CHUNKED, LINEAR = (
     f"{kind}_attention" for kind in ("full", "sliding", "chunked", "linear")
 )
 CONVOLUTION, STATE_SPACE, MLP, EXPERTS = "conv", "state_space", "mlp", "moe"
+HYBRID = "hybrid"  # Inkling's attention to all tokens; Zamba's attention before Mamba.
 MIXERS: dict[str, Mixer] = {
     LINEAR: "linear_attention",
     CONVOLUTION: "convolution",
@@ -28,8 +29,8 @@ MIXERS: dict[str, Mixer] = {
 """The kinds of layers without attention, and their `LayerSpec.mixer`."""
 
 _OLD_NAMES = {"attention": FULL, "mamba": LINEAR}
-HYBRID = "hybrid"  # Inkling's attention to all tokens; Zamba's attention before Mamba.
 _GLOBAL = {FULL, "indexed_attention", "deepseek_sparse_attention", "minimax_m3_sparse", HYBRID}
+_LETTERS = {"F": FULL, "L": LOCAL, "N": LINEAR, "C": CONVOLUTION}
 
 
 def declared(config: TrackedConfig) -> list[str] | None:
@@ -40,18 +41,17 @@ def declared(config: TrackedConfig) -> list[str] | None:
 
 
 def all_global(config: TrackedConfig) -> list[str]:
-    """Returns full attention for every layer."""
+    """Returns full attention for every layer of a type that does not read `layer_types`."""
     return _undeclared(config, FULL)
 
 
 def all_windowed(config: TrackedConfig) -> list[str]:
-    """Returns sliding attention for every layer, if there is a window."""
+    """Returns sliding attention for every layer as `all_global`, if there is a window."""
     config.ignore("max_window_layers")  # In Qwen3-MoE's configs.
     return _undeclared(config, LOCAL if window_of(config) is not None else FULL)
 
 
 def _undeclared(config, kind):
-    """Returns `kind` for each layer of a model type that does not read `layer_types`."""
     kinds = declared(config) or [kind] * layer_count(config)
     config.check(
         {kind} >= {FULL if k in _GLOBAL else k for k in kinds},
@@ -61,26 +61,18 @@ def _undeclared(config, kind):
     return [kind] * len(kinds)
 
 
-def every(
-    period: int,
-    key: str | None = None,
-    *,
-    first: bool = False,
-    last: bool = False,
-    other: str = LOCAL,
-) -> LayerKinds:
-    """Returns a reader of one global layer in each period, unless `layer_types` says otherwise.
+def cycle(letters: str, key: str | None = None, *, first: str = "", last: str = "") -> LayerKinds:
+    """Returns a reader of `layer_types`, which repeats a pattern if there are none.
 
     Args:
-      period: number of layers from one global layer to the next.
-      key: the key that changes the period; None: none does.
-      first: whether the first layer of a period is the global one, not the last.
-      last: whether the last layer of the model is global too.
-      other: the kind of the other layers.
+      letters: the pattern: F for full, L for sliding and N for linear attention, C for convolution.
+      key: the key that changes the length of a pattern with one F, at its start or end.
+      first: the letter of the first layer, if it differs from the pattern.
+      last: that of the last layer.
     """
 
     def read(config):
-        count, length = layer_count(config), config.get(key, period) if key else period
+        count, length = layer_count(config), config.get(key, len(letters)) if key else len(letters)
         kinds = declared(config)
         if kinds is not None:
             return kinds
@@ -88,23 +80,31 @@ def every(
             type(length) is int and length >= 1,
             f"{key}={length!r}; without layer_types it must be an integer from 1",
         )
-        position = 0 if first else length - 1
-        kinds = [FULL if i % length == position else other for i in range(count)]
-        return [*kinds[:-1], FULL] if last else kinds
+        others = letters.strip("F")[:1] * (length - 1)
+        period = letters if key is None else f"F{others}" if letters[0] == "F" else f"{others}F"
+        text = first + (period * count)[len(first) : count]
+        return [_LETTERS[letter] for letter in text[: count - len(last)] + last]
 
     return read
 
 
-def from_max_window_layers(config: TrackedConfig) -> list[str]:
-    """Returns sliding attention for layers from number `max_window_layers` on."""
-    window, start = window_of(config), config.get("max_window_layers")
-    local = [window is not None and i >= start for i in range(layer_count(config))]
-    return declared(config) or [LOCAL if x else FULL for x in local]
+def where_local(test: Callable[..., bool], key: str | None = None) -> LayerKinds:
+    """Returns a reader of `layer_types`; without them layers have the window, if there is one.
+
+    Args:
+      test: whether layer i has it, given i and the value of the key.
+      key: None: the test has the number alone.
+    """
+
+    def read(config):
+        window, values = window_of(config), [config.get(key)] if key else []
+        local = [window is not None and test(i, *values) for i in range(layer_count(config))]
+        return declared(config) or [LOCAL if x else FULL for x in local]
+
+    return read
 
 
-def from_config(config: TrackedConfig) -> list[str]:
-    """Returns the `layer_types`; full attention for all layers without them."""
-    return declared(config) or [FULL] * layer_count(config)
+from_max_window_layers = where_local(lambda i, start: i >= start, "max_window_layers")
 
 
 def window_of(config: TrackedConfig) -> Window:
@@ -156,10 +156,14 @@ def layers_of(
 
 def uniform(config: TrackedConfig, scheme: Scheme) -> tuple[LayerSpec, ...]:
     """Returns layers with one scheme and no window."""
-    kinds = all_global(config)
-    return layers_of(config, kinds, [scheme] * len(kinds))
+    return tuple(layer_of(config, kind, scheme) for kind in all_global(config))
 
 
-def without_positions(config: TrackedConfig, kinds: list[str]) -> tuple[LayerSpec, ...]:
-    """Returns layers of these kinds without positions."""
-    return layers_of(config, kinds, [NoPE()] * len(kinds))
+def without_positions(kinds: LayerKinds) -> Callable[[TrackedConfig], tuple[LayerSpec, ...]]:
+    """Returns a reader of layers of these kinds without positions."""
+    return lambda config: tuple(layer_of(config, kind, NoPE()) for kind in kinds(config))
+
+
+def mamba(kinds: list[str]) -> list[str]:
+    """Returns the kinds of a model type whose other layers are Mamba."""
+    return [STATE_SPACE if kind == LINEAR else kind for kind in kinds]

@@ -5,7 +5,7 @@ The record of a model type follows the reader that is its own, in `rotary_types.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from posenc_jax.hf.config_reader import TrackedConfig, as_many_key_heads, key_heads
@@ -40,6 +40,8 @@ class ModelType:
       ignores_head_dim: whether H is always D / N.
       clips_projections: whether `clip_qkv` clips q, k and v.
       ambiguous_keys: keys that only some attention functions of transformers read.
+      only: the values of a key that are read.
+      same: keys that repeat another key.
     """
 
     layers: LayersReader
@@ -58,6 +60,8 @@ class ModelType:
     ignores_head_dim: bool = False
     clips_projections: bool = False
     ambiguous_keys: tuple[str, ...] = ()
+    only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    same: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 SCALE_POWERS = {"query_pre_attn_scalar": -0.5, "attention_multiplier": 1.0}

@@ -1,6 +1,6 @@
 """Model types with biases, with a table of positions at the input, or with a grid of an image.
 
-A row of `TYPES` is a record; records with a reader of their own follow it.
+Readers that only one row or one family needs precede the table.
 """
 
 import dataclasses
@@ -16,7 +16,17 @@ from posenc_jax.hf.config_reader import (
     layer_count,
 )
 from posenc_jax.hf.layer_kinds import declared, layers_of, uniform
-from posenc_jax.hf.model_type import ALL, NONE, RMS, Layers, ModelType, alike, multi_head, unscaled
+from posenc_jax.hf.model_type import (
+    ALL,
+    NONE,
+    RMS,
+    Layers,
+    LayersReader,
+    ModelType,
+    alike,
+    multi_head,
+    unscaled,
+)
 from posenc_jax.hf.rope import pop_keys, read_rope, refuse_partial
 from posenc_jax.hf.rotary import Rotating
 from posenc_jax.qk_norm import QKNorm
@@ -38,84 +48,72 @@ from posenc_jax.schemes.rotary.frequencies import FrequencyMap
 from posenc_jax.schemes.scheme import Scheme
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """Reads a learned table of positions, added to the embedding.
+def table(*, width: str = "hidden_size", offset: int = 0, reserved: bool = False) -> LayersReader:
+    """Returns a reader of a learned table of positions, added to the embedding.
 
-    Attributes:
+    Args:
+      width: the key of the table's width D.
       offset: rows before position 0.
       reserved: whether the config counts those rows in its length, up to the row of padding.
-      width: the key of the table's width D.
     """
 
-    offset: int = 0
-    reserved: bool = False
-    width: str = "hidden_size"
-
-    def __call__(self, config: TrackedConfig) -> Layers:
-        """Returns the table for every layer, though it is added at the input."""
+    def read(config):
         kind = config.get("position_embedding_type", "absolute")
-        length, dim = config.need("max_position_embeddings"), config.need(self.width)
         config.ignore("sinusoidal_pos_embds")  # DistilBERT: how the table starts.
         config.check(
             kind == "absolute",
             f"position_embedding_type={kind!r}, which transformers 5 does not read any more",
         )
-        offset = self.offset
-        if self.reserved:  # RoBERTa: position 0 follows the row of padding.
-            offset = config.need("pad_token_id") + 1
-            length -= offset
-        return uniform(config, LearnedAbsolute(max_length=length, model_dim=dim, offset=offset))
+        # RoBERTa: position 0 follows the row of padding.
+        first = config.need("pad_token_id") + 1 if reserved else offset
+        return uniform(config, _learned(config, width, offset=first, reserved=first * reserved))
+
+    return read
 
 
-TYPES: dict[str, ModelType] = {
-    **alike(
-        "bert bert-generation ernie megatron-bert roc_bert",
-        multi_head(Table(), ALL, causality="is_decoder"),
-    ),
-    "rembert": multi_head(Table(width="input_embedding_size"), ALL, causality="is_decoder"),
-    "openai-gpt": multi_head(Table(), ALL),
-    "biogpt": multi_head(Table(offset=2), ALL),
-    "distilbert": multi_head(Table(), ALL, causality="bidirectional"),
-    "albert": multi_head(Table(width="embedding_size"), ALL, causality="bidirectional"),
-    "electra": multi_head(Table(width="embedding_size"), ALL, causality="is_decoder"),
-    "opt": multi_head(Table(offset=2), ("enable_bias",) * 4),
-    **alike(
-        "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod",
-        multi_head(Table(reserved=True), ALL, causality="is_decoder"),
-    ),
-}
+def _learned(config, width="hidden_size", length="max_position_embeddings", offset=0, reserved=0):
+    """Returns a learned table."""
+    rows, dim = config.need(length) - reserved, config.need(width)
+    return LearnedAbsolute(max_length=rows, model_dim=dim, offset=offset)
 
 
-def _gpt2_scale(config: TrackedConfig, layer: int) -> float | None:
-    """Returns the factor on q . k of a layer, counted from 0; None: the scheme's own."""
-    scaled = config.get("scale_attn_weights", True)
-    if config.get("scale_attn_by_inverse_layer_idx", False):
-        return (head_size(config) ** -0.5 if scaled else 1.0) / (layer + 1)
-    return None if scaled else 1.0
+def _sinusoidal(config: TrackedConfig, layout: str = "concat") -> Scheme:
+    return Sinusoidal(model_dim=config.need("hidden_size"), layout=layout)
 
 
-TYPES["gpt2"] = multi_head(Table(), ALL, scale=_gpt2_scale)
+def _halves(make: Callable[[TrackedConfig], Scheme]) -> LayersReader:
+    """Returns a reader of a scheme in the layers of the encoder, or of the decoder."""
+
+    def read(config):
+        scheme, count = make(config), config.need("num_hidden_layers")
+        key = "num_decoder_layers" if is_decoder(config) else "num_hidden_layers"
+        return (LayerSpec(scheme),) * config.get(key, count)
+
+    return read
 
 
-def _bigcode_key_heads(config: TrackedConfig, num_heads: int) -> int:
-    """Returns the number of key heads K of N heads."""
-    return 1 if config.get("multi_query", True) else num_heads
+def _t5(config: TrackedConfig) -> Scheme:
+    """Buckets of both directions for the encoder, of the past for the decoder."""
+    return T5(
+        num_heads=config.need("num_attention_heads"),
+        num_buckets=config.need("relative_attention_num_buckets"),
+        max_distance=config.need("relative_attention_max_distance"),
+        bidirectional=not is_decoder(config),
+    )
 
 
-def _bigcode_scale(config: TrackedConfig, layer: int) -> float | None:
-    """Returns the factor on q . k; None: the scheme's own."""
-    return None if config.get("scale_attn_weights", True) else 1.0
-
-
-TYPES["gpt_bigcode"] = ModelType(
-    Table(), ALL, key_heads=_bigcode_key_heads, ignores_head_dim=True, scale=_bigcode_scale
-)
+def _whisper(config: TrackedConfig) -> Layers:
+    """Reads sines and cosines for the encoder, a learned table for the decoder."""
+    config.ignore("max_source_positions", "max_target_positions")
+    if is_decoder(config):
+        scheme = _learned(config, length="max_target_positions")
+        return (LayerSpec(scheme),) * config.need("num_decoder_layers")
+    return uniform(config, _sinusoidal(config, "t2t"))
 
 
 def _gpt_neo(config: TrackedConfig) -> Layers:
     """Reads a table of positions, and a window in local layers."""
-    layers, kinds = Table()(config), config.explicit("attention_layers")
+    layers, kinds = table()(config), config.explicit("attention_layers")
     if kinds is None:
         groups: Any = config.get("attention_types") or [[["global", "local"], 12]]
         try:
@@ -133,112 +131,22 @@ def _gpt_neo(config: TrackedConfig) -> Layers:
     )
 
 
-TYPES["gpt_neo"] = multi_head(_gpt_neo, (False, False, False, True), scale=unscaled)
-
-
-def _half(config: TrackedConfig, scheme: Scheme) -> Layers:
-    """Returns the layers of the encoder, or of the decoder."""
-    decoder, count = is_decoder(config), config.need("num_hidden_layers")
-    return (LayerSpec(scheme),) * (config.get("num_decoder_layers", count) if decoder else count)
-
-
-def _bart(config: TrackedConfig, offset: int = 2) -> Layers:
-    """Reads a learned table of positions in the encoder and in the decoder."""
-    config.only("static_position_embeddings", False)  # mBART's and KoBART's.
-    length, dim = config.need("max_position_embeddings"), config.need("hidden_size")
-    return _half(config, LearnedAbsolute(max_length=length, model_dim=dim, offset=offset))
-
-
-def _blenderbot(config: TrackedConfig) -> Layers:
-    """Reads a table as BART's, without rows before position 0."""
-    return _bart(config, offset=0)
-
-
-def _marian(config: TrackedConfig) -> Layers:
-    """Reads sines and cosines in the encoder and in the decoder."""
-    config.only("static_position_embeddings", True)
-    return _half(config, Sinusoidal(model_dim=config.need("hidden_size"), layout="concat"))
-
-
-TYPES |= {
-    **alike("bart mbart mvp plbart", multi_head(_bart, ALL, causality="decoder")),
-    **alike("blenderbot blenderbot-small", multi_head(_blenderbot, ALL, causality="decoder")),
-    **alike("marian pegasus", multi_head(_marian, ALL, causality="decoder")),
-}
-
-
-def _ctrl(config: TrackedConfig) -> Layers:
-    """Reads sines and cosines."""
-    return uniform(config, Sinusoidal(model_dim=config.need("hidden_size"), layout="concat"))
-
-
-TYPES["ctrl"] = multi_head(_ctrl, ALL)
-
-
-def _whisper(config: TrackedConfig) -> Layers:
-    """Reads sines and cosines for the encoder, a learned table for the decoder."""
-    dim, length = config.need("hidden_size"), config.need("max_target_positions")
-    config.ignore("max_source_positions")
-    if is_decoder(config):
-        scheme = LearnedAbsolute(max_length=length, model_dim=dim)
-        return (LayerSpec(scheme),) * config.need("num_decoder_layers")
-    return uniform(config, Sinusoidal(model_dim=dim, layout="t2t"))
-
-
-TYPES["whisper"] = multi_head(_whisper, (True, False, True, True), causality="decoder")
-
-
-def _t5(config: TrackedConfig) -> Layers:
-    """Reads T5's buckets: of both directions for the encoder, of the past for the decoder."""
-    scheme = T5(
-        num_heads=config.need("num_attention_heads"),
-        num_buckets=config.need("relative_attention_num_buckets"),
-        max_distance=config.need("relative_attention_max_distance"),
-        bidirectional=not is_decoder(config),
-    )
-    return _half(config, scheme)
-
-
-TYPES |= alike(
-    "mt5 t5 umt5", ModelType(_t5, NONE, causality="decoder", key_heads=as_many_key_heads)
-)
-
-
 def _alibi(config: TrackedConfig, scaled: bool = False) -> Layers:
-    """Returns layers with ALiBi, for causal attention: transformers gives later keys the most."""
+    """Reads ALiBi, for causal attention: transformers gives later keys the most."""
     config.check(is_causal(config), "is_causal=false, for which its ALiBi is not symmetric")
     return uniform(config, ALiBi(num_heads=config.need("num_attention_heads"), scaled=scaled))
 
 
-def _bloom(config: TrackedConfig) -> Layers:
-    """Reads ALiBi."""
-    config.only("offset_alibi", 100)  # Never read by transformers.
-    return _alibi(config)
-
-
-TYPES["bloom"] = multi_head(_bloom, ALL)
-
-
 def _mpt(config: TrackedConfig) -> Layers:
     """Reads ALiBi, or a learned table."""
-    part = TrackedConfig(config.get("attn_config") or {}, f"{config.label} in attn_config")
+    part = config.part("attn_config")
     learned, rope = config.get("learned_pos_emb", True), part.get("rope", False)
     part.check(not rope, "rope, which transformers does not read")
     if not part.get("alibi", True):
         config.check(learned, "neither ALiBi nor learned positions")
-        length, dim = config.need("max_position_embeddings"), config.need("hidden_size")
-        return uniform(config, LearnedAbsolute(max_length=length, model_dim=dim))
+        return uniform(config, _learned(config))
     part.only("alibi_bias_max", 8)
     return _alibi(config)
-
-
-def _mpt_scale(config: TrackedConfig, layer: int) -> float | None:
-    """Returns the factor on q . k."""
-    part = TrackedConfig(config.get("attn_config") or {}, f"{config.label} in attn_config")
-    return part.get("softmax_scale")
-
-
-TYPES["mpt"] = multi_head(_mpt, NONE, scale=_mpt_scale, clips_projections=True)
 
 
 def _falcon(config: TrackedConfig) -> Layers:
@@ -247,16 +155,6 @@ def _falcon(config: TrackedConfig) -> Layers:
         config.ignore("rope_parameters", "rope_scaling", "rope_theta")
         return _alibi(config, scaled=True)
     return Rotating()(config)
-
-
-def _falcon_key_heads(config: TrackedConfig, num_heads: int) -> int:
-    """Returns the number of key heads K of N heads."""
-    if config.get("new_decoder_architecture", False):
-        return config.get("num_kv_heads", num_heads)
-    return 1 if config.get("multi_query", True) else num_heads
-
-
-TYPES["falcon"] = ModelType(_falcon, ("bias",) * 4, key_heads=_falcon_key_heads)
 
 
 def _deberta_v2(config: TrackedConfig) -> Layers:
@@ -280,29 +178,24 @@ def _deberta_v2(config: TrackedConfig) -> Layers:
         projected=bool(config.get("share_att_key", False)),
     )
     if config.get("position_biased_input"):
-        length, dim = config.need("max_position_embeddings"), config.need("hidden_size")
-        width = config.get("embedding_size", dim)
-        return uniform(config, chain(LearnedAbsolute(max_length=length, model_dim=width), scheme))
+        width = "hidden_size" if config.get("embedding_size") is None else "embedding_size"
+        return uniform(config, chain(_learned(config, width), scheme))
     return uniform(config, scheme)
 
 
-TYPES["deberta-v2"] = multi_head(_deberta_v2, ALL, causality="bidirectional")
-
-
-def _xlnet(config: TrackedConfig) -> Layers:
-    """Reads Transformer-XL's terms, in both directions and without terms for pairs of segments."""
-    config.check(not config.get("bi_data", False), "bi_data")
-    clamp = config.get("clamp_len", -1)
-    scheme = TransformerXL(
+def _transformer_xl(config: TrackedConfig, clamp: int = -1) -> Scheme:
+    return TransformerXL(
         num_heads=config.need("num_attention_heads"),
         head_dim=head_size(config),
         model_dim=config.need("hidden_size"),
         clamp=clamp if clamp > 0 else None,
     )
-    return uniform(config, scheme)
 
 
-TYPES["xlnet"] = ModelType(_xlnet, unsupported="two streams")
+def _xlnet(config: TrackedConfig) -> Layers:
+    """Reads Transformer-XL's terms, in both directions and without terms for pairs of segments."""
+    config.check(not config.get("bi_data", False), "bi_data")
+    return uniform(config, _transformer_xl(config, config.get("clamp_len", -1)))
 
 
 def _wav2vec2_bert(config: TrackedConfig) -> Layers:
@@ -313,8 +206,7 @@ def _wav2vec2_bert(config: TrackedConfig) -> Layers:
     """
     heads, head_dim = config.need("num_attention_heads"), head_size(config)
     kind = config.get("position_embeddings_type", "none")
-    past = config.need("left_max_position_embeddings")
-    future = config.need("right_max_position_embeddings")
+    ends = [config.need(f"{side}_max_position_embeddings") for side in ("left", "right")]
     config.ignore("rotary_embedding_base", "max_source_positions")
     config.check(
         kind in ("relative_key", "relative", "none"),
@@ -322,16 +214,10 @@ def _wav2vec2_bert(config: TrackedConfig) -> Layers:
     )
     scheme: Scheme = NoPE()
     if kind == "relative_key":
-        scheme = Shaw(num_heads=heads, head_dim=head_dim, clip=max(past, future), values=False)
+        scheme = Shaw(num_heads=heads, head_dim=head_dim, clip=max(ends), values=False)
     elif kind == "relative":
-        dim = config.need("hidden_size")
-        scheme = TransformerXL(num_heads=heads, head_dim=head_dim, model_dim=dim)
+        scheme = _transformer_xl(config)
     return uniform(config, scheme)
-
-
-TYPES["wav2vec2-bert"] = ModelType(
-    _wav2vec2_bert, unsupported="a table that ends earlier in the future"
-)
 
 
 def _inkling(config: TrackedConfig) -> Layers:
@@ -363,17 +249,6 @@ def _inkling(config: TrackedConfig) -> Layers:
     unknown = sorted(set(kinds) - set(schemes))
     config.check(not unknown, f"layer_types {unknown}")
     return layers_of(config, kinds, (schemes[kind] for kind in kinds), window)
-
-
-TYPES["inkling_text"] = ModelType(
-    _inkling, unsupported="convolutions of keys and values", qk_norm=RMS
-)
-TYPES["inkling2_text"] = ModelType(
-    _inkling,
-    unsupported="convolutions of keys and values, a norm of values, and a gate on its output",
-    qk_norm=QKNorm("clip", scale="per_head", threshold=1.0),
-    sinks="projected",
-)
 
 
 def _swin(config: TrackedConfig) -> Layers:
@@ -409,37 +284,118 @@ def _stages(config: TrackedConfig, make: Callable[[int, int], Scheme]) -> Layers
     return tuple(LayerSpec(make(n, i)) for n, depth, i in stages for _ in range(depth))
 
 
-_STAGES = "stages of different widths"
-TYPES |= {
+def grid(**settings: Any) -> LayersReader:
+    """Returns a reader of RoPE over rows and columns of an image."""
+
+    def read(config):
+        config.ignore("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")  # In training.
+        rope = read_rope(config, pop_keys(config, default="axial")[0])
+        refuse_partial(config, rope)
+        config.check(
+            rope.scaling == FrequencyMap(),
+            f"{rope.scaling}, and no rope scaling is supported for its type",
+        )
+        return uniform(config, AxialRoPE(head_dim=head_size(config), theta=rope.theta, **settings))
+
+    return read
+
+
+# Factors on q . k of a layer, counted from 0 (None: the scheme's own), and numbers of key heads.
+
+
+def _gpt2_scale(config: TrackedConfig, layer: int) -> float | None:
+    scaled = config.get("scale_attn_weights", True)
+    if config.get("scale_attn_by_inverse_layer_idx", False):
+        return (head_size(config) ** -0.5 if scaled else 1.0) / (layer + 1)
+    return None if scaled else 1.0
+
+
+def _bigcode_scale(config: TrackedConfig, layer: int) -> float | None:
+    return None if config.get("scale_attn_weights", True) else 1.0
+
+
+def _mpt_scale(config: TrackedConfig, layer: int) -> float | None:
+    return config.part("attn_config").get("softmax_scale")
+
+
+def _bigcode_key_heads(config: TrackedConfig, num_heads: int) -> int:
+    return 1 if config.get("multi_query", True) else num_heads
+
+
+def _falcon_key_heads(config: TrackedConfig, num_heads: int) -> int:
+    if config.get("new_decoder_architecture", False):
+        return config.get("num_kv_heads", num_heads)
+    return _bigcode_key_heads(config, num_heads)
+
+
+_STATIC, _LEARNED = ({"static_position_embeddings": (x,)} for x in (True, False))  # mBART's.
+_STAGES, _GRID = "stages of different widths", "a grid of an image as its input"
+
+TYPES: dict[str, ModelType] = {
+    # A learned table at the input.
+    **alike(
+        "bert bert-generation ernie megatron-bert roc_bert",
+        multi_head(table(), ALL, causality="is_decoder"),
+    ),
+    "rembert": multi_head(table(width="input_embedding_size"), ALL, causality="is_decoder"),
+    "openai-gpt": multi_head(table(), ALL),
+    "biogpt": multi_head(table(offset=2), ALL),
+    "distilbert": multi_head(table(), ALL, causality="bidirectional"),
+    "albert": multi_head(table(width="embedding_size"), ALL, causality="bidirectional"),
+    "electra": multi_head(table(width="embedding_size"), ALL, causality="is_decoder"),
+    "opt": multi_head(table(offset=2), ("enable_bias",) * 4),
+    **alike(
+        "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod",
+        multi_head(table(reserved=True), ALL, causality="is_decoder"),
+    ),
+    "gpt2": multi_head(table(), ALL, scale=_gpt2_scale),
+    "gpt_bigcode": ModelType(
+        table(), ALL, key_heads=_bigcode_key_heads, ignores_head_dim=True, scale=_bigcode_scale
+    ),
+    "gpt_neo": multi_head(_gpt_neo, (False, False, False, True), scale=unscaled),
+    # In an encoder and a decoder.
+    **alike(
+        "bart mbart mvp plbart",
+        multi_head(
+            _halves(lambda config: _learned(config, offset=2)),
+            ALL,
+            causality="decoder",
+            only=_LEARNED,
+        ),
+    ),
+    **alike(
+        "blenderbot blenderbot-small",
+        multi_head(_halves(_learned), ALL, causality="decoder", only=_LEARNED),
+    ),
+    **alike(
+        "marian pegasus", multi_head(_halves(_sinusoidal), ALL, causality="decoder", only=_STATIC)
+    ),
+    "whisper": multi_head(_whisper, (True, False, True, True), causality="decoder"),
+    **alike(
+        "mt5 t5 umt5",
+        ModelType(_halves(_t5), NONE, causality="decoder", key_heads=as_many_key_heads),
+    ),
+    # Sines and cosines.
+    "ctrl": multi_head(lambda config: uniform(config, _sinusoidal(config)), ALL),
+    # Biases and terms of the logits.
+    "bloom": multi_head(_alibi, ALL, only={"offset_alibi": (100,)}),  # Never read by transformers.
+    "mpt": multi_head(_mpt, NONE, scale=_mpt_scale, clips_projections=True),
+    "falcon": ModelType(_falcon, ("bias",) * 4, key_heads=_falcon_key_heads),
+    "deberta-v2": multi_head(_deberta_v2, ALL, causality="bidirectional"),
+    "xlnet": ModelType(_xlnet, unsupported="two streams"),
+    "wav2vec2-bert": ModelType(
+        _wav2vec2_bert, unsupported="a table that ends earlier in the future"
+    ),
+    "inkling_text": ModelType(_inkling, unsupported="convolutions of keys and values", qk_norm=RMS),
+    "inkling2_text": ModelType(
+        _inkling,
+        unsupported="convolutions of keys and values, a norm of values, and a gate on its output",
+        qk_norm=QKNorm("clip", scale="per_head", threshold=1.0),
+        sinks="projected",
+    ),
+    # Images.
     "swin": ModelType(_swin, unsupported=_STAGES),
     "swinv2": ModelType(_swin_v2, unsupported=_STAGES),
-}
-
-
-def _pixtral(config: TrackedConfig) -> Layers:
-    """Reads RoPE over rows and columns of an image, with frequencies dealt to them in turn."""
-    return _grid(config, frequencies="dealt")
-
-
-def _dinov3(config: TrackedConfig) -> Layers:
-    """Reads RoPE over rows and columns of an image."""
-    # Augmentation in training.
-    config.ignore("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")
-    return _grid(config)
-
-
-def _grid(config, **settings):
-    rope = read_rope(config, pop_keys(config, default="axial")[0])
-    refuse_partial(config, rope)
-    config.check(
-        rope.scaling == FrequencyMap(),
-        f"{rope.scaling}, and no rope scaling is supported for its type",
-    )
-    return uniform(config, AxialRoPE(head_dim=head_size(config), theta=rope.theta, **settings))
-
-
-_GRID = "a grid of an image as its input"
-TYPES |= {
-    "pixtral": ModelType(_pixtral, unsupported=_GRID),
-    "dinov3_vit": ModelType(_dinov3, unsupported=_GRID),
+    "pixtral": ModelType(grid(frequencies="dealt"), unsupported=_GRID),
+    "dinov3_vit": ModelType(grid(), unsupported=_GRID),
 }

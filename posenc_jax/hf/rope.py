@@ -81,19 +81,20 @@ def refuse_by_length(config: TrackedConfig, scaling: Any) -> None:
 
 
 def read_rope(
-    config: TrackedConfig, rope: dict | None, *, base: str = "rope_theta"
+    config: TrackedConfig, rope: dict | None = None, base: str = "rope_theta"
 ) -> RopeSettings:
     """Returns the rotary settings in a config and its rotary dict.
 
     Args:
       config: has base, fraction and lengths if the dict does not.
-      rope: the dict; None for an old config without one.
+      rope: the dict; None: `rope_dict(config)`.
       base: the key of the base outside the dict.
 
     Raises:
       ValueError: if a key is unknown or missing, or two contradict each other.
     """
-    part = TrackedConfig({} if rope is None else rope, f"{config.label} in its rope parameters")
+    rope = rope_dict(config) or {} if rope is None else rope
+    part = TrackedConfig(rope, f"{config.label} in its rope parameters")
     theta = _agree(part, "rope_theta", config, base)
     if "rotary_emb_base" in config.defaults:  # GPT-NeoX.
         fraction = _agree(part, "partial_rotary_factor", config, "rotary_pct")

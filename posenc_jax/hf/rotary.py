@@ -1,7 +1,7 @@
 """Readers of rotary configs: RoPE by layer, in multi-head latent attention, and M-RoPE."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from posenc_jax.checks import require
@@ -70,10 +70,12 @@ class Rotating:
       bases: (kind, key) for kinds of layers with a separate key for the base.
       scaled: kinds that `rope_scaling` of an old config applies to; empty: all.
       unrotated: kinds that never rotate.
-      instead: the scheme of layers that do not rotate.
+      rotates: reads from config and kinds whether each layer rotates, or its base; None: all do.
+      instead: the scheme of layers that do not rotate, or its reader.
       null_rotates: whether a kind whose rope parameters are null has RoPE without scaling.
       by_kind: whether rope parameters for kinds of layers are "read", or "required" as transformers
         ignores others. Where all layers share a rotation it ignores them: "refused".
+      settings: reads a rotary dict.
     """
 
     layout: str = "half"
@@ -83,9 +85,11 @@ class Rotating:
     bases: tuple[tuple[str, str], ...] = ()
     scaled: tuple[str, ...] = ()
     unrotated: tuple[str, ...] = (*MIXERS,)
-    instead: Scheme = NoPE()  # noqa: RUF009, frozen.
+    rotates: Callable[[TrackedConfig, list[str]], Sequence[bool | float]] | None = None
+    instead: Scheme | Callable[[TrackedConfig], Scheme] = NoPE()  # noqa: RUF009, frozen.
     null_rotates: bool = False
     by_kind: Literal["refused", "read", "required"] = "refused"
+    settings: Callable[[TrackedConfig, dict, str], RopeSettings] = read_rope
 
     def __call__(self, config: TrackedConfig) -> tuple[LayerSpec, ...]:
         """Returns the layers."""
@@ -93,12 +97,18 @@ class Rotating:
         if self.layout == "half":
             config.only("rope_interleaved", False)  # SmolLM 2's.
         window = None if self.window is None else self.window(config)
-        ropes = self._by_kind(config, set(kinds))
+        bases = [True] * len(kinds) if self.rotates is None else self.rotates(config, kinds)
+        if not any(bases):
+            config.ignore("rope_parameters", "rope_scaling")
+        ropes = self._by_kind(config, set(kinds)) if any(bases) else {}
         # If no layer rotates.
         config.ignore("rope_theta", "partial_rotary_factor", *(key for _, key in self.bases))
+        instead = self.instead if isinstance(self.instead, Scheme) else self.instead(config)
         schemes = (
-            self._scheme(config, kind, ropes[kind], head_dim)
-            for kind, head_dim in zip(kinds, _head_sizes(config, kinds), strict=True)
+            self._scheme(config, kind, ropes[kind], base, head_dim)
+            if base and ropes[kind] is not None
+            else instead
+            for kind, base, head_dim in zip(kinds, bases, _head_sizes(config, kinds), strict=True)
         )
         return layers_of(config, kinds, schemes, window)
 
@@ -173,11 +183,11 @@ class Rotating:
             "transformers 4 all layers; give rope_parameters for each kind",
         )
 
-    def _scheme(self, config, kind, rope, head_dim):
-        if rope is None:
-            return self.instead
+    def _scheme(self, config, kind, rope, base, head_dim):
         config = config.without(*_FLAT) if self.by_kind == "required" else config
-        settings = read_rope(config, rope, base=dict(self.bases).get(kind, "rope_theta"))
+        settings = self.settings(config, rope, dict(self.bases).get(kind, "rope_theta"))
+        if base is not True:
+            settings = dataclasses.replace(settings, theta=float(base))
         return rotation(config, settings, head_dim, self.layout, self.partial)
 
 
@@ -206,25 +216,16 @@ def windowed(kinds: LayerKinds, **settings: Any) -> Rotating:
     return Rotating(kinds=kinds, window=window_of, **settings)
 
 
-def rotating_flags(config: TrackedConfig, period: int = 4) -> list[bool]:
+def rotating_flags(config: TrackedConfig, kinds: list[str] | None = None) -> list[bool]:
     """Returns whether each layer rotates: `no_rope_layers`, where 1 stands for a rotating layer.
 
     Raises:
       ValueError: if there is not one flag for each layer.
     """
-    count = layer_count(config)
-    period = config.get("no_rope_layer_interval", period)
+    count, period = layer_count(config), config.get("no_rope_layer_interval", 4)
     flags = config.explicit("no_rope_layers") or [(i + 1) % period != 0 for i in range(count)]
     config.check(len(flags) == count, f"{len(flags)} no_rope_layers for {count} layers")
     return [bool(flag) for flag in flags]
-
-
-def by_flags(
-    config: TrackedConfig, kinds: list[str], rotating: Scheme, other: Scheme, window: Window = None
-) -> tuple[LayerSpec, ...]:
-    """Returns layers with one of two schemes, by `no_rope_layers`."""
-    schemes = (rotating if flag else other for flag in rotating_flags(config))
-    return layers_of(config, kinds, schemes, window)
 
 
 def with_temperature(config: TrackedConfig, make: Callable[[RopeSettings], Scheme]) -> Scheme:

@@ -93,7 +93,7 @@ def test_released_configs_with_keys_that_transformers_does_not_read():
         (smollm_2 | {"rope_interleaved": True}, "rope_interleaved"),
         (glm_5 | {"rope_interleave": False}, "rope_interleave=False"),
         (gemma_2_9b | {"sliding_window_size": 2048}, "sliding_window_size=2048"),
-        ({"model_type": "gemma2", "sliding_window_size": 2048}, "a window of 4096"),
+        ({"model_type": "gemma2", "sliding_window_size": 2048}, "and sliding_window=4096"),
         (scout | {"attn_temperature_tuning": -1}, "true, false or an integer from 0"),
         (bloom_560m | {"offset_alibi": 7}, "offset_alibi"),
         (nomic_1_5 | {"rotary_emb_fraction": 0.5}, "rotary_emb_fraction"),
