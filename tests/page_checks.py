@@ -89,10 +89,6 @@ def gemma(names):
 @check("recipes/bonsai_qwen3")
 def bonsai_qwen3(names):
     close(names["y"], names["expected"])
-    text = pages.read("docs/recipes/bonsai_qwen3.md")
-    patch = re.search(r"(?s)```diff\n(.*?)```", text)[1].splitlines()[2:]
-    removed, added = (sum(line.startswith(sign) for line in patch) for sign in "-+")
-    assert f"removes {removed} and adds {added}." in text
 
 
 @check("recipes/linen_decode")

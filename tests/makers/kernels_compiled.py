@@ -1,12 +1,11 @@
 """Compiles the programs of `posenc_jax.kernels.checks.steps` for a chip that is only described.
 
-    .venv-tpu/bin/python -m tests.makers kernels_compiled v5e            also v6e, v5p, 7x
-    .venv-static/bin/python -m tests.makers kernels_compiled h100        with ptxas on PATH
-    ... makers/kernels_compiled.py v5e primitives "table by distance"          with a name
+    python -m tests.makers kernels_compiled v5e       also v6e, v5p, 7x: with jax[tpu]
+    python -m tests.makers kernels_compiled h100      with jax[cuda13], and ptxas on PATH
+    ... kernels_compiled v5e primitives "table by distance"      with a name
 
-A program that does not compile here would cost time on the chip. `make tpu-static` and
-`make gpu-static` make the environments. It exits with 1 if a program does not compile; refused
-problems are listed.
+A program that does not compile here would cost time on the chip. It exits with 1 if a program does
+not compile; refused problems are listed.
 """
 
 import os

@@ -8,12 +8,13 @@ with 1 if a kernel spills 64 bytes more or needs more memory, or if ptxas lets t
 for each product ("wgmma serialized"), or if the driver would refuse the descriptor of a copy, and
 with 2 if there was nothing to compare with.
 
-    make gpu-static                       compile and compare
-    make gpu-static ARGS=--write          and write the numbers down, for this version of jax
-    make gpu-static ARGS="--cases 'none;t5'"
-    make gpu-static ARGS=--table          print the table of docs/kernels.md from gpu_static.json
-    make gpu-static ARGS=--launches       count what "xla" launches on GPUs without kernels here,
-                                          and compare it with gpu_launches.json (--write)
+    pip install "jax-cuda13-plugin==0.12.*" "jax-cuda13-pjrt==0.12.*"     of the version of jax
+    JAX_PLATFORMS=cpu python -m tests.makers kernels_gpu_static           compile and compare
+    ... kernels_gpu_static --write           and write the numbers down, for this version of jax
+    ... kernels_gpu_static --cases "none;t5"
+    ... kernels_gpu_static --table           print a table from gpu_static.json
+    ... kernels_gpu_static --launches        count what "xla" launches on GPUs without kernels here,
+                                             and compare it with gpu_launches.json (--write)
 
 It says nothing about time. ptxas 12.9.1 or later must be on PATH (it comes with CUDA).
 """

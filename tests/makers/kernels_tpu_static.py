@@ -7,9 +7,10 @@ program compiles the kernels for some rules, prints the cycles of their tiles, a
 with the numbers in tpu_static.json. It exits with 1 if a number is 5 % worse, and with 2 if
 there was nothing to compare with or the compiler's files could not be read.
 
-    make tpu-static                       compile and compare
-    make tpu-static ARGS=--write          and write the numbers down, for this libtpu
-    make tpu-static ARGS="--chips v6e --cases 'none;t5'"
+    pip install "jax[tpu]"
+    python -m tests.makers kernels_tpu_static        compile and compare
+    ... kernels_tpu_static --write                   and write the numbers down, for this libtpu
+    ... kernels_tpu_static --chips v6e --cases "none;t5"
 
 Trip counts, waits on memory, and the programs of XLA around the kernels are left out.
 """
