@@ -86,13 +86,10 @@ def test_flax_in_modules_only():
 
 def test_experiments_use_public_names_only():
     public = {"", "nnx", "linen", "positions", "sharding"}
-    # These measure every implementation that there is, and check the kernels.
-    also = {
-        "accelerator.py": {"kernels.checks"},
-        "accelerator_schemes.py": {"kernels.checks.contact"},
-    }
     for path in (ROOT / "experiments").rglob("*.py"):
-        assert imports(path) <= public | also.get(path.name, set()), path
+        # `make gpu` checks the kernels first.
+        also = {"kernels.checks.runner"} if path.name.startswith("accelerator") else set()
+        assert imports(path) <= public | also, path
 
 
 def test_every_scheme_is_complete():

@@ -6,23 +6,20 @@ It needs jax and numpy alone; parts that need more packages are left out without
 in FOLDER, and is written as it is measured. Parts run one after the other, in processes of their
 own, and end when their share of the time is over:
 
-  steps     `posenc_jax.kernels.checks`: parts of the kernels, both passes and decoding against
-            float64, and tiles of the default size; all families at once. steps.jsonl has their
-            outcomes.
+  steps     `posenc_jax.kernels`: both passes and decoding against float64, and tiles of the
+            default size. steps.jsonl has their outcomes.
   times     attention with schemes by each implementation, `jax.nn`, a bias per pair, and the shape
             of a released model (`accelerator_times`): times.json
-  torch     SDPA and FlexAttention of PyTorch on the same GPU (`accelerator_torch`): torch.json
   schemes   every scheme by every implementation, gradients and decode steps
             (`accelerator_schemes`): schemes.jsonl
   train     a training step of five schemes with 25 million parameters (configs/gpu_clock.toml,
             needs the packages of `experiments`; `make kit` brings them): clock.json
 
-page.md has the tables, log.txt what is printed, and .txt files what the processes print. The last
-lines are a command that goes on: finer times, or compute-sanitizer on the first step that failed.
+log.txt has what is printed, and .txt files what the processes print. The last line is a command
+that goes on: finer times, or compute-sanitizer on the first step that failed.
 """
 
 import argparse
-import dataclasses
 import importlib.util
 import json
 import os
@@ -36,24 +33,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
-from experiments.bench import accelerator_page
 from experiments.bench.accelerator_times import SCHEMES
 from experiments.errors import ConfigError, ExperimentError
 from experiments.runs.environment import processor, usable_cores, versions
 from experiments.runs.files import to_json, write_whole
-from posenc_jax.kernels.checks import contact
+from posenc_jax.kernels.checks.runner import FAILED, DeviceError, Runner, table
 
-PARTS = {"steps": 0.42, "times": 0.26, "torch": 0.10, "schemes": 0.12, "train": 0.10}
+PARTS = {"steps": 0.42, "times": 0.33, "schemes": 0.14, "train": 0.11}
 """Parts in their order, with their shares of the time; what one leaves is for those after it."""
-LIBRARIES = ("numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "torch")
+LIBRARIES = ("numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax")
 TRAINING = ("flax", "optax", "pydantic", "docstring_parser", "tomli_w", "sympy")
 """Packages of the part `train`."""
 FAST = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()}
 """The environment of comparisons: choosing the fastest products takes most of their time."""
 SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """The environment of processes that share a GPU."""
-ELSEWHERE = "wrong by others too"
-"""The outcome of a step that another implementation fails as well."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -80,7 +74,7 @@ def main(arguments: list[str]) -> int:
     try:
         options = parser.parse_args(arguments)
         return Run(options).run()
-    except (ExperimentError, contact.DeviceError) as error:
+    except (ExperimentError, DeviceError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -99,7 +93,7 @@ class Run:
 
     def run(self) -> int:
         """Runs the parts, and returns the exit status."""
-        about = contact.Contact(self.out / "machine.jsonl").machine() | versions(LIBRARIES)
+        about = Runner(self.out / "steps.jsonl").machine() | versions(LIBRARIES)
         about |= {"processor": processor(), "cores": usable_cores()}
         self.platform = about["device"].partition(":")[0]
         if self.options.on not in (None, self.platform):
@@ -114,10 +108,8 @@ class Run:
             seconds = start + used * total - time.monotonic()
             self.say(f"== {time.monotonic() - self.began:.0f} s: {name}, at most {seconds:.0f} s")
             getattr(self, f"run_{name}")(seconds)
-        page = accelerator_page.tables(self.out)
-        write_whole(self.out / "page.md", page + "\n")
-        failed = [row for row in self.steps if row["outcome"] in contact.FAILED]
-        self.say(f"== {time.monotonic() - self.began:.0f} s", page, self.second(failed))
+        failed = [row for row in self.steps if row["outcome"] in FAILED]
+        self.say(f"== {time.monotonic() - self.began:.0f} s", self.second(failed))
         return int(bool(failed) or any(x["outcome"] in ("wrong", "error") for x in self.schemes))
 
     def say(self, *lines: str) -> None:
@@ -127,26 +119,13 @@ class Run:
             print(*lines, sep="\n", file=stream)
 
     def run_steps(self, seconds: float) -> None:
-        """Runs every family of steps in a process of its own, all at once."""
-
-        def family(share: tuple[str, str, float]) -> list[dict[str, Any]]:
-            log = self.out / f"{share[0]}_{share[1]}.jsonl"
-            log.write_text("")
-            allowed = max(0.0, seconds - 40)  # Processes start, too.
-            # A program may compile for as long, while all families do.
-            chip = contact.Contact(log, allowed, patience=max(120.0, allowed), again=20.0)
-            one = ((*share[:2], 1.0),)
-            return dataclasses.replace(chip, shares=one, show=self.say).run(self.platform)
-
-        before = dict(os.environ)
-        os.environ.update(FAST)
-        with ThreadPoolExecutor(len(contact.SHARES)) as pool:
-            self.steps = [row for rows in pool.map(family, contact.SHARES) for row in rows]
-        os.environ.clear()
-        os.environ.update(before)
-        compare(self.steps)
-        write_whole(self.out / "steps.jsonl", "".join(json.dumps(x) + "\n" for x in self.steps))
-        self.say(*contact.table(self.steps))
+        """Runs the steps of the kernels."""
+        # A program may compile for as long, while all families do; processes start, too.
+        allowed = max(0.0, seconds - 40)
+        log = self.out / "steps.jsonl"
+        runner = Runner(log, allowed, patience=max(120.0, allowed), show=self.say)
+        self.steps = runner.run(self.platform)
+        self.say(*table(self.steps))
 
     def run_times(self, seconds: float) -> None:
         """Times attention; what lost the device in a step is left out."""
@@ -157,15 +136,6 @@ class Run:
         more += ["--without", *lost] if lost else []
         file = self.out / "times.json"
         self.child("times", [f"--json={file}", f"--seconds={seconds - 20}", *more], seconds)
-
-    def run_torch(self, seconds: float) -> None:
-        """Times PyTorch."""
-        if self.platform != "gpu" or importlib.util.find_spec("torch") is None:
-            return self.say("torch: not installed, or no GPU")
-        arguments = [f"--json={self.out / 'torch.json'}", f"--lengths={self.options.lengths}"]
-        arguments.append(f"--seconds={seconds - 15}")
-        self.child("torch", arguments, seconds, {"JAX_PLATFORMS": "cpu"})
-        self.say(_tail(self.out / "torch.txt", 12))
 
     def run_schemes(self, seconds: float) -> None:
         """Compares all schemes, in processes of their own."""
@@ -225,7 +195,7 @@ class Run:
         """Returns the command with which to go on, for about three minutes."""
         if failed:
             family, step = (failed[0][x] for x in ("family", "step"))
-            steps = " ".join(contact.Contact.command)
+            steps = " ".join(Runner.command)
             command = f"compute-sanitizer --tool memcheck {steps} --log={self.out / 'one.jsonl'}"
             of = f"--implementation={failed[0]['implementation']} --family={family}"
             return f'Go on: {command} {of} "--only={step}"'
@@ -237,15 +207,6 @@ class Run:
 def lost_the_chip(row: dict[str, Any]) -> bool:
     """Returns whether a step ended in a way that may lose the numbers of its process too."""
     return row["outcome"] in ("hang", "died") or "CUDA_ERROR" in row.get("place", "")
-
-
-def compare(steps: list[dict[str, Any]]) -> None:
-    """Marks wrong steps whose problem is wrong by "xla" or a library too: a limit is too narrow."""
-    wrong = [row for row in steps if row["outcome"] == "wrong"]
-    cases = [(row["step"].partition(": ")[2], row["implementation"]) for row in wrong]
-    for row, (case, by) in zip(wrong, cases, strict=True):
-        if others := sorted({x for name, x in cases if name == case} - {by, "pallas"}):
-            row |= {"outcome": ELSEWHERE, "place": f"{', '.join(others)} too; {row['place']}"}
 
 
 def _tail(path: Path, count: int) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 
 import posenc_jax as pe
 from experiments.bench.cases import sizes_of
-from posenc_jax.kernels.checks.contact import write
+from posenc_jax.kernels.checks.runner import write
 
 BATCH, LENGTH, HEADS, DIM, STEPS = 2, 128, 2, 64, 4
 SIZES = sizes_of(HEADS, DIM, LENGTH) | {"num_kv_heads": HEADS}

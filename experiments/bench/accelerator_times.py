@@ -29,13 +29,13 @@ import jax.numpy as jnp
 
 import posenc_jax as pe
 from experiments.bench import decode_peers
-from experiments.bench.accelerator_page import BOTH, FORWARD, line
 from experiments.bench.cases import attend_with, positives, sizes_of
 from experiments.bench.compile import compile_program, with_gradients
 from experiments.bench.decode import our_case
 from experiments.bench.peers import t5_matrix
 from experiments.runs.files import to_json, write_whole
 
+FORWARD, BOTH = "forward", "forward+backward"
 SCHEMES = "none", "t5", "fox", "inkling", "alibi"
 NO_ANSWER = 60.0
 """Seconds after which calls end the process."""
@@ -143,6 +143,17 @@ def _finish(row: dict[str, Any], took: list[float]) -> None:
         row["GB/s"] = row["bytes"] / seconds / 1e9
     else:
         row["TFLOP/s"] = row["flop"] / seconds / 1e12
+
+
+def line(row: dict[str, Any]) -> str:
+    """Returns a row as text, for the log."""
+    start = f"{row['name']:15s} {row['by']:13s} {row['what']:17s} {row['T']:6d}"
+    for reason in ("error", "unsupported", "skipped"):
+        if reason in row:
+            return f"{start}  {reason}: {row[reason][:120]}"
+    rate = f"{row['TFLOP/s']:7.1f} TFLOP/s" if "TFLOP/s" in row else f"{row['GB/s']:7.0f} GB/s"
+    figures = f"{row.get('compile_seconds', 0):6.1f} s, {row.get('megabytes', 0):8.1f} MB"
+    return f"{start}  compiled in {figures} {row['ms']:9.3f} ms {rate}"
 
 
 @functools.cache

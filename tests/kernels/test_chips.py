@@ -20,7 +20,7 @@ from posenc_jax.engine import api, chips
 from posenc_jax.engine.rules import as_tuple
 from posenc_jax.kernels import __main__ as program
 from posenc_jax.kernels.checks import steps
-from posenc_jax.kernels.checks.contact import DeviceError
+from posenc_jax.kernels.checks.runner import DeviceError
 from tests.kernels.kernel_cases import described
 from tests.support import gpu_lowered
 
@@ -186,7 +186,7 @@ ABOUT |= {"device": f"gpu: {H100.device_kind}"}
 
 def _rows():
     """Returns the outcomes of the committed run."""
-    dtypes = {step.name: step.dtype for step in steps.steps()}
+    dtypes = {step.name: step.case.dtype for step in steps.steps()}
     for text in RESULTS.joinpath("steps.jsonl").read_text().splitlines():
         row = json.loads(text)
         family = row["step"].partition(":")[0]
@@ -220,8 +220,8 @@ def test_there_is_no_row_unless_all_steps_passed(change):
 
 def test_the_program(monkeypatch, tmp_path, capsys):
     rows, about, log = [*_rows()], {**ABOUT}, f"--log={tmp_path / 'log'}"
-    monkeypatch.setattr(program.Contact, "machine", lambda self: about)
-    monkeypatch.setattr(program.Contact, "run", lambda self, platform: rows)
+    monkeypatch.setattr(program.Runner, "machine", lambda self: about)
+    monkeypatch.setattr(program.Runner, "run", lambda self, platform: rows)
     assert program.main([log]) == 0
     *_, last = capsys.readouterr().out.splitlines()
     path, text = last.split(": ", 1)
@@ -235,7 +235,7 @@ def test_the_program(monkeypatch, tmp_path, capsys):
     def raises(self):
         raise DeviceError("the device does not start: no message")
 
-    monkeypatch.setattr(program.Contact, "machine", raises)
+    monkeypatch.setattr(program.Runner, "machine", raises)
     assert program.main([log]) == 2 and "does not start" in capsys.readouterr().err
     monkeypatch.undo()
     (tmp_path / "file").touch()

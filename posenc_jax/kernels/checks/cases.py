@@ -1,15 +1,6 @@
-"""Problems of attention whose numbers name their place, and their results in float64.
+"""Problems of attention and their results in float64.
 
-Tokens carry labels: some channels of q and of the cotangent of the output are one-hot of the
-token's block and of its row and head, other channels of k and v likewise. In those channels,
-
-    output * exp(lse)    is the weight of each block of keys
-    dq                   is the sum of the cotangents of logits over each block of keys
-    dk, dv               are sums over each block of queries
-
-so a tile that was left out, read twice or taken from another head shows in the channel of its
-block. Other channels are random. NumPy computes the expected numbers, with no code of the engine
-but that of the seeds of dropout.
+NumPy computes the expected numbers, with no code of the engine but that of the seeds of dropout.
 """
 
 import dataclasses
@@ -40,8 +31,7 @@ class Case:
       rule: of `RULES`.
       batch, length, heads, kv_heads, dim: B, T, N, K and H.
       dtype: of q, k and v.
-      block: tokens of a tile's side, for places in messages. Decode steps with another than 128
-        have blocks of the default size.
+      default_tiles: whether tiles have the default size of the kernels, not 128 x 128.
       causal, window, softcap, dropout: options of `attention`.
       segments: whether rows hold two segments and padding, where q, k and v are NaN.
       sinks: whether there is a sink per head.
@@ -60,7 +50,7 @@ class Case:
     kv_heads: int = 2
     dim: int = 128
     dtype: str = "bfloat16"
-    block: int = 128
+    default_tiles: bool = False
     causal: bool = True
     window: Any = None
     softcap: float | None = None
@@ -76,39 +66,6 @@ class Case:
     def key_count(self) -> int:
         """S."""
         return self.keys or self.length + self.later
-
-    @property
-    def labels(self) -> tuple["Labels", "Labels"]:
-        """The channels of the labels of queries and of keys."""
-        of_queries = Labels(0, -(-self.length // self.block), self.batch * self.heads)
-        start = of_queries.stop
-        of_keys = Labels(start, -(-self.key_count // self.block), self.batch * self.kv_heads)
-        if of_keys.stop > self.dim:
-            return Labels(0, 0, 0), Labels(0, 0, 0)
-        return of_queries, of_keys
-
-
-class Labels(NamedTuple):
-    """Channels that name the place of a token: one of each block, then one of each row and head."""
-
-    start: int
-    blocks: int
-    heads: int
-
-    @property
-    def stop(self) -> int:
-        """The channel after the last."""
-        return self.start + self.blocks + self.heads
-
-    def write(self, x: np.ndarray, block: int) -> None:
-        """Writes the labels into [B, T, N, H]."""
-        batch, length, heads, _ = x.shape
-        if self.blocks:
-            x[..., self.start : self.stop] = 0.0
-            token, head = np.arange(length), np.arange(batch * heads).reshape(batch, 1, heads)
-            x[:, token, :, self.start + token // block] = 1.0
-            channel = np.broadcast_to(head, x.shape[:3]) + self.start + self.blocks
-            np.put_along_axis(x, channel[..., None], 1.0, 3)
 
 
 class RuleCase(NamedTuple):
@@ -301,19 +258,15 @@ def inputs(case: Case, zero: bool = False) -> Arrays:
     of visible keys.
     """
     c, random = case, np.random.default_rng(0)
-    of_queries, of_keys = c.labels
 
-    def tokens(count, heads, *labels):
-        x = random.normal(size=(c.batch, count, heads, c.dim))
-        for one in labels:
-            one.write(x, c.block)
-        return x
+    def tokens(count, heads):
+        return random.normal(size=(c.batch, count, heads, c.dim))
 
     x: Arrays = {
-        "q": tokens(c.length, c.heads, of_queries),
-        "k": tokens(c.key_count, c.kv_heads, of_keys),
-        "v": tokens(c.key_count, c.kv_heads, of_keys),
-        "d_out": tokens(c.length, c.heads, of_queries),
+        "q": tokens(c.length, c.heads),
+        "k": tokens(c.key_count, c.kv_heads),
+        "v": tokens(c.key_count, c.kv_heads),
+        "d_out": tokens(c.length, c.heads),
         "d_lse": random.normal(size=(c.batch, c.length, c.heads)),
         "params": RULES[c.rule].make(random, c),
     }

@@ -1,47 +1,119 @@
-"""Steps that check kernels on a device, from their parts to whole problems.
+"""Steps that check kernels on a device: problems of both passes and of decoding.
 
     from posenc_jax.kernels.checks.steps import steps
 
     for step in steps():
         print(step.name, step.run() or "right")
 
-Each takes seconds, mostly to compile. NumPy computes the expected numbers, in float64 or as
-integers that name their place; tiles of the default size are compared with "xla" on the device.
+Each takes seconds, mostly to compile. NumPy computes the expected numbers in float64; tiles of the
+default size are compared with "xla" on the device, and with themselves.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from posenc_jax.engine.blocks import Blocks
-from posenc_jax.kernels.checks import cases, places
-from posenc_jax.kernels.checks.cases import Case
+from posenc_jax.kernels.checks import cases
+from posenc_jax.kernels.checks.cases import Arrays, Case
 
-FAMILIES = ("primitives", "forward", "backward", "decode", "tiles")
+FAMILIES = ("forward", "backward", "decode", "tiles")
 """In the order in which they are to be run."""
+
+_ELEMENT = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
+"""Greatest error of a number, as a part of the largest of its array."""
+_FACTOR = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 5e-3}
+"""Greatest error of an array as a whole: rounding errors cancel in its projection."""
+_FEW = 100
+"""Arrays of fewer numbers are allowed three times as much: their errors do not cancel."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One check.
+    """One check: a problem of a family by an implementation.
 
     Attributes:
-      name: unique among `steps`, such as "forward: segments".
       family: of `FAMILIES`.
-      dtype: of q, k and v, or of a primitive's array.
-      run: checks. It returns None if all is right, else the first wrong place in words, and raises
-        NotImplementedError if the implementation refuses the problem.
-      compile: compiles what `run` needs, which it does itself otherwise; or None.
+      case: the problem.
+      implementation: a word or an object, as for `steps`.
+      interpret: as for `steps`.
+      repeats: how many runs are compared with each other and with "xla", not with float64; or 0.
     """
 
-    name: str
     family: str
-    dtype: str
-    run: Callable[[], str | None]
-    compile: Callable[[], object] | None = None
+    case: Case
+    implementation: Any
+    interpret: Any
+    repeats: int = 0
+
+    @property
+    def name(self) -> str:
+        """A unique name, such as "forward: segments"."""
+        return f"{self.family}: {self.case.name}"
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """Which results there are, for `cases.run`."""
+        gradients = self.family in ("backward", "tiles")
+        return {"gradients": gradients, "lse": self.implementation not in _WITHOUT_LSE}
+
+    @property
+    def checked(self) -> Any:
+        """The implementation; the kernels of the platform for "pallas"."""
+        if self.implementation != "pallas":
+            return self.implementation
+        if jax.default_backend() == "gpu":
+            from posenc_jax.kernels.gpu.implementation import PallasGPU
+
+            return PallasGPU(interpret=self.interpret)
+        from posenc_jax.kernels.tpu.implementation import PallasTPU
+
+        if self.case.default_tiles:
+            return PallasTPU(interpret=self.interpret)
+        blocks = Blocks(128, 128)
+        return PallasTPU(blocks, blocks, decode=128, interpret=self.interpret)
+
+    def compile(self) -> None:
+        """Compiles what `run` needs, which it does itself otherwise."""
+        for one in (self.checked, "xla") if self.repeats else (self.checked,):
+            cases.executable(self.case, one, **self.options)
+
+    def run(self) -> str | None:
+        """Checks. Returns None if all is right, else the first wrong place.
+
+        Raises:
+          NotImplementedError: if the implementation refuses the problem.
+        """
+        if self.repeats:
+            return self._repeat()
+        if self.family in ("forward", "decode") and self.options["lse"]:
+            if place := wrong_count(*self._outcomes(zero=True)):
+                return place
+        return first_wrong(self.case, *self._outcomes())
+
+    def _outcomes(self, zero: bool = False) -> tuple[Arrays, Arrays]:
+        """Returns the outcome, and what is expected."""
+        x = cases.inputs(self.case, zero)
+        got = cases.run(self.case, self.checked, x, **self.options)
+        return got, cases.expected(self.case, x, **self.options)
+
+    def _repeat(self) -> str | None:
+        x = jax.device_put(cases.inputs(self.case))
+        function = cases.executable(self.case, self.checked, **self.options)
+        first = jax.device_get(function(x))
+        place = first_wrong(self.case, first, cases.run(self.case, "xla", x, **self.options))
+        for n in range(1, self.repeats if place is None else 1):
+            # Other work in between, so that copies and products meet at other times.
+            busy = jax.numpy.einsum("btnh,btnk->hk", x["q"], x["q"])
+            again = jax.device_get((function(x), busy))[0]
+            for name, y in again.items():
+                if count := (_bits(y) != _bits(first[name])).sum():
+                    other = f"other bits, {count} of {y.size} numbers"
+                    return f"run {n + 1} of {self.repeats}: {name}: {other}"
+        return place
 
 
 def steps(
@@ -67,8 +139,18 @@ def steps(
     >>> [step.name for step in steps(family="forward")][:2]
     ['forward: no rule', 'forward: not causal']
     """
-    families = FAMILIES if family is None else (family,)
-    return [step for name in families for step in _MAKERS[name](implementation, interpret, small)]
+    out = []
+    for name in FAMILIES if family is None else (family,):
+        if name == "tiles" and implementation == "xla":
+            continue
+        for case in _PROBLEMS[name]:
+            if small and not case.filled:  # Decode steps are small.
+                case = dataclasses.replace(case, length=min(case.length, 300), default_tiles=False)
+            repeats = 0
+            if name == "tiles":
+                repeats = 2 if small or case.rule != "table" else 20
+            out.append(Step(name, case, implementation, interpret, repeats))
+    return out
 
 
 TRAINING = (
@@ -128,139 +210,92 @@ DECODE = (
     _decode("pair", "pair"),
     _decode("product", "product", dim=64),
     _decode("softcap, sinks", softcap=3.0, sinks=True),
-    _decode("blocks of the default size", filled=(0, 5000, 9000), keys=9000, block=2048),
+    _decode("blocks of the default size", filled=(0, 5000, 9000), keys=9000, default_tiles=True),
     _decode("float32", dtype="float32"),
 )
 """Decode steps; the caches of the rows are empty, filled in part, and full."""
 
+_tiles = functools.partial(Case, length=3072, default_tiles=True)
 TILES = (
-    Case("no rule", length=3072, block=512),
-    Case("table by distance", "table", length=3072, block=512),
-    Case("separable", "separable", length=3072, block=512),
-    Case("product", "product", dim=64, length=3072, block=512),
-    Case("pair", "pair", length=2560, block=512),
-    Case("array of all pairs", "array", length=2560, block=512),
-    Case("table, segments, grouped heads", "table", heads=8, length=3072, block=512, segments=True),
+    _tiles("no rule"),
+    _tiles("table by distance", "table"),
+    _tiles("separable", "separable"),
+    _tiles("product", "product", dim=64),
+    _tiles("pair", "pair", length=2560),
+    _tiles("array of all pairs", "array", length=2560),
+    _tiles("table, segments, grouped heads", "table", heads=8, segments=True),
 )
 """Problems with three to five tiles of the default size per side on TPU, and more on GPU."""
 
 _WITHOUT_LSE = ("splash", "jax", "cudnn")
 
 
-def _case(case: Case, small: bool) -> Case:
-    """Returns a problem, with `small` of fewer tokens; decode steps are small."""
-    if not small or case.filled:
-        return case
-    return dataclasses.replace(case, length=min(case.length, 300), block=128)
+def _bits(x: Any) -> np.ndarray:
+    return np.ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
 
 
-def _kernels(implementation: Any, interpret: Any, default_tiles: bool) -> Any:
-    """Returns the implementation to check."""
-    if implementation != "pallas":
-        return implementation
-    if jax.default_backend() == "gpu":
-        from posenc_jax.kernels.gpu.implementation import PallasGPU
+def first_wrong(case: Case, got: Arrays, want: Arrays) -> str | None:
+    """Returns the first wrong number of the outcome of a case, or None.
 
-        return PallasGPU(interpret=interpret)
-    from posenc_jax.kernels.tpu.implementation import PallasTPU
-
-    if default_tiles:
-        return PallasTPU(interpret=interpret)
-    blocks = Blocks(128, 128)
-    return PallasTPU(blocks, blocks, decode=128, interpret=interpret)
-
-
-def _against_float64(family: str, problems: tuple[Case, ...], gradients: bool) -> Callable:
-    def make(implementation, interpret, small):
-        lse = implementation not in _WITHOUT_LSE
-        for case in problems:
-            case = _case(case, small)
-
-            def run(check, case=case):
-                chosen = _kernels(
-                    implementation, interpret, bool(case.filled) and case.block != 128
-                )
-                return check(case, chosen, gradients=gradients, lse=lse)
-
-            yield _step(family, case, run, _check, cases.executable)
-
-    return make
-
-
-def _step(family: str, case: Case, run: Callable, check: Callable, compile: Callable) -> Step:
-    do = functools.partial
-    return Step(f"{family}: {case.name}", family, case.dtype, do(run, check), do(run, compile))
-
-
-def _check(case: Case, implementation: Any, *, gradients: bool, lse: bool) -> str | None:
-    """Returns the first wrong place of a case, with zeros and with random numbers."""
-    for zero in (True, False):
-        if zero and (gradients or not lse):
-            continue
-        x = cases.inputs(case, zero)
-        want = cases.expected(case, x, gradients=gradients, lse=lse)
-        got = cases.run(case, implementation, x, gradients=gradients, lse=lse)
-        place = places.first_wrong(case, got, want)
-        count = places.wrong_counts(case, got, want) if zero else None
-        if place or count:
-            return "; ".join(filter(None, (place, count)))
+    Args:
+      case: the problem.
+      got: an outcome, as `cases.run` returns it.
+      want: the expected outcome.
+    """
+    for name, x in got.items():
+        if place := _wrong_number(case, name, np.asarray(x, np.float64), want[name]):
+            return f"{name}: {place}"
     return None
 
 
-def _tiles(implementation, interpret, small):
-    """Yields steps with tiles of the default size, against "xla" and themselves."""
-    if implementation == "xla":
-        return
-    for case in TILES:
-        case = _case(case, small)
-        repeats = 2 if small or case.rule != "table" else 20
-
-        def run(check, case=case):
-            chosen = _kernels(implementation, interpret, default_tiles=True)
-            lse = implementation not in _WITHOUT_LSE
-            return check(case, chosen, gradients=True, lse=lse)
-
-        check = functools.partial(_check_tiles, repeats)
-        yield _step("tiles", case, run, check, _compile_tiles)
-
-
-def _compile_tiles(case: Case, implementation: Any, **options: bool) -> None:
-    for one in (implementation, "xla"):
-        cases.executable(case, one, **options)
-
-
-def _check_tiles(repeats: int, case: Case, implementation: Any, **options: bool) -> str | None:
-    x = jax.device_put(cases.inputs(case))
-    function = cases.executable(case, implementation, **options)
-    first = jax.device_get(function(x))
-    want = cases.run(case, "xla", x, **options)
-    place = places.first_wrong(case, first, want)
-    for n in range(1, repeats if place is None else 1):
-        # Other work in between, so that copies and products meet at other times.
-        busy = jax.numpy.einsum("btnh,btnk->hk", x["q"], x["q"])
-        again = jax.device_get((function(x), busy))[0]
-        place = places.other_bits(case, again, first)
-        if place is not None:
-            return f"run {n + 1} of {repeats}: {place}"
-    return place
+def _wrong_number(case: Case, name: str, got: np.ndarray, want: np.ndarray) -> str | None:
+    """Returns the first wrong number of an array, or None."""
+    want = np.asarray(want, np.float64)
+    finite = np.isfinite(want)
+    size = np.abs(want[finite]).max(initial=0.0)
+    per_parameter = name.startswith("gradient")
+    # Gradients of parameters are sums over all pairs, which cancel.
+    limit = _ELEMENT[case.dtype] * (2 if per_parameter else 1) * max(size, 1e-30)
+    with np.errstate(invalid="ignore"):
+        right = np.where(finite, np.abs(got - want) <= limit, got == want)
+    if not right.all():
+        index = tuple(int(n) for n in np.argwhere(~right)[0])
+        counts = f"{(~right).sum()} of {right.size} numbers are wrong"
+        return f"{_place(name, index)}: {got[index]:.4g}, expected {want[index]:.4g}; {counts}"
+    if not size:
+        return None
+    got, want = np.where(finite, got, 0.0), np.where(finite, want, 0.0)
+    axes = tuple(range(0 if per_parameter else 2, got.ndim))
+    square = (want * want).sum(axes)
+    factor = (got * want).sum(axes) / np.where(square, square, 1.0)
+    few = per_parameter and want.size < _FEW
+    wrong = (np.abs(factor - 1) > _FACTOR[case.dtype] * (3 if few else 1)) & (square > 0)
+    if not wrong.any():
+        return None
+    index = tuple(int(n) for n in np.argwhere(wrong)[0])
+    return f"{_place(name, index)}: {factor[index]:.4f} times what is expected"
 
 
-def _primitives(implementation, interpret, small):
-    """Yields the steps of the kernels' parts."""
-    if implementation != "pallas":
-        return
-    if jax.default_backend() == "gpu":
-        from posenc_jax.kernels.checks.gpu_primitives import primitives
-    else:
-        from posenc_jax.kernels.checks.tpu_primitives import primitives
-    for x in primitives(interpret, small):
-        yield Step(f"primitives: {x.name}", "primitives", str(x.want.dtype), x.run)
+def _place(name: str, index: tuple[int, ...]) -> str:
+    """Returns the place of a number: arrays but gradients of parameters are [B, N, T, H]."""
+    if name.startswith("gradient"):
+        return f"{list(index)}"
+    axes = "batch", "head", "token"
+    return ", ".join(f"{axis} {n}" for axis, n in zip(axes, index, strict=False))
 
 
-_MAKERS: dict[str, Callable[..., Iterator[Step]]] = {
-    "primitives": _primitives,
-    "forward": _against_float64("forward", TRAINING, gradients=False),
-    "backward": _against_float64("backward", TRAINING, gradients=True),
-    "decode": _against_float64("decode", DECODE, gradients=False),
-    "tiles": _tiles,
-}
+def wrong_count(got: Arrays, want: Arrays) -> str | None:
+    """Returns the first query that sees a wrong number of keys, or None.
+
+    Args:
+      got, want: as for `first_wrong`, of inputs of zeros, where "lse" is the logarithm of a count.
+    """
+    a, b = np.exp(np.asarray(got["lse"], np.float64)), np.exp(want["lse"])
+    wrong = ~(np.abs(a - b) <= 0.25)
+    if not wrong.any():
+        return None
+    index = tuple(int(n) for n in np.argwhere(wrong)[0])
+    return f"lse: {_place('lse', index)} sees {a[index]:.4g} keys, expected {b[index]:.4g}"
+
+
+_PROBLEMS = {"forward": TRAINING, "backward": TRAINING, "decode": DECODE, "tiles": TILES}

@@ -1,0 +1,208 @@
+"""The clock of the steps: runs each family in a process of `python -m posenc_jax.kernels`.
+
+A process writes a line to its log before each step and one after it; this one has the clock. A step
+that does not end within its time, or that takes its process with it, is one line of the table: the
+next process goes on after it, as it does after an error that leaves a GPU without answers.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from posenc_jax.kernels.checks.steps import FAMILIES
+
+RUNS = (*(("pallas", family) for family in FAMILIES), ("library", "backward"), ("xla", "backward"))
+"""Implementations and families; "library" is the default of the platform for calls without a rule.
+
+Where it or "xla" is wrong as well, a limit may be too narrow.
+"""
+LIBRARIES = {"tpu": "splash", "gpu": "cudnn"}
+FAILED = ("wrong", "error", "hang", "died")
+LOST = 75
+"""The exit status of a process whose chip no longer answers."""
+_MOST_LOSSES = 4  # Processes that a family may lose.
+_WAIT = 0.05  # Seconds between looks at a log.
+
+
+class DeviceError(RuntimeError):
+    """The device does not start."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Runner:
+    """The settings of a run.
+
+    Attributes:
+      log: the file of all outcomes. Those of a process are beside it, by implementation and family,
+        and what it prints is in a .txt file.
+      seconds: for all steps.
+      timeout: seconds for one step after its program is compiled.
+      patience: seconds for a process to start, and for a program to compile while others do.
+      arguments: more arguments of the processes.
+      command: the program of the processes.
+      show: prints a line.
+    """
+
+    log: Path
+    seconds: float = 1200.0
+    timeout: float = 40.0
+    patience: float = 300.0
+    arguments: tuple[str, ...] = ()
+    command: tuple[str, ...] = (sys.executable, "-m", "posenc_jax.kernels")
+    show: Callable[[str], None] = lambda text: print(text, flush=True)
+
+    def machine(self) -> dict[str, Any]:
+        """Returns the machine as a process of its own sees it.
+
+        Raises:
+          DeviceError: if the device does not start.
+        """
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        log = self.log.with_suffix(".machine")
+        events, reason = self._watch(["--machine"], log, time.monotonic() + self.patience, {})
+        if not events:
+            raise DeviceError(f"the device does not start: {': '.join(reason or ())}")
+        return events[0]["machine"]
+
+    def run(self, platform: str) -> list[dict[str, Any]]:
+        """Runs all steps of a platform, and returns a row for each.
+
+        Families run at once on GPUs, whose memory processes can share.
+        """
+        end = time.monotonic() + self.seconds
+
+        def family(run: tuple[str, str]) -> list[dict[str, Any]]:
+            word = LIBRARIES.get(platform) if run[0] == "library" else run[0]
+            return self._family(word, run[1], end) if word is not None else []
+
+        with ThreadPoolExecutor(len(RUNS) if platform == "gpu" else 1) as pool:
+            rows = [row for rows in pool.map(family, RUNS) for row in rows]
+        self.log.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return rows
+
+    def _family(self, implementation: str, family: str, end: float) -> list[dict[str, Any]]:
+        """Returns a row for each step of a family; `end` is the time when all processes end."""
+        rows: list[dict[str, Any]] = []
+        names: list[str] = []
+        same = {"implementation": implementation, "family": family}
+        log = self.log.with_suffix(f".{implementation}-{family}")
+        ahead, losses = ["--ahead"], 0
+        while not names or len(rows) < len(names):
+            arguments = [f"--{name}={word}" for name, word in same.items()]
+            arguments += [f"--first={len(rows)}", *ahead]
+            events, reason = self._watch(arguments, log, end, same)
+            listed = (event["steps"] for event in events if "steps" in event)
+            names = names or next(listed, [f"{family}: start of the process"])
+            rows += [event for event in events if "outcome" in event]
+            if len(rows) >= len(names):
+                break
+            if reason is not None and reason[0] == "died" and ahead and events:
+                ahead = []  # The step that it ran, or one that was compiled ahead?
+                continue
+            ahead, losses = ["--ahead"], losses + 1
+            if reason is not None and reason[0] != "skipped":
+                place = {"outcome": reason[0], "place": reason[1]}
+                rows.append({"step": names[len(rows)]} | same | place)
+                self.show(line(rows[-1]))
+            if losses == _MOST_LOSSES or (reason is not None and reason[0] == "skipped"):
+                why = f"{losses} processes were lost" if losses == _MOST_LOSSES else "out of time"
+                skipped = same | {"outcome": "skipped", "place": why}
+                rows += [{"step": name} | skipped for name in names[len(rows) :]]
+        return rows
+
+    def _watch(
+        self, arguments: Sequence[str], log: Path, end: float, same: dict[str, str]
+    ) -> tuple[list[dict[str, Any]], tuple[str, str] | None]:
+        """Runs a process until it ends, is late, or the time is over.
+
+        Args:
+          arguments: of the process.
+          log: its file, which is emptied.
+          end: when the time is over.
+          same: entries of all rows.
+
+        Returns:
+          The lines that it wrote; and why it did not end well, as an outcome and a place, or None.
+        """
+        log.write_text("")
+        events: list[dict[str, Any]] = []
+
+        def read() -> bool:
+            lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
+            new = [json.loads(x) for x in lines[len(events) :] if x.endswith("\n")]
+            events.extend(event | same for event in new)
+            for event in events[len(events) - len(new) :]:
+                if "outcome" in event:
+                    self.show(line(event))
+            return bool(new)
+
+        command = [*self.command, f"--log={log}", *arguments, *self.arguments]
+        # Choosing the fastest products of XLA takes most of the time of a step.
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
+        variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": flags}
+        text = log.with_name(f"{log.name}.txt")
+        with text.open("ab") as out:
+            process = subprocess.Popen(
+                command, stdout=out, stderr=out, env=os.environ | variables, process_group=0
+            )
+        since, reason = time.monotonic(), None
+        try:
+            while process.poll() is None and reason is None:
+                time.sleep(_WAIT)
+                since = time.monotonic() if read() else since
+                limit = self.timeout if events and "compiled" in events[-1] else self.patience
+                if time.monotonic() > end:
+                    reason = "skipped", "out of time"
+                elif time.monotonic() - since > limit:
+                    reason = "hang", f"no end within {limit:g} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        read()
+        if reason is None and process.returncode not in (0, LOST):
+            code = process.returncode
+            status = f"exit status {code}" if code > 0 else signal.Signals(-code).name
+            reason = "died", f"{status}: {_last_words(text)}"
+        return events, reason
+
+
+def _last_words(file: Path) -> str:
+    """Returns the last line that a process printed."""
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((x.strip()[-300:] for x in reversed(lines) if x.strip()), "no message")
+
+
+def write(log: Path, row: dict[str, Any]) -> None:
+    """Appends a line to a log; it is on disk when this returns."""
+    with log.open("ab") as stream:
+        stream.write((json.dumps(row) + "\n").encode())
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def line(row: dict[str, Any]) -> str:
+    """Returns a row of the table."""
+    seconds = f"{row['seconds']:5.1f} s" if "seconds" in row else " " * 7
+    said = f"{row['outcome']}: {row['place']}" if row.get("place") else row["outcome"]
+    return f"{row['implementation']:7s} {row['step']:50s} {seconds}  {said}"
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns the table of steps: every failure, and counts of the others."""
+    lines = [line(row) for row in rows if row["outcome"] in FAILED]
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        groups.setdefault((row["implementation"], row["family"]), []).append(row["outcome"])
+    for (implementation, family), outcomes in groups.items():
+        counts = ", ".join(f"{outcomes.count(x)} {x}" for x in dict.fromkeys(outcomes))
+        lines.append(f"{implementation:7s} {family:12s} {counts}")
+    return lines

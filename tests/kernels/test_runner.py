@@ -1,0 +1,160 @@
+"""The runner of the steps, with processes that hang, die or never start, and one process."""
+
+import json
+import sys
+import textwrap
+import time
+import types
+
+import pytest
+
+from posenc_jax.kernels import __main__ as program
+from posenc_jax.kernels.checks import runner
+
+FAKE = """
+    import json, os, sys, time
+    arguments = dict(x.removeprefix("--").partition("=")[::2] for x in sys.argv[1:])
+    def write(row):
+        with open(arguments["log"], "a") as stream:
+            print(json.dumps(row), file=stream)
+    if "machine" in arguments:
+        write({"machine": {"device": "gpu: NVIDIA H100"}})
+        sys.exit()
+    if arguments["family"] == "decode":
+        sys.exit("no such kernel")
+    names = [f"{arguments['family']}: {x}" for x in os.environ["KINDS"].split()]
+    write({"steps": names})
+    for name in names[int(arguments["first"]):]:
+        print(f"{name}, {'ahead' in arguments}", flush=True)
+        kind = name.split()[1].partition("#")[0]
+        if kind == "compiles":
+            time.sleep(1)
+            kind = "ok"
+        write({"compiled": name})
+        if kind == "hang":
+            time.sleep(30)
+        if kind == "loses":
+            write({"step": name, "outcome": "error", "place": "CUDA_ERROR_ILLEGAL_ADDRESS"})
+            sys.exit(75)
+        if kind == "dies":
+            print("an illegal address", file=sys.stderr, flush=True)
+            os.abort()
+        write({"step": name, "outcome": kind, "seconds": 0.5})
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """A run of one family of steps, whose outcomes are given."""
+    monkeypatch.setattr(runner, "RUNS", [("pallas", "forward")])
+    file = tmp_path / "fake.py"
+    file.write_text(textwrap.dedent(FAKE))
+
+    def make(kinds="ok hang wrong dies refused", **settings):
+        monkeypatch.setenv("KINDS", kinds)
+        command = sys.executable, str(file)
+        limits = {"timeout": 0.5, "patience": 30.0, "log": tmp_path / "out" / "gpu.jsonl"}
+        made = runner.Runner(command=command, **limits | settings)
+        assert made.machine() == {"device": "gpu: NVIDIA H100"}
+        return made
+
+    return make
+
+
+def test_a_step_that_hangs_or_dies_costs_itself_alone(fake, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "RUNS", [("pallas", "forward"), ("library", "decode")])
+    run = fake()
+    rows = run.run("gpu")
+    outcomes = [row["outcome"] for row in rows]
+    assert outcomes == ["ok", "hang", "wrong", "died", "refused", "died"]
+    assert rows[1]["place"] == "no end within 0.5 s"
+    assert rows[3]["place"] == "SIGABRT: an illegal address"
+    assert rows[5]["implementation"] == "cudnn"
+    assert rows[5]["place"] == "exit status 1: no such kernel"
+    # What dies may have been compiled ahead, so it runs alone before it is named.
+    printed = (run.log.parent / "gpu.pallas-forward.txt").read_text()
+    names = [x.split(": ")[1] for x in printed.splitlines() if x.startswith("forward")]
+    assert [x for x in names if "dies" in x] == ["dies, True", "dies, False"]
+    assert [json.loads(x) for x in run.log.read_text().splitlines()] == rows
+    assert "pallas  forward: wrong" in capsys.readouterr().out
+    text = "\n".join(runner.table(rows))
+    assert "SIGABRT" in text and "1 ok, 1 hang, 1 wrong, 1 died, 1 refused" in text
+
+
+@pytest.mark.parametrize(
+    ("kinds", "settings", "outcomes"),
+    [
+        ("ok hang wrong", {"seconds": 1.0, "timeout": 30.0}, ["ok", "skipped", "skipped"]),
+        ("ok loses wrong", {"timeout": 5.0}, ["ok", "error", "wrong"]),
+        ("hang#1 hang#2 hang#3 hang#4 ok", {}, [*["hang"] * 4, "skipped"]),
+        ("compiles", {}, ["ok"]),
+        ("compiles", {"patience": 0.7}, ["hang"]),
+    ],
+    ids=["out of time", "lost", "many losses", "compiles", "compiles for too long"],
+)
+def test_how_steps_end(fake, kinds, settings, outcomes):
+    run, began = fake(kinds, **settings), time.monotonic()
+    assert [row["outcome"] for row in run.run("gpu")] == outcomes
+    assert time.monotonic() - began < 15
+
+
+def test_a_device_that_does_not_start_is_an_error(fake, tmp_path):
+    make = fake().machine
+    (tmp_path / "fake.py").write_text("raise SystemExit('the chip is busy')")
+    with pytest.raises(runner.DeviceError, match="does not start: died: exit status 1: the chip"):
+        make()
+
+
+def _steps(monkeypatch, **runs):
+    case = types.SimpleNamespace(dtype="bfloat16")
+    made = [
+        types.SimpleNamespace(name=name, case=case, run=run, compile=lambda: None)
+        for name, run in runs.items()
+    ]
+    monkeypatch.setattr(program, "steps", lambda *_, **__: made)
+
+
+def _raises(error):
+    def run():
+        raise error
+
+    return run
+
+
+ARGUMENTS = "--implementation=pallas", "--family=forward"
+
+
+def test_a_process_ends_when_its_chip_no_longer_answers(tmp_path, monkeypatch):
+    illegal = _raises(RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS"))
+    _steps(monkeypatch, first=illegal, next=illegal)
+    monkeypatch.setattr(program, "_answers", lambda: False)
+    monkeypatch.setattr(program.os, "_exit", sys.exit)
+    log = tmp_path / "log"
+    with pytest.raises(SystemExit) as ended:
+        program.main([f"--log={log}", *ARGUMENTS])
+    assert ended.value.code == runner.LOST
+    rows = [json.loads(text) for text in log.read_text().splitlines()]
+    assert [row["step"] for row in rows if "outcome" in row] == ["first"]
+
+
+def test_a_process_writes_before_and_after_each_step(tmp_path, monkeypatch):
+    refusal = 'attention: implementation="pallas": the platform is cpu'
+    runs = {
+        "right": lambda: None,
+        "wrong": lambda: "token 2",
+        "refused": _raises(NotImplementedError(refusal)),
+        "x": _raises(NotImplementedError("Unimplemented primitive")),
+    }
+    _steps(monkeypatch, **runs)
+    log = tmp_path / "log"
+    assert program.main([f"--log={log}", *ARGUMENTS]) == 0
+    first, *rows = (json.loads(text) for text in log.read_text().splitlines())
+    assert first == {"steps": list(runs)}
+    assert [row["running"] for row in rows[::3]] == list(runs)
+    assert [row["compiled"] for row in rows[1::3]] == list(runs)
+    assert [(row["outcome"], row.get("place")) for row in rows[2::3]] == [
+        ("ok", None),
+        ("wrong", "token 2"),
+        ("refused", "the platform is cpu"),
+        ("error", "NotImplementedError: Unimplemented primitive"),
+    ]
