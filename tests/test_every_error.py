@@ -4,12 +4,18 @@ The errors are declared in the test files: `ERRORS` at their top level has entri
 its arguments by name, what the message says) of calls that raise `ValueError`, or the type that is
 the fourth of an entry. Schemes are built by `support.build`, and their messages begin with their
 names, unless the entry has another word before a colon.
+
+Sizes below one, and tokens of other sizes than a scheme's, are tested for all schemes.
 """
 
+import dataclasses
+
+import jax
+import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.support import build, declared
+from tests.support import SIZES, build, declared, make_batch, parameters
 
 NAMES = {cls: name for name, cls in pe.SCHEMES.items()}
 CASES = [
@@ -17,6 +23,15 @@ CASES = [
     for path, entries in declared("ERRORS")
     for n, entry in enumerate((*e, ValueError)[:4] for e in entries)
 ]
+SIZE_FIELDS = [
+    (kind, field.name)
+    for kind, cls in pe.SCHEMES.items()
+    for field in dataclasses.fields(cls)
+    if field.name in SIZES and field.default is dataclasses.MISSING
+]
+ANY_SIZE = {("tupe", "head_dim"), ("tupe", "model_dim"), ("deberta", "model_dim")}
+ANY_SIZE |= {("transformer_xl", "model_dim")}
+"""Sizes of parameters alone, which tokens need not have."""
 
 
 @pytest.mark.parametrize(("call", "arguments", "message", "error"), CASES)
@@ -26,3 +41,30 @@ def test_error(call, arguments, message, error):
         message = f"^{name}: .*{message}"
     with pytest.raises(error, match=message):
         build(call, **arguments) if name else call(**arguments)
+
+
+@pytest.mark.parametrize(("kind", "field"), SIZE_FIELDS)
+def test_sizes_below_one_are_refused(kind, field):
+    with pytest.raises(ValueError, match=f"^{kind}: {field} must be .*, got 0"):
+        build(pe.SCHEMES[kind], **{field: 0})
+
+
+@pytest.mark.parametrize(
+    ("kind", "field"), [case for case in SIZE_FIELDS if "length" not in case[1]]
+)
+def test_tokens_of_another_size_are_refused(kind, field):
+    if (kind, field) in ANY_SIZE:
+        return
+    scheme, tokens = build(pe.SCHEMES[kind]), make_batch(1, 5)
+    if field == "model_dim":
+        tokens = dataclasses.replace(tokens, x=np.zeros((1, 5, 11), np.float32))
+    else:
+        q = np.zeros((1, 5, 6, 11) if field == "head_dim" else (1, 5, 11, 8), np.float32)
+        tokens = dataclasses.replace(tokens, q=q, k=q, v=q)
+
+    def attend(params, tokens):
+        x = pe.scheme_embedding(scheme, params, tokens.x)
+        return pe.scheme_attention(scheme, params, tokens.q, tokens.k, tokens.v, x=x)
+
+    with pytest.raises(ValueError, match=r"\b11\b"):
+        jax.eval_shape(attend, parameters(scheme), tokens)

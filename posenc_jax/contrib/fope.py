@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import not_negative, require
+from posenc_jax.checks import not_negative, positive, require
 from posenc_jax.schemes.rotary.base import Rotary
 from posenc_jax.schemes.rotary.frequencies import static_number
 from posenc_jax.schemes.scheme import Traits
@@ -73,6 +73,7 @@ class FoPE(Rotary):
         static_number("fope", "trained_length", self.trained_length)
         static_number("fope", "gain", self.gain)
         not_negative("fope", gain=self.gain)
+        positive("fope", trained_length=self.trained_length)
         require(
             len(self._frequencies()) > 0,
             f"fope: no frequency completes a period within trained_length={self.trained_length}.",

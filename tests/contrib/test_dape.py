@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import posenc_jax as pe
 from posenc_jax import contrib
 from tests import oracle
 from tests.oracle import qkv
@@ -70,57 +69,6 @@ def test_matches_the_code_of_the_authors_at_far_positions():
     params, positions = parameters(scheme), np.r_[1, 257, 10**6 + np.arange(19)]
     out = attend(scheme, params, *arrays, positions=jnp.asarray(positions))
     np.testing.assert_allclose(out, attention(*arrays, params, "kerple", positions), atol=1e-5)
-
-
-def test_logits_worked_out_by_hand():
-    # [1.5, -0.5] -> hidden [1.5 + 0.5, 1.5 - 0.5] = [2, 1] -> 1 + 0.25; 1.5 - 0.5 + 1.25 = 2.25;
-    # [-3, -1] -> hidden [-2, -4] -> leaky [-0.02, -0.04] -> -0.02; -3 - 1 - 0.02 = -4.02.
-    scheme = contrib.DAPE(num_heads=1, base="alibi", width=2)
-    params = {
-        "in": jnp.array([[1.0, -1.0], [1.0, 1.0]]),
-        "in_bias": jnp.zeros(2),
-        "out": jnp.array([[0.5, 0.25]]),
-        "base": {},
-    }
-    rule = scheme.rules(params, None)
-    slope = float(pe.alibi_slopes(1)[0])
-    keys = jnp.array([0.5, 1.0]) / -slope  # ALiBi gives -0.5 and -1.
-    out = rule.rule(
-        rule.shared,
-        rule.heads,
-        None,
-        None,
-        jnp.array([[1.5, -3.0]]),
-        jnp.ones((1, 2), bool),
-        jnp.float32(0.0),
-        keys,
-    )
-    np.testing.assert_allclose(out, [[2.25, -4.02]], rtol=1e-6)
-
-
-@pytest.mark.parametrize("base", ["kerple", "alibi"])
-def test_gradients_match_finite_differences_of_the_authors_code(base):
-    arrays = qkv(length=5, heads=2, kv_heads=1, dim=3)
-    weights = np.random.default_rng(5).normal(size=(1, 5, 2, 3))
-    scheme = contrib.DAPE(num_heads=2, base=base, width=3)
-    inputs = (*arrays, jax.tree.map(np.abs, parameters(scheme, 0.3)))
-
-    def loss(*inputs):
-        *arrays, params = inputs
-        out = attend(scheme, params, *arrays)
-        return (out * jnp.asarray(weights, jnp.float32)).sum()
-
-    exact, tree = jax.tree.flatten(jax.tree.map(lambda a: np.asarray(a, np.float64), inputs))
-    grads = jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*inputs))
-    for which, grad in enumerate(grads):
-        for index in np.ndindex(grad.shape):
-            ends = []
-            for step in (1e-6, -1e-6):
-                moved = [a.copy() for a in exact]
-                moved[which][index] += step
-                *arrays, params = jax.tree.unflatten(tree, moved)
-                ends.append((attention(*arrays, params, base) * weights).sum())
-            np.testing.assert_allclose(grad[index], (ends[0] - ends[1]) / 2e-6, atol=1e-5)
 
 
 def test_initialisation_is_that_of_linear_layers_in_torch():

@@ -110,10 +110,3 @@ ERRORS = [
         "coefficients are drawn by `init`, got seed=2",
     ),
 ]
-
-
-@pytest.mark.parametrize("change", [{"groups": 4}, {"head_dim": 4}])
-def test_errors_name_the_shapes(change):
-    scheme = contrib.FoPE(**({"head_dim": 8, "trained_length": 64} | change))
-    with pytest.raises(ValueError, match=r"fope: .* got q or k of shape \(1, 5, 6, 8\)"):
-        attend(scheme, {}, *qkv(length=5))

@@ -61,17 +61,6 @@ def test_far_positions_are_exact(axes):
     np.testing.assert_allclose(got, expected, atol=2e-6)
 
 
-def test_coordinates_without_axes_are_used_for_all_axes():
-    scheme = contrib.LearnableFourier(model_dim=6, num_features=32)
-    params, coordinates = parameters(scheme), np.array([[0, 3, 7]])
-    same = code(scheme, params, np.stack([coordinates, coordinates]))
-    np.testing.assert_array_equal(code(scheme, params, coordinates), same)
-    assert (
-        scheme.traits.num_axes == 2
-        and contrib.LearnableFourier(model_dim=6, axes=3).traits.num_axes == 3
-    )
-
-
 def test_initial_frequencies_have_the_deviation_of_the_code():
     params = contrib.LearnableFourier(model_dim=6, num_features=20000, gamma=3.0).init(
         jax.random.key(0)

@@ -75,32 +75,6 @@ def test_blocks_of_two_rotate_exactly_at_far_positions():
     np.testing.assert_allclose(got[..., 1::2], expected.imag, atol=5e-6)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_gradients_are_slopes_of_the_authors_code(size):
-    scheme = contrib.LieRE(head_dim=size, size=size)
-    upper = parameters(scheme)["upper"]
-    (q, _, _) = qkv(length=4, heads=2, kv_heads=2, dim=size)
-    coordinates = np.array(
-        [[0.0, 0.5, 1.0, 0.0], [0.0, 1.0, 0.25, 0.5]]
-    )  # The first has no rotation.
-    weights = np.random.default_rng(0).normal(size=q.shape)
-
-    def loss(upper):
-        out = scheme.query({"upper": upper}, q, jnp.asarray(coordinates, jnp.float32)[:, None])
-        return (out * jnp.asarray(weights, jnp.float32)).sum()
-
-    grad = np.asarray(jax.jit(jax.grad(loss))(upper))
-    for index in np.ndindex(upper.shape):
-        step = np.zeros(upper.shape)
-        step[index] = 1e-5
-        up, down = (
-            authors(q, coordinates, np.asarray(upper, float) + s, size).ravel()
-            for s in (step, -step)
-        )
-        slope = (up - down) @ weights.ravel() / 2e-5
-        np.testing.assert_allclose(grad[index], slope, atol=5e-5, rtol=1e-4)
-
-
 def test_starts_uniform():
     upper = contrib.LieRE(head_dim=64, size=8, groups=3).init(jax.random.key(0))["upper"]
     assert 0 <= upper.min() < 0.1 and 6.1 < upper.max() < 2 * np.pi
@@ -111,13 +85,3 @@ ERRORS = [
     (contrib.LieRE, {"size": 9}, r"size must be in \[2, head_dim=8\], got 9"),
     (contrib.LieRE, {"groups": 0}, "groups must be >= 1, got 0"),
 ]
-
-
-def test_errors_name_the_shapes():
-    q, _, _ = qkv(length=5)
-    scheme = contrib.LieRE(head_dim=8, groups=4)
-    params = parameters(scheme)
-    with pytest.raises(ValueError, match=r"liere: .* got q or k of shape \(1, 5, 6, 8\)"):
-        scheme.query(params, q, jnp.arange(5)[None])
-    with pytest.raises(ValueError, match=r"liere: coordinates must be .* got \(3, 1, 5\)"):
-        contrib.LieRE(head_dim=8).query(params, q, jnp.zeros((3, 1, 5), int))

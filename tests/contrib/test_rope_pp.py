@@ -68,14 +68,6 @@ def test_queries_at_far_positions(heads):
         np.testing.assert_allclose(a, b, atol=2e-6)
 
 
-def test_an_imaginary_query_worked_out_by_hand():
-    """x = (1, 2, 3, 4) at position 1, printed by the authors' lines."""
-    scheme = contrib.RoPEPlusPlus(head_dim=4, heads="all")
-    x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
-    got = query(scheme, {}, x, jnp.array([[1]])).ravel()
-    np.testing.assert_allclose(got, [2.4623779, 4.01979967, 1.98411065, -1.95990067], rtol=1e-6)
-
-
 def test_decodes_with_heads_added():
     scheme = contrib.RoPEPlusPlus(head_dim=8, heads="added")
     q, k, v = qkv(length=9)
@@ -93,12 +85,3 @@ ERRORS = [
     (contrib.RoPEPlusPlus, {"head_dim": 7}, "rotary dim must be even and positive, got 7"),
     (contrib.RoPEPlusPlus, {"theta": 0.0}, "rope: theta must be positive, got 0.0"),
 ]
-
-
-def test_errors_name_the_shapes():
-    q, _, _ = qkv(length=5)
-    positions = jnp.arange(5)[None]
-    with pytest.raises(ValueError, match=r"rope_pp: .* head_dim 4, got q or k of .*\(1, 5, 6, 8\)"):
-        contrib.RoPEPlusPlus(head_dim=4).query({}, q, positions)
-    with pytest.raises(ValueError, match="rope_pp: needs an even number of heads, got 5"):
-        contrib.RoPEPlusPlus(head_dim=8).query({}, q[:, :, :5], positions)

@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import posenc_jax as pe
 from posenc_jax import contrib
 from tests.oracle import attend, qkv, softmax_attention
 from tests.support import Option
@@ -59,18 +58,6 @@ def test_attention_matches_the_paper(is_causal):
         scheme = contrib.Sandwich(num_heads=6, dim=10, centred=centred)
         out = attend(scheme, {}, *ARRAYS, is_causal=is_causal)
         np.testing.assert_allclose(out, expected, atol=1e-5 if centred else 3e-5)
-
-
-def test_is_the_inner_product_of_sinusoidal_codes():
-    positions = np.arange(21)
-    code = np.asarray(pe.sinusoidal_encoding(jnp.asarray(positions), 32), np.float64)
-    got = dense(positions, num_heads=8, dim=32, centred=False)
-    np.testing.assert_allclose(got[0], code @ code.T, atol=1e-5)
-
-
-def test_bias_is_zero_on_the_diagonal():
-    positions = np.arange(20)
-    assert np.all(np.asarray(dense(positions, num_heads=6))[:, positions, positions] == 0)
 
 
 ERRORS = [

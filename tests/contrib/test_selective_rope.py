@@ -9,7 +9,7 @@ import posenc_jax as pe
 from posenc_jax import contrib
 from tests import oracle
 from tests.oracle import qkv, softmax_attention
-from tests.support import parameters, run
+from tests.support import parameters
 
 OPTIONS = {
     contrib.SelectiveRoPE: {
@@ -95,22 +95,6 @@ def test_learned_temperatures():
     np.testing.assert_allclose(out, authors(params, *tokens, 1), atol=1e-5)
 
 
-def test_angles_worked_out_by_hand():
-    """phi is (0.5, 1), (0.25, -1), (1, 0): a filter of one token, and W_2 that gives it."""
-    scheme = contrib.SelectiveRoPE(model_dim=3, head_dim=4, rank=3, width=1)
-    phi = np.array([[0.5, 1.0], [0.25, -1.0], [1.0, 0.0]], np.float32)
-    params = {"down": np.eye(3, dtype="f4"), "up": phi, "conv": np.ones((1, 2), "f4")}
-    q = np.tile(np.array([1, 1, 0, 0], np.float32), (1, 3, 1, 1))
-
-    def rotate(params, x, q):
-        rows, _, _ = scheme.features(params, x, q, q, None, None, None)
-        return scheme.query(params, q, None, rows)
-
-    rotated = run(rotate, (), params, 1e4 * np.eye(3, dtype="f4")[None], q)[0, :, 0]
-    got = np.arctan2(rotated[:, 2:], rotated[:, :2])
-    np.testing.assert_allclose(got, [[0.5, 0.00141421356], [0.75, 0], [1.75, 0]], atol=1e-6)
-
-
 @pytest.mark.parametrize("chunks", [[12], [4, 4, 4], [1] * 12], ids=str)
 def test_sequences_with_padding_between_are_independent(chunks):
     scheme = contrib.SelectiveRoPE(model_dim=12, head_dim=8)
@@ -155,15 +139,3 @@ ERRORS = [
     (contrib.SelectiveRoPE, {"temp_max": 0.0}, "temp_max must be positive, got 0.0"),
     (contrib.SelectiveRoPE, {"head_dim": 7}, "rotary dim must be even and positive, got 7"),
 ]
-
-
-def test_errors_name_the_shapes():
-    q, k, v, x = arrays(length=5)
-    scheme = contrib.SelectiveRoPE(model_dim=12, head_dim=8, groups=4)
-    params = parameters(scheme)
-    with pytest.raises(ValueError, match=r"selective_rope: .* got q or k of shape \(1, 5, 6, 8\)"):
-        attend(scheme, params, q, k, v, x)
-    with pytest.raises(ValueError, match=r"x must be \[B, T, 12\], got \(1, 5, 7\)"):
-        attend(scheme, params, q, k, v, x[..., :7])
-    with pytest.raises(ValueError, match=r"selective_rope: angles are computed from x"):
-        attend(scheme, params, q, k, v, None)

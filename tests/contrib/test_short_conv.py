@@ -10,7 +10,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import posenc_jax as pe
 from posenc_jax import contrib
-from posenc_jax.modules.attention_fn import attention_fn
 from tests import oracle
 from tests.oracle import qkv, softmax_attention
 from tests.support import build, close, golden, parameters
@@ -83,38 +82,6 @@ def test_convolution_matches_a_loop_whole_and_in_chunks(chunk, kernel):
         outs.append(out)
     out, real = np.concatenate(outs, 1), SEGMENTS >= 0
     np.testing.assert_allclose(out[real], expected[real], atol=1e-6)
-
-
-@pytest.mark.parametrize("kernel", [KERNEL, DYNAMIC], ids=["static", "dynamic"])
-def test_gradients_equal_those_of_the_loop(kernel):
-    def loss(x, kernel):
-        out, _ = pe.short_convolution(x, kernel, SEGMENTS)
-        return jnp.where((SEGMENTS >= 0)[..., None], out**2, 0.0).sum()
-
-    def value(x, kernel):
-        return (convolved(x, kernel, SEGMENTS, residual=False)[SEGMENTS >= 0] ** 2).sum()
-
-    grads = jax.jit(jax.grad(loss, (0, 1)))(X, kernel)
-    rng = np.random.default_rng(2)
-    for grad, which in zip(grads, (0, 1), strict=True):
-        arrays = [X.astype(np.float64), kernel.astype(np.float64)]
-        direction = rng.normal(size=arrays[which].shape)
-        ends = []
-        for sign in (1, -1):
-            moved = list(arrays)
-            moved[which] = moved[which] + sign * 1e-4 * direction
-            ends.append(value(*moved))
-        slope = (ends[0] - ends[1]) / 2e-4
-        np.testing.assert_allclose((np.asarray(grad) * direction).sum(), slope, rtol=1e-5)
-
-
-def test_bfloat16_is_computed_in_float32():
-    x = jnp.asarray(X, jnp.bfloat16)
-    run = jax.jit(pe.short_convolution)
-    out, (tokens, _) = run(x, KERNEL)
-    assert out.dtype == tokens.dtype == jnp.bfloat16
-    exact, _ = run(x.astype(jnp.float32), KERNEL)
-    np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -219,29 +186,9 @@ def test_the_state_is_the_last_tokens():
     }
 
 
-def test_flax_layers_train_with_it_and_refuse_to_decode():
-    scheme = build(contrib.ShortConv)
-    params = parameters(scheme)
-    q, k, v = qkv(length=9)
-    run = jax.jit(functools.partial(attention_fn, scheme, is_causal=True))
-    close(run(params, q, k, v), oracle.attend(scheme, params, q, k, v, is_causal=True), 1e-6)
-    with pytest.raises(NotImplementedError, match="reads the tokens before the query"):
-        jax.eval_shape(run, params, q[:, :1], k, v, mask=jnp.ones((1, 1, 1, 9), bool))
-
-
 ERRORS = [
     (build, {"cls": contrib.ShortConv, "on": ""}, "some of the letters qkv"),
     (build, {"cls": contrib.ShortConv, "on": "vk"}, "some of the letters qkv"),
     (build, {"cls": contrib.ShortConv, "on": "qx"}, "some of the letters qkv"),
     (build, {"cls": contrib.ShortConv, "on": "qq"}, "some of the letters qkv"),
 ]
-
-
-def test_refuses_shapes_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"got \(2, 23, 5\) and \(4, 6\)"):
-        pe.short_convolution(X, np.ones((4, 6), "f4"))
-    with pytest.raises(ValueError, match="segment_ids must be"):
-        pe.short_convolution(X, KERNEL, SEGMENTS[:, :3])
-    q, k, v = qkv(length=3, kv_heads=2)
-    with pytest.raises(ValueError, match=r"k must be \[B, T, 3, 8\]"):
-        build(contrib.ShortConv).mix({"q": np.ones((4, 6, 8), "f4")}, q, k, v, None, None)

@@ -1,7 +1,5 @@
 """Sinusoidal encodings of image patches against MAE's function and DETR's class."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -54,22 +52,9 @@ def test_far_positions_are_exact():
     )
 
 
-def test_coordinates_without_axes_are_used_for_both_axes():
-    scheme, coordinates = contrib.Sinusoidal2D(model_dim=12), np.array([[0, 3, 7]])
-    np.testing.assert_array_equal(
-        code(scheme, coordinates), code(scheme, np.stack([coordinates, coordinates]))
-    )
-
-
 ERRORS = [
     (contrib.Sinusoidal2D, {"model_dim": 10}, "model_dim must be a multiple of 4, got 10"),
     (contrib.Sinusoidal2D, {"layout": "t2t"}, "layout must be .*, got 't2t'"),
     (contrib.Sinusoidal2D, {"axes": (0, 0)}, r"axes must be .*, got \(0, 0\)"),
     (contrib.Sinusoidal2D, {"theta": 0.0}, "theta must be positive, got 0.0"),
 ]
-
-
-def test_errors_name_the_shapes():
-    scheme = contrib.Sinusoidal2D(model_dim=12)
-    with pytest.raises(ValueError, match=r"x must be \[B, T, 12\] .*\(1, 3, 8\)"):
-        jax.eval_shape(lambda: scheme.embed({}, jnp.zeros((1, 3, 8)), jnp.zeros((1, 3), jnp.int32)))

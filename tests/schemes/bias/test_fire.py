@@ -46,30 +46,6 @@ def test_matches_the_reference_at_far_positions(heads):
             np.testing.assert_allclose(got[:, a, b], reference(params, i, j), atol=2e-6)
 
 
-def test_normalised_distances_worked_out_by_hand():
-    """c = 0.1, L = 4; the identity for the MLP."""
-    params = {
-        "c": jnp.float32(0.1),
-        "multiplier": jnp.float32(1.0),
-        "inner": jnp.ones(1),
-        "inner_bias": jnp.zeros(1),
-        "outer": jnp.ones((1, 1)),
-    }
-    got = dense(
-        pe.FIRE(num_heads=1, width=1, init_length=4.0), params, jnp.arange(11), [0, 1, 3, 4]
-    )
-    expected = {  # ln(1 + 0.1 n) / (ln(1 + 0.1 max(i, 4)) + 1e-6), printed in float64.
-        (0, 0): 0.0,
-        (2, 0): 0.5418605016695708,
-        (3, 1): 0.5418605016695708,
-        (6, 0): 0.9999978723613817,
-        (6, 4): 0.38791438519774707,
-        (10, 3): 0.7655336419313883,
-    }
-    for (i, j), x in expected.items():
-        np.testing.assert_allclose(got[0, i, [0, 1, 3, 4].index(j)], x, rtol=1e-6)
-
-
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("init_length", [512.0, 8.0])
 def test_attention_matches_the_paper(is_causal, init_length):
@@ -84,15 +60,6 @@ def test_attention_matches_the_paper(is_causal, init_length):
     )
     out = attend(scheme, params, *ARRAYS, is_causal=is_causal)
     np.testing.assert_allclose(out, expected, atol=1e-5)
-
-
-def test_depends_on_the_position_of_the_query_beyond_l():
-    scheme = pe.FIRE(num_heads=2, init_length=8.0)
-    params = parameters(scheme) | INITIAL
-    here, there = (dense(scheme, params, [20 + s], [10 + s]) for s in (0, 100))
-    assert np.abs(here - there).max() > 1e-3 and not scheme.traits.relative
-    early, later = (dense(scheme, params, [5 + s], [3 + s]) for s in (0, 2))
-    np.testing.assert_array_equal(early, later)  # Both are below L.
 
 
 @pytest.mark.parametrize("name, value", [("c", -0.1), ("multiplier", -1.0)])

@@ -1,6 +1,5 @@
 """Swin against the class of its authors."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,13 +30,6 @@ def test_entries_are_those_of_the_authors(flat):
     np.testing.assert_array_equal(index, GOLDEN["index_3_4"])
 
 
-def test_entries_of_two_by_two_worked_out_by_hand():
-    scheme = pe.Swin(num_heads=1, window=(2, 2))
-    numbers = {"table": jnp.arange(9, dtype=jnp.float32)[None]}
-    index = scheme.rules(numbers).dense(jnp.arange(4), jnp.arange(4))[0]
-    np.testing.assert_array_equal(index, [[4, 3, 1, 0], [5, 4, 2, 1], [7, 6, 4, 3], [8, 7, 5, 4]])
-
-
 @pytest.mark.parametrize("moved", [0, 1, 257, 10**6])
 def test_attention_matches_the_authors(moved):
     scheme = pe.Swin(num_heads=6, window=tuple(GOLDEN["window"]))
@@ -61,11 +53,6 @@ def test_offset_larger_than_the_window_makes_its_row_nan_and_no_other():
     segments = jnp.array([[0, 0, 1]])  # Masked keys have no effect.
     out = attend(scheme, params, q, k, v, coordinates=coordinates, segment_ids=segments)
     assert np.isfinite(out).all()
-
-
-def test_starts_with_small_numbers():
-    table = pe.Swin(num_heads=40, stddev=0.5).init(jax.random.key(0))["table"]
-    assert np.abs(table).max() <= 1.0 and 0.4 < table.std() < 0.5
 
 
 def test_errors_name_the_argument_and_the_value():

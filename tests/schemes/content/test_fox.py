@@ -78,25 +78,6 @@ def test_drafts_at_equal_positions_decay_in_both_directions(implementation):
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-def test_sums_worked_out_by_hand():
-    """Gates with the logits 0, 1, -1, 2; log sigmoid is -0.6931, -0.3133, -1.3133, -0.1269."""
-    scheme = pe.FoX(num_heads=1, model_dim=1)
-    params = {"w": jnp.ones((1, 1)), "b": jnp.zeros(1)}
-    x = jnp.asarray([0.0, 1.0, -1.0, 2.0]).reshape(1, 4, 1)
-    q = jnp.zeros((1, 4, 1, 1))
-    q_features, k_features, state = scheme.features(params, x, q, q, None, None, None)
-    rule, positions = scheme.rules(params, q_features, k_features), jnp.arange(4)
-    bias = rule.added_logits(rule.q_features[0], rule.k_features[0], positions, positions)
-    expected = [
-        [0, 0, 0, 0],
-        [-0.313262, 0, 0, 0],
-        [-1.626523, -1.313262, 0, 0],
-        [-1.753451, -1.440190, -0.126928, 0],
-    ]
-    np.testing.assert_allclose(np.tril(bias[0]), expected, atol=1e-6)
-    np.testing.assert_allclose(state, [[-0.6931472 - 1.753451]], rtol=1e-6)
-
-
 @pytest.mark.parametrize("gate", ["bias", "fixed"])
 def test_gates_independent_of_tokens_equal_alibi_with_other_slopes(gate):
     scheme = pe.FoX(num_heads=6, model_dim=10, gate=gate, min_time=2.0, max_time=64.0)
@@ -156,15 +137,3 @@ ERRORS = [
         "gate='fixed' starts from its times, not from init_bias=1.0",
     ),
 ]
-
-
-def test_errors_name_the_shapes():
-    q, k, v, x = arrays(6, length=5)
-    scheme = pe.FoX(num_heads=3, model_dim=10)
-    params = parameters(scheme)
-    with pytest.raises(ValueError, match=r"fox: q must be \[B, T, 3, H\], got \(1, 5, 6, 8\)"):
-        attend(scheme, params, q, k, v, x)
-    with pytest.raises(ValueError, match=r"fox: x must be \[B, T, 10\], got \(1, 5, 7\)"):
-        attend(scheme, params, q[:, :, :3], k, v, x[..., :7])
-    with pytest.raises(ValueError, match=r"fox: gates are computed from x \[B, T, 10\], got None"):
-        attend(scheme, params, q[:, :, :3], k, v, None)

@@ -89,17 +89,6 @@ def test_matches_the_code_of_the_model(options, far, implementation):
     np.testing.assert_allclose(out[0], expected, atol=1e-5)
 
 
-def test_logits_worked_out_by_hand():
-    # Row i: r_i . bank[:, i - j] for a bank of three distances.
-    scheme = pe.Inkling(num_heads=1, model_dim=2, rank=2, extent=3)
-    r = jnp.array([[1.0, 0], [0, 1], [1, 1], [2, -1]])[:, None]
-    params = {"bank": jnp.array([[1, 0.5, 0.25], [0, -1, 2]])}
-    positions = jnp.arange(4)
-    bias = scheme.rules(params, r[None], None).added_logits(r, None, positions, positions)[0]
-    expected = [[1, 0, 0, 0], [-1, 0, 0, 0], [2.25, -0.5, 1, 0], [0, -1.5, 2, 2]]
-    np.testing.assert_allclose(bias, expected, atol=1e-6)
-
-
 def test_log_scaling_acts_on_q_and_is_not_relative():
     plain, sharpened = make()[0], make(log_scaling_start=100)[0]
     assert plain.traits.relative and plain.acts == pe.Acts.LOGITS
@@ -121,12 +110,3 @@ ERRORS = [
     (pe.Inkling, {"slope": -0.1}, "slope must not be negative, got -0.1"),
     (pe.Inkling, {"clip": 0.0}, "clip must be positive, got 0.0"),
 ]
-
-
-@pytest.mark.parametrize(
-    "x, message", [(None, "weights are computed from x"), (jnp.ones((1, 63, 4)), "x must be")]
-)
-def test_errors_name_the_shape_of_x(x, message):
-    scheme, params = make()
-    with pytest.raises(ValueError, match=f"inkling: {message}"):
-        pe.scheme_attention(scheme, params, *qkv(), x=x)

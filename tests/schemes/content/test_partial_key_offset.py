@@ -1,14 +1,11 @@
 """Partial Key Offset against modded-nanogpt's attention, and where it differs on purpose."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import posenc_jax as pe
-from posenc_jax.modules.attention_fn import attention_fn
 from tests import oracle
 from tests.oracle import qkv, softmax_attention
 from tests.support import close, golden, parameters
@@ -98,22 +95,8 @@ def test_decoding_two_documents_in_one_cache_equals_the_whole(chunk):
     assert [x.shape for x in jax.tree.leaves(cache.state)] == [(1, 1, 3, H // 2), (1, 1)]
 
 
-def test_flax_layers_train_with_it_and_refuse_to_decode():
-    scheme = pe.PartialKeyOffset(H)
-    run = jax.jit(functools.partial(attention_fn, scheme, is_causal=True))
-    close(run({}, Q, K, V), oracle.attend(scheme, {}, Q, K, V, is_causal=True), 1e-6)
-    with pytest.raises(NotImplementedError, match="reads the tokens before the query"):
-        mask = jnp.ones((1, 1, 1, K.shape[1]), bool)
-        jax.eval_shape(run, {}, Q[:, :1], K, V, mask=mask)
-
-
 ERRORS = [
     (pe.PartialKeyOffset, {"start": -1}, "start must be a dimension"),
     (pe.PartialKeyOffset, {"start": 0}, "start must be a dimension"),
     (pe.PartialKeyOffset, {"start": H}, "start must be a dimension"),
 ]
-
-
-def test_refuses_another_head_dim():
-    with pytest.raises(ValueError, match="head_dim 6, got k"):
-        pe.scheme_attention(pe.PartialKeyOffset(6), {}, Q, K, V)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.support import build, close, decode, empty_cache, initial, output, parameters
+from tests.support import build, close, initial, output, parameters
 
 OPTIONS = {pe.SSMax: {"scale": initial(1.0), "offset": 0.5}}
 
@@ -34,14 +34,6 @@ def test_matches_transformers(heads):
 def test_is_initially_the_identity_as_in_mistral_large_4(tokens):
     scheme = build(pe.SSMax, scale=0.0, offset=1.0)
     close(output(scheme, scheme.init(jax.random.key(0)), tokens), output(pe.NoPE(), {}, tokens), 0)
-
-
-def test_without_an_offset_and_beside_rope_it_decodes(tokens):
-    scheme = pe.chain(build(pe.SSMax), pe.RoPE(head_dim=8))
-    params = parameters(scheme)
-    assert list(params[0]) == ["scale"]
-    out, _ = decode(scheme, params, tokens, [9, 1, 9], empty_cache(scheme))
-    close(out, output(scheme, params, tokens))
 
 
 def test_errors_say_what_is_wrong():

@@ -11,7 +11,7 @@ import pytest
 import posenc_jax as pe
 from posenc_jax.schemes.logit_scale.temperature import query_temperature
 from tests.oracle import attend, qkv, softmax_attention
-from tests.support import BATCH, Option, close, decode, empty_cache, output, parameters
+from tests.support import Option
 
 OPTIONS = {
     pe.QueryTemperature: {
@@ -83,22 +83,6 @@ def test_attention_with_rope_is_that_of_the_formula():
     for scheme in (pe.chain(heat, pe.RoPE(head_dim=8)), pe.chain(pe.RoPE(head_dim=8), heat)):
         out = attend(scheme, ({}, {}), q, k, v, is_causal=True)
         np.testing.assert_allclose(out, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("other", [pe.ALiBi(num_heads=6), pe.ReRoPE(head_dim=8, window=4)])
-def test_decodes_and_packs_beside_another_scheme(other, tokens):
-    scheme = pe.chain(pe.QueryTemperature(form="beam", length=2, strength=0.7), other)
-    params = parameters(scheme)
-    whole = output(scheme, params, tokens)
-    assert np.abs(whole - output(other, params[1], tokens)).max() > 0.01
-    out, _ = decode(scheme, params, tokens, [9, 1, 9], empty_cache(scheme))
-    close(out, whole)
-    segments = jnp.asarray([[0] * 8 + [1] * 11] * BATCH)
-    placement = {"segment_ids": segments, "positions": pe.positions.from_segment_ids(segments)}
-    packed = np.asarray(output(scheme, params, tokens, **placement))
-    # The last 11 tokens first: the causal mask hides what follows them.
-    alone = np.asarray(output(scheme, params, tokens.map(lambda a: np.roll(a, -8, 1))))
-    close(packed[:, 8:], alone[:, :11])
 
 
 def test_a_negative_position_is_nan_in_its_own_row():

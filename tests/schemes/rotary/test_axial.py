@@ -184,17 +184,6 @@ def test_a_plain_position_applies_to_every_axis():
     )
 
 
-def test_three_axes_and_leading_dimensions_alone():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 2, 16)), "f4")
-    coordinates = jnp.arange(15).reshape(3, 1, 5) ** 2
-    out = query(pe.AxialRoPE(head_dim=16, axes=(0, 1, 2), rotary_dim=12), {}, x, coordinates)
-    for i in range(3):  # Each part is RoPE on its axis, layout aside.
-        dims = np.array([2 * i, 2 * i + 1, 6 + 2 * i, 7 + 2 * i])
-        part = pe.apply_rope(x[..., dims], coordinates[i], theta=100.0)
-        np.testing.assert_allclose(out[..., dims], part, atol=1e-6)
-    np.testing.assert_array_equal(out[..., 12:], x[..., 12:])
-
-
 def test_axes_of_unequal_size_are_a_chain():
     parts = [(16, 0), (56, 16), (56, 72)]  # Flux, axes_dim: black-forest-labs/flux, math.py, rope.
     options = {"layout": "interleaved", "theta": 1e4}

@@ -14,38 +14,6 @@ from tests.oracle import attend, qkv
 from tests.support import build, close, forward, make_batch, parameters, run, slow
 
 ROTARY = [n for n, c in pe.SCHEMES.items() if issubclass(c, pe.Rotary)]
-# Angles from content, or several rotations per key: these have no tables of coordinates.
-WITHOUT_TABLES = {
-    *("repo", "selective_rope"),
-    *("rerope", "self_extend", "dual_chunk", "rope_by_length"),
-}
-
-
-def of_scheme(name):
-    scheme = build(pe.SCHEMES[name])
-    axes = scheme.traits.num_axes
-    positions = np.arange(19, dtype=np.int32)[None]
-    coordinates = np.stack([positions] * axes) if axes > 1 else positions
-    return scheme, parameters(scheme), coordinates
-
-
-@pytest.mark.parametrize("name", ROTARY)
-def test_query_and_key_with_tables_equal_those_without(name):
-    scheme, params, positions = of_scheme(name)
-    tables = jax.eval_shape(scheme.tables, params, positions)
-    assert (tables is None) == (name in WITHOUT_TABLES)
-    if tables is None:
-        return
-    assert all(leaf.dtype in (jnp.float32, jnp.complex64) for leaf in jax.tree.leaves(tables))
-    tokens = make_batch(1)
-    for a, b in run(_with_and_without_tables, (scheme,), params, tokens.q, tokens.k, positions):
-        np.testing.assert_array_equal(a, b)
-
-
-def _with_and_without_tables(scheme, params, q, k, positions):
-    tables = scheme.tables(params, positions)
-    hooks = (scheme.query, q), (scheme.key, k)
-    return [(f(params, x, positions, None, tables), f(params, x, positions)) for f, x in hooks]
 
 
 def operations(jaxpr, name):

@@ -65,24 +65,11 @@ def test_maps_match_transformers(scaling, expected):
     assert factor == 1.0
 
 
-def test_ntk_divides_only_the_slowest_pair_by_the_whole_factor():
-    plain, _ = pe.rope_frequencies(12, 500.0)
-    got, _ = pe.rope_frequencies(12, 500.0, pe.NTK(factor=8.0))
-    np.testing.assert_allclose(got, pe.rope_frequencies(12, 500.0 * 8 ** (12 / 10))[0], rtol=1e-12)
-    np.testing.assert_allclose((plain / got)[[0, -1]], [1.0, 8.0], rtol=1e-12)
-
-
 def test_ntk_counts_the_rotary_dimensions():
     x, positions = jnp.ones((1, 1, 1, 16)), jnp.array([1000])
     partial = apply_rope(x, positions, rotary_dim=8, scaling=pe.NTK(factor=8.0))[..., :8]
     alone = apply_rope(x[..., :8], positions, scaling=pe.NTK(factor=8.0))
     np.testing.assert_array_equal(partial, alone)
-
-
-def test_interpolated_positions_are_the_trained_ones():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 5, 2, 8)), "f4")
-    stretched = apply_rope(x, 4 * jnp.arange(5), scaling=pe.PI(factor=4.0))
-    np.testing.assert_allclose(stretched, apply_rope(x, jnp.arange(5)), atol=1e-6)
 
 
 def test_maps_compose_from_left_to_right():
@@ -100,11 +87,6 @@ def test_the_factor_multiplies_what_was_rotated_and_nothing_else():
     plain = apply_rope(x, positions, rotary_dim=4)
     np.testing.assert_allclose(out[..., :4], 1.5 * plain[..., :4], rtol=1e-6)
     np.testing.assert_array_equal(out[..., 4:], x[..., 4:])
-
-
-@pytest.mark.parametrize("scaling", [(), pe.FrequencyMap(), pe.PI(), pe.NTK()], ids=str)
-def test_neutral_maps_leave_frequencies_unchanged(scaling):
-    np.testing.assert_array_equal(pe.rope_frequencies(8, scaling=scaling)[0], 10.0 ** -np.arange(4))
 
 
 @pytest.mark.parametrize("cls", [pe.PI, pe.NTK])

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.oracle import attend, qkv, query, softmax_attention
-from tests.support import parameters
+from tests.oracle import qkv, query
 
 OPTIONS = {
     pe.LearnedRoPE: {
@@ -76,24 +75,6 @@ def test_matches_grape_with_frequencies_per_head(heads):
     np.testing.assert_allclose(got, grape(x, positions, log_freq, 16.0), atol=2e-5)
 
 
-def test_attention_depends_on_the_distance_at_any_position():
-    scheme = pe.LearnedRoPE(head_dim=8, groups=3)
-    params = {"alpha": jnp.asarray(alpha(3, 4), jnp.float32)}
-    used = np.asarray(scheme.frequencies(params), np.float64)
-
-    def logit(q, k, n, i, j):
-        a, b = (x[:4] + 1j * x[4:] for x in (q, k))
-        rotated = a * np.conj(b) * np.exp(1j * (i - j) * used[n // 2])
-        return rotated.real.sum() / np.sqrt(8)
-
-    arrays = qkv(length=21)
-    expected = softmax_attention(*arrays, logit)
-    for start in (0, 10**6, 2**30):
-        positions = jnp.arange(21) + start
-        out = attend(scheme, params, *arrays, is_causal=True, positions=positions)
-        np.testing.assert_allclose(out, expected, atol=1e-5)
-
-
 def test_is_rope_before_training():
     q, _, _ = qkv(length=21)
     positions = jnp.arange(21)[None]
@@ -134,10 +115,3 @@ ERRORS = [
     (pe.LearnedRoPE, {"layout": "pairs"}, "layout must be one of .*, got 'pairs'"),
     (pe.LearnedRoPE, {"rotary_dim": 3}, "rotary dim.* 3"),
 ]
-
-
-@pytest.mark.parametrize("change", [{"groups": 4}, {"head_dim": 4}])
-def test_errors_name_the_shapes(change):
-    scheme = pe.LearnedRoPE(**({"head_dim": 8} | change))
-    with pytest.raises(ValueError, match=r"learned_rope: .* got q or k of shape \(1, 5, 6, 8\)"):
-        attend(scheme, parameters(scheme), *qkv(length=5))

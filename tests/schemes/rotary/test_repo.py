@@ -62,17 +62,6 @@ def test_attention_matches_the_authors(heads, groups, options):
     np.testing.assert_allclose(out, authors(params, *tokens, **options), atol=1e-5)
 
 
-def test_a_position_worked_out_by_hand():
-    """x = 2: silu(1) * 4 * 0.5 = 0.73106 * 2 = 1.46212."""
-    scheme = pe.RePo(model_dim=1, head_dim=2, width=1)
-    params = {"gate": jnp.full((1, 1), 0.5), "content": jnp.full((1, 1), 2.0)}
-    params |= {"out": jnp.full((1, 1), 0.5)}
-    rows, _, _ = scheme.features(params, jnp.full((1, 1, 1), 2.0), None, None, None, None, None)
-    np.testing.assert_allclose(rows, [[[1.4621172]]], rtol=1e-6)
-    q = scheme.query(params, jnp.asarray([1.0, 0.0]).reshape(1, 1, 1, 2), None, rows)
-    np.testing.assert_allclose(q.ravel(), [np.cos(1.4621172), np.sin(1.4621172)], rtol=1e-5)
-
-
 def test_initial_parameters_are_normal():
     scheme = pe.RePo(model_dim=400, head_dim=8, groups=20, init_std=0.1)
     for name, leaf in scheme.init(jax.random.key(0)).items():
@@ -89,15 +78,3 @@ ERRORS = [
     (pe.RePo, {"layout": "pairs"}, "layout must be one of .*, got 'pairs'"),
     (pe.RePo, {"head_dim": 7}, "rotary dim must be even and positive, got 7"),
 ]
-
-
-def test_errors_name_the_shapes():
-    q, k, v, x = arrays(length=5)
-    scheme = pe.RePo(model_dim=24, head_dim=8, groups=4)
-    params = parameters(scheme)
-    with pytest.raises(ValueError, match=r"repo: .* got q or k of shape \(1, 5, 6, 8\)"):
-        attend(scheme, params, q, k, v, x)
-    with pytest.raises(ValueError, match=r"repo: x must be \[B, T, 24\], got \(1, 5, 7\)"):
-        attend(scheme, params, q, k, v, x[..., :7])
-    with pytest.raises(ValueError, match="repo: angles are computed from x"):
-        attend(scheme, params, q, k, v, None)

@@ -1,8 +1,5 @@
 """ReRoPE, Leaky ReRoPE and STRING against float64 ports of their authors' code."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -86,46 +83,6 @@ def test_matches_the_authors_code(name, heads, kv_heads, start):
     expected = softmax_attention(q, k, v, logit, positions=positions)
     out = attend(scheme, {}, q, k, v, positions=jnp.asarray(positions), is_causal=True)
     np.testing.assert_allclose(out, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "options, expected",
-    [
-        ({"window": 4}, [0, 1, 2, 3, 4, 4, 4, 4]),
-        ({"window": 4, "leak": 0.5}, [0, 1, 2, 3, 4, 4.5, 5, 5.5]),
-        ({"window": 4, "leak": 1.0, "restart": 2}, [0, 1, 2, 3, 2, 3, 4, 5]),
-    ],
-)
-def test_effective_distances(options, expected):
-    """Read off the angle between q and k of one pair, theta = 1: one radian per position."""
-    scheme = pe.ReRoPE(head_dim=2, theta=1.0, **options)
-    spread = np.eye(2, dtype="f4")  # Reads cosine and sine off.
-    logits = [[measured(scheme, k, n) for k in spread] for n in range(8)]
-    distances = [np.arctan2(sine, cosine) % (2 * np.pi) for cosine, sine in logits]
-    np.testing.assert_allclose(distances, expected, atol=1e-4)
-
-
-def measured(scheme, k, distance):
-    """q . k of q = (1, 0) and one key, from the log-odds against a key that scores zero."""
-    p = float(weight(scheme, k.reshape(1, 1, 1, 2), distance))
-    return np.log(p / (1 - p))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def weight(scheme, k, distance):
-    q = jnp.array([1.0, 0.0]).reshape(1, 1, 1, 2)
-    keys = jnp.concatenate([k, jnp.zeros_like(k)], 1)
-    values = jnp.concatenate([jnp.ones_like(k), jnp.zeros_like(k)], 1)
-    q_at, k_at = jnp.array([[distance]]), jnp.array([[0, 0]])
-    call = pe.AttentionCall(q_positions=q_at, k_positions=k_at, scale=1.0)
-    return scheme.attend({}, q, keys, values, q_at, k_at, None, None, call)[0, 0, 0, 0]
-
-
-def test_does_nothing_within_the_window():
-    q, k, v = qkv(length=19)
-    a = attend(pe.ReRoPE(head_dim=8, window=19), {}, q, k, v, is_causal=True)
-    b = attend(pe.RoPE(head_dim=8), {}, q, k, v, is_causal=True)
-    np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 ERRORS = [

@@ -79,45 +79,11 @@ def test_attention_over_a_grid():
     np.testing.assert_allclose(out, expected, atol=1e-5)  # Offsets alone count.
 
 
-def test_axial_frequencies_are_a_special_case():
-    # Without the random angle, columns rotate the first half of the pairs, rows the second.
-    params = {"frequencies": jnp.array([FREQS_Y, FREQS_X])[:, None]}
-    x, grid = qkv(length=6)[0], pe.grid_coordinates(1, 2, 3)
-    axial = pe.AxialRoPE(head_dim=8, theta=10.0, axes=(1, 0), layout="interleaved")
-    out = query(pe.RoPEMixed(head_dim=8), params, x, grid)
-    np.testing.assert_allclose(out, query(axial, {}, x, grid), atol=2e-6)
-
-
 def test_a_plain_position_applies_to_both_axes():
     scheme = pe.RoPEMixed(head_dim=8)
     params, x, grid = parameters(scheme), qkv(length=5)[0], jnp.arange(5)[None]
     out = query(scheme, params, x, grid)
     np.testing.assert_array_equal(out, query(scheme, params, x, jnp.stack([grid, grid])))
-
-
-def test_gradients_of_the_frequencies_are_those_of_the_formula():
-    scheme = pe.RoPEMixed(head_dim=8, groups=3)
-    params, x, grid = parameters(scheme), qkv(length=6)[0], pe.grid_coordinates(1, 2, 3)
-    weights = jnp.asarray(np.random.default_rng(1).normal(size=x.shape), "f4")
-
-    def loss(params):
-        return (scheme.query(params, x, grid) * weights).sum()
-
-    got = np.asarray(jax.jit(jax.grad(loss))(params)["frequencies"])
-    f, step, places = frequencies_of(scheme), 1e-5, np.asarray(grid[:, 0].T, float)
-
-    def exact(f):
-        return sum(
-            np.asarray(weights[0, t, n], float)
-            @ rope_vit(np.asarray(x[0, t, n], float), places[t], f[:, n // 2])
-            for t, n in np.ndindex(6, 6)
-        )
-
-    for i in [(0, 0, 0), (1, 2, 3), (1, 0, 1)]:
-        change = np.zeros_like(f)
-        change[i] = step
-        expected = (exact(f + change) - exact(f - change)) / (2 * step)
-        np.testing.assert_allclose(got[i], expected, rtol=1e-3, atol=1e-4)
 
 
 ERRORS = [
@@ -126,12 +92,3 @@ ERRORS = [
     (pe.RoPEMixed, {"theta": -1.0}, "rope(_mixed)?: theta must be positive, got -1.0"),
     (pe.RoPEMixed, {"layout": "neox"}, "rope(_mixed)?: layout must be one of .*, got 'neox'"),
 ]
-
-
-def test_errors_name_the_shapes():
-    scheme = pe.RoPEMixed(head_dim=8, groups=4)
-    params, q = parameters(scheme), qkv(length=5)[0]
-    with pytest.raises(ValueError, match=r"rope_mixed: .* a multiple of groups=4.*5, 6, 8"):
-        scheme.query(params, q, jnp.zeros((2, 1, 5), int))
-    with pytest.raises(ValueError, match=r"rope_mixed: coordinates must be .* got \(3, 1, 5\)"):
-        scheme.query(params, q[:, :, :4], jnp.zeros((3, 1, 5), int))

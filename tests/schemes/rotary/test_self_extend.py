@@ -61,14 +61,6 @@ def test_matches_the_authors_code(window, group, heads, kv_heads, start):
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("option", [{"window": 19}, {"group": 1, "window": 4}], ids=str)
-def test_is_rope_within_the_window_and_with_groups_of_one(option):
-    q, k, v = qkv(length=19)
-    a = attend(pe.SelfExtend(head_dim=8, **option), {}, q, k, v, is_causal=True)
-    b = attend(pe.RoPE(head_dim=8), {}, q, k, v, is_causal=True)
-    np.testing.assert_allclose(a, b, atol=2e-6)
-
-
 ERRORS = [
     (pe.SelfExtend, {"window": 0}, "window must be at least 1, got 0"),
     (pe.SelfExtend, {"group": 0}, "group must be at least 1, got 0"),

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from posenc_jax.schemes.rotary.xpos import xpos_decay
 from tests.oracle import attend, decode, qkv, softmax_attention
 
 OPTIONS = {pe.XPos: {"theta": 100.0, "scale_base": 64.0, "gamma": 0.8, "layout": "half"}}
@@ -50,14 +49,6 @@ def test_matches_torchscale():
         positions = start + jnp.arange(21)[None]
         past = np.tril(np.ones((21, 21)), 0) > 0
         np.testing.assert_allclose(scores(scheme, q, k, positions)[past], expected[past], atol=5e-5)
-
-
-def test_matches_the_numbers_of_torchscale():
-    # XPOS(4) run on x = [1, 2, 3, 4]: q . k at distances 2 and 5.
-    x = jnp.tile(jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4), (1, 6, 1, 1))
-    got = scores(pe.XPos(head_dim=4), x, x, jnp.arange(6)[None])
-    np.testing.assert_allclose([got[2, 0], got[5, 0]], [22.88132095, 26.26231766], rtol=2e-6)
-    np.testing.assert_allclose(np.exp(-512 * xpos_decay(4)), [0.2857142857, 0.6428571429])
 
 
 def test_cached_keys_do_not_drift_as_those_of_torchscale():
@@ -131,13 +122,6 @@ def test_float16_within_four_thousand():
     np.testing.assert_allclose(out.astype("f4"), expected, atol=5e-3)
 
 
-def test_without_decay_it_is_rope():
-    q, k, v = qkv(length=21)
-    out = attend(pe.XPos(head_dim=8, scale_base=1e30), {}, q, k, v, is_causal=True)
-    plain = pe.RoPE(head_dim=8, layout="interleaved")
-    np.testing.assert_allclose(out, attend(plain, {}, q, k, v, is_causal=True), atol=1e-6)
-
-
 ERRORS = [
     (pe.XPos, {"head_dim": 7}, "rotary dim must be even and positive, got 7"),
     (pe.XPos, {"theta": 0.0}, "rope: theta must be positive, got 0.0"),
@@ -145,14 +129,6 @@ ERRORS = [
     (pe.XPos, {"gamma": -0.4}, "gamma must be positive, got -0.4"),
     (pe.XPos, {"layout": "neox"}, "layout must be one of .*, got 'neox'"),
 ]
-
-
-def test_errors_name_the_shapes():
-    q = qkv(length=5)[0]
-    with pytest.raises(ValueError, match="xpos: the scheme is for head_dim 4"):
-        pe.XPos(head_dim=4).query({}, q, jnp.zeros((1, 5), int))
-    with pytest.raises(ValueError, match=r"xpos: coordinates must be \[B, T\], got \(2, 1, 5\)"):
-        pe.XPos(head_dim=8).query({}, q, jnp.zeros((2, 1, 5), int))
 
 
 def test_a_row_that_starts_anew_forgets_the_origin_of_the_one_before():

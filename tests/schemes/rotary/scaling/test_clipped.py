@@ -26,12 +26,6 @@ def test_matches_the_authors_code(dim, theta, pairs, hard):
     assert factor == 1.0
 
 
-def test_clipping_worked_out_by_hand():
-    got, _ = pe.rope_frequencies(16, scaling=pe.ClippedFrequencies(pairs=4))
-    plain, _ = pe.rope_frequencies(16)
-    np.testing.assert_allclose(got / plain, [1, 1, 1, 1, 1, 0.75, 0.25, 0], atol=1e-15)
-
-
 @pytest.mark.parametrize("pairs, hard, least", [(1, False, 2), (0, True, 1), (-3, True, 1)])
 def test_too_few_pairs_are_refused(pairs, hard, least):
     message = f"ClippedFrequencies: pairs must be at least {least} with hard={hard}, got {pairs}"

@@ -29,19 +29,6 @@ def test_matches_transformers(length):
     assert factor == case["attention_factor"]
 
 
-def test_nothing_changes_up_to_the_trained_length():
-    plain, _ = pe.rope_frequencies(12)
-    for length in (1, 2047, 2048):
-        got, _ = pe.rope_frequencies(12, scaling=pe.DynamicNTK(2.0, 2048, length))
-        np.testing.assert_allclose(got, plain, rtol=1e-15)
-    assert pe.rope_frequencies(12, scaling=pe.DynamicNTK(2.0, 2048, 2049))[0][-1] < plain[-1]
-
-
-def test_with_factor_one_the_base_grows_with_the_length():
-    got, _ = pe.rope_frequencies(12, 500.0, pe.DynamicNTK(1.0, 100, 300))
-    np.testing.assert_allclose(got, pe.rope_frequencies(12, 500.0 * 3 ** (12 / 10))[0], rtol=1e-12)
-
-
 def test_cached_keys_stay_correct():
     """The frequencies do not follow the length so far: parts of a sequence equal the whole."""
     scheme = pe.RoPE(head_dim=8, scaling=pe.DynamicNTK(2.0, 8, 19))

@@ -72,12 +72,6 @@ def test_each_list_is_for_its_own_lengths():
     np.testing.assert_allclose(got, plain / BASE["long_factor"])
 
 
-def test_lists_from_a_file_are_accepted():
-    lists = {name: list(BASE[name]) for name in ("short_factor", "long_factor")}
-    scheme = pe.RoPE(head_dim=16, scaling=pe.LongRoPE(**(BASE | lists)))
-    assert hash(scheme) == hash(pe.RoPE(head_dim=16, scaling=pe.LongRoPE(**BASE)))
-
-
 @pytest.mark.parametrize(
     "change, message",
     [

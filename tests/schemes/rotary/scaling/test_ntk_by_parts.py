@@ -71,17 +71,6 @@ def test_matches_for_other_rotations(beta, gamma):
     assert np.abs(plain / expected - 1).max() > 0.01
 
 
-def test_fast_pairs_are_kept_and_slow_ones_interpolated():
-    plain, _ = pe.rope_frequencies(64)
-    got, _ = pe.rope_frequencies(64, scaling=pe.NTKByParts(**BASE))
-    np.testing.assert_allclose((got / plain)[[0, 5, -1]], [1.0, 1.0, 0.25], rtol=1e-12)
-
-
-def test_lists_from_a_file_are_accepted():
-    scaling = pe.NTKByParts(**BASE, beta=[1.25, 0.75])
-    assert scaling == pe.NTKByParts(**BASE) and hash(scaling) == hash(pe.NTKByParts(**BASE))
-
-
 @pytest.mark.parametrize(
     "change, message",
     [

@@ -42,16 +42,6 @@ def test_pairs_beyond_the_fraction_do_not_rotate(layout):
     assert np.abs(out - other).max() > 0.1  # The other thing of that name.
 
 
-def test_the_ends_are_no_encoding_and_rope():
-    x, positions = jnp.ones((1, 2, 1, 8)), jnp.array([3, 300])
-    np.testing.assert_array_equal(
-        apply_rope(x, positions, scaling=pe.Proportional(fraction=0.0)), x
-    )
-    np.testing.assert_array_equal(
-        apply_rope(x, positions, scaling=pe.Proportional(fraction=1.0)), apply_rope(x, positions)
-    )
-
-
 ERRORS = [
     (pe.Proportional, {"fraction": -0.1}, r"Proportional: .*in \[0, 1\], got -0.1"),
     (pe.Proportional, {"fraction": 1.5}, r"Proportional: .*in \[0, 1\], got 1.5"),

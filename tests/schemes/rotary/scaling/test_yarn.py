@@ -66,12 +66,6 @@ def test_the_ramp_over_rotations_is_that_of_the_paper(dim, theta, fast, slow):
     np.testing.assert_allclose(factor, 0.1 * math.log(s) + 1, rtol=1e-12)  # Equation 15.
 
 
-def test_the_two_ramps_differ():
-    plain, _ = pe.rope_frequencies(16)
-    ratios = [mapped(ramp=ramp)[0][3] / plain[3] for ramp in ("index", "rotations")]
-    np.testing.assert_allclose(ratios, [0.8125, 0.4752], atol=5e-5)
-
-
 def test_the_ends_of_the_index_ramp_worked_out_by_hand():
     """d = 20, L = 300, theta = 100: ends at 3.55 and 8.39 of the index, so 3 and 9."""
     got, _ = mapped(20, 100.0, original_max_position=300, beta_fast=9.3, beta_slow=1.0)
@@ -150,12 +144,6 @@ def test_angles_at_far_position(position):
     c, s = np.cos(position * w), np.sin(position * w)
     expected = g * np.concatenate([a * c - b * s, b * c + a * s], -1)
     np.testing.assert_allclose(out, expected, atol=2e-6)
-
-
-def test_does_nothing_at_factor_one():
-    got, factor = mapped(factor=1.0)
-    np.testing.assert_allclose(got, pe.rope_frequencies(16)[0], rtol=1e-15)
-    assert factor == 1.0
 
 
 @pytest.mark.parametrize(
