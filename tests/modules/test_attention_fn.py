@@ -181,7 +181,7 @@ def test_parameters_need_rngs():
 SCALED = {
     "t5": (pe.T5(6, stddev=0.0, bidirectional=True), "is 1;"),
     "tupe": (pe.TUPE(6, 4, 24, max_length=9), r"is 1/sqrt\(2H\);"),
-    "chain": (pe.chain(pe.RoPE(4), pe.T5(6)), "of _Chain is 1;"),
+    "chain": (pe.chain(pe.RoPE(4), pe.T5(6)), "of Chain is 1;"),
 }
 
 

@@ -10,7 +10,7 @@ from posenc_jax.schemes.scheme import Acts, Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
-class _Chain(Scheme):
+class Chain(Scheme):
     """See `chain`. Parameters, features, tables and states are tuples, one entry per scheme."""
 
     schemes: tuple[Scheme, ...]
@@ -166,4 +166,4 @@ def chain(*schemes: Scheme) -> Scheme:
     >>> len(both.rules(both.init(jax.random.key(0))))
     1
     """
-    return _Chain(schemes)
+    return Chain(schemes)

@@ -119,7 +119,8 @@ class FoX(Scheme):
 
     @property
     def _times(self) -> tuple[float, float]:
-        return self.min_time or 0.0, self.max_time or 0.0
+        low, high = (0.0 if time is None else time for time in (self.min_time, self.max_time))
+        return low, high
 
     def _bias(self):
         times = np.geomspace(*self._times, self.num_heads)
