@@ -44,13 +44,11 @@ CALLS = {
     "XLA: forward must be Blocks(q, k) or None, got (32, 32)": lambda: XLA((32, 32)),
     "XLA: row_block must be >= 1, got 0": lambda: XLA(row_block=0),
     "Dense: block must be an integer, got 'x'": lambda: Dense("x"),
-    "with_positions: transform must be a function, got 'x'": lambda: pe.with_positions(ROPE, "x"),
     "on_axis: axis must be one .*, got axis 'x' of 2": lambda: pe.on_axis(ROPE, "x"),
     "cos_sin: frequencies must be an array [..., P], got 1.0": lambda: pe.cos_sin(AT, 1.0),
     "cos_sin: frequencies must be an array [..., P], got array(1.": lambda: pe.cos_sin(
         AT, np.array(1.0)
     ),
-    "rope: x must be an array, got list": lambda: pe.apply_rope([1.0], AT),
 }
 
 

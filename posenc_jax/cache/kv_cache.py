@@ -124,11 +124,8 @@ class KVCache:
           num_sink_tokens: number of first tokens of a row that a ring does not overwrite.
 
         Raises:
-          ValueError: if `capacity` is below one, `max_rewind` is negative, or a ring has no slot
-            to overwrite.
+          ValueError: if a ring has no slot to overwrite.
         """
-        require(capacity >= 1, f"KVCache: capacity must be at least 1 slot, got {capacity}.")
-        require(max_rewind >= 0, f"KVCache: max_rewind must not be negative, got {max_rewind}.")
         require(
             0 <= num_sink_tokens < (capacity if ring else 1),
             f"KVCache: num_sink_tokens must be below the {capacity} slots of a ring, else 0, "
@@ -231,13 +228,6 @@ class KVCache:
         check("v", v, *self.v.shape[2:])
         jax.tree.map(
             lambda old, x: check("k_features", x, *old.shape[2:]), self.k_features, k_features
-        )
-        jax.tree.map(
-            lambda old, x: require(
-                x.shape == old.shape,
-                f"KVCache: state must be {old.shape} for this cache, got {x.shape}.",
-            ),
-            *(self.state, state),
         )
         tokens = segment_ids >= 0
         added = tokens.sum(1, dtype=jnp.int32)
@@ -395,11 +385,6 @@ class KVCache:
             "KVCache.rewind: the scheme has a running state; make the cache with max_rewind.",
         )
         count = integer_positions("KVCache.rewind", count, "count")
-        require(
-            count.shape in ((), self.length.shape),
-            f"KVCache.rewind: count must be an integer or [B] = {self.length.shape}, got shape "
-            f"{count.shape}.",
-        )
         count = jnp.broadcast_to(count, self.length.shape)
         limit = self.length if self.max_rewind is None else self.rewindable
         lost = (count < 0) | (count > limit)
@@ -501,8 +486,6 @@ class KVCache:
 
     def _check_like(self, other: "KVCache") -> None:
         """Raises unless `other` is a cache whose rows can be rows of this one."""
-        if not isinstance(other, KVCache):
-            raise TypeError(f"KVCache.insert: other must be a KVCache, got {type(other)}.")
         if other.scheme != self.scheme:
             raise ValueError(
                 f"KVCache.insert: the cache is for {self.scheme!r}, the other for {other.scheme!r}."

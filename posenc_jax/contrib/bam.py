@@ -25,7 +25,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from posenc_jax.checks import finite, positive_fields
+from posenc_jax.checks import positive_fields
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.schemes.bias.alibi import alibi_slopes
 from posenc_jax.schemes.scheme import Scheme, Traits
@@ -58,7 +58,7 @@ class BAM(Scheme):
       initial_shape: the initial shape.
 
     Raises:
-      ValueError: if `num_heads` is less than one, or the shape is not finite.
+      ValueError: if `num_heads` is less than one.
 
     >>> scheme = BAM(num_heads=1)
     >>> scheme.rules(scheme.init(None)).dense(jnp.array([2]), jnp.arange(3)).round(4)
@@ -79,7 +79,6 @@ class BAM(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
-        finite("bam", initial_shape=self.initial_shape)
 
     def init(self, key):
         """Returns {"scale": logarithms of ALiBi's slopes, "shape"}, and "loc", float32 [N] each."""

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import one_of, positive, positive_fields, require
+from posenc_jax.checks import one_of, positive_fields, require
 from posenc_jax.schemes.rotary.base import check_coordinates, check_heads
 from posenc_jax.schemes.rotary.multi_axis import sum_of_axes
 from posenc_jax.schemes.scheme import Scheme, Traits
@@ -44,8 +44,8 @@ class ComRoPE(Scheme):
       init_std: the initial standard deviation of F.
 
     Raises:
-      ValueError: for a size that does not divide H, an unknown choice of axes, or `groups` or
-        `init_std` not positive.
+      ValueError: for a size that does not divide H, an unknown choice of axes, or `groups` below
+        one.
 
     >>> params = ComRoPE(head_dim=8).init(jax.random.key(0))
     >>> params["matrix"].shape, params["multiplier"].shape
@@ -71,7 +71,6 @@ class ComRoPE(Scheme):
             self.axes == "scaled" or self.head_dim % (2 * self.size) == 0,
             f"comrope: both axes need blocks of size={self.size} in head_dim={self.head_dim}.",
         )
-        positive("comrope", init_std=self.init_std)
 
     def init(self, key):
         """Returns {"matrix": [groups, blocks, size, size]}, normal.

@@ -28,9 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import not_negative, positive, require
+from posenc_jax.checks import positive, require
 from posenc_jax.schemes.rotary.base import Rotary
-from posenc_jax.schemes.rotary.frequencies import static_number
 from posenc_jax.schemes.scheme import Traits
 
 
@@ -70,9 +69,6 @@ class FoPE(Rotary):
     def __post_init__(self):
         super().__post_init__()
         require(self.head_dim >= 4, f"fope: head_dim must be >= 4, got {self.head_dim}.")
-        static_number("fope", "trained_length", self.trained_length)
-        static_number("fope", "gain", self.gain)
-        not_negative("fope", gain=self.gain)
         positive("fope", trained_length=self.trained_length)
         require(
             len(self._frequencies()) > 0,

@@ -68,11 +68,6 @@ def attention_fn(
         raise NotImplementedError("AttentionFn: sow_weights=True; the weights are not computed.")
     if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
         raise NotImplementedError("AttentionFn: products of attention cannot be replaced.")
-    require(
-        not scheme.traits.reads_x,
-        f"AttentionFn: {scheme!r} reads the layer's input x, which Flax's layers do not pass on; "
-        "use posenc_jax's Attention.",
-    )
     check_acts_in_attention("AttentionFn", scheme)
     check_scale("AttentionFn", scheme, scale)
     lead, (length, keys) = query.shape[:-3], (query.shape[-3], key.shape[-3])

@@ -50,27 +50,20 @@ class EncodingLayer:
         coordinates: jax.Array | None = None,
         *,
         cache: KVCache | None = None,
-        **unknown: Any,
     ) -> jax.Array:
         """Encodes positions into token embeddings, as `posenc_jax.scheme_embedding`.
 
         Args:
           x: [B, T, D].
-          positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
+          positions: integers [T] or [B, T]; of packed rows from
+            `posenc_jax.positions.from_segment_ids`. Default: 0, 1, ... after the tokens in the
+            cache.
           coordinates: the numbers that the scheme encodes. Default: the positions.
           cache: the cache of an attention layer, before these tokens are appended.
-          **unknown: refused, with the argument that was meant.
 
         Returns:
           [B, T, D]; x for a scheme that does not act on the embedding.
         """
-        if "segment_ids" in unknown:
-            raise TypeError(
-                "PositionEncoding: segment_ids give no positions; write "
-                "positions=pe.positions.from_segment_ids(segment_ids), or those of "
-                "pe.positions.from_padding_mask(mask)."
-            )
-        refuse_unknown("PositionEncoding", unknown, ("positions", "coordinates", "cache"))
         return scheme_embedding(
             self.scheme,
             self.values(),
@@ -98,26 +91,19 @@ def layer_spec(caller: str, position: Any, shared_encoding: Any, **settings: Any
       ValueError: for a setting that the `LayerSpec` has too, for two different schemes, and for a
         layer without attention.
     """
-    if isinstance(position, EncodingLayer):
-        raise TypeError(
-            f"{caller}: position must be a Scheme or a LayerSpec, got a PositionEncoding; give an "
-            "encoding that layers share as shared_encoding."
-        )
     shared = None
     if shared_encoding is not None:
         check_encoding(caller, shared_encoding)
         shared = shared_encoding.scheme
     if not isinstance(position, LayerSpec | Scheme | None):
+        hint = call_hint(position)
+        if isinstance(position, EncodingLayer):
+            hint = "; give an encoding that layers share as shared_encoding"
         raise TypeError(
-            f"{caller}: position must be a Scheme or a LayerSpec, got {position!r}"
-            f"{call_hint(position)}."
+            f"{caller}: position must be a Scheme or a LayerSpec, got {position!r:.200}{hint}."
         )
     if not isinstance(position, LayerSpec):
-        try:
-            position = LayerSpec(position or shared or NoPE(), **settings)
-        except (TypeError, ValueError) as error:
-            raise type(error)(str(error).replace("LayerSpec:", f"{caller}:", 1)) from None
-        settings = {}
+        position, settings = LayerSpec(position or shared or NoPE(), **settings), {}
     require(
         position.mixer == "attention",
         f"{caller}: position must be a layer of attention, got mixer={position.mixer!r}.",

@@ -64,7 +64,6 @@ def resize_grid(
     Array([[0.  , 0.25, 0.75, 1.  ]], dtype=float32)
     """
     one_of("resize_grid", ("bicubic", "bilinear"), method=method)
-    require(jnp.ndim(grid) >= 2, f"resize_grid: grid must be [..., R, C], got {jnp.shape(grid)}.")
     require(
         min(rows, columns, *grid.shape[-2:]) >= 1,
         f"resize_grid: sizes must be positive, got {grid.shape[-2:]} to ({rows}, {columns}).",

@@ -184,11 +184,6 @@ def test_more_tokens_than_slots_are_refused(ring):
         append(empty(ring=ring), *tokens(6))
 
 
-def test_a_cache_needs_a_slot():
-    with pytest.raises(ValueError, match="KVCache: capacity must be at least 1 slot, got 0"):
-        empty(0)
-
-
 def test_coordinates_are_given_in_every_call_or_in_none():
     coordinates = np.zeros((2, 2), np.int32)
     with pytest.raises(ValueError, match="KVCache: the cache was made for no coordinates; give"):
@@ -461,8 +456,6 @@ def test_more_tokens_than_there_are_are_not_taken_back():
     np.testing.assert_array_equal(reset(lost, 0).overflowed, [False, False])
     with pytest.raises(ValueError, match="running state; make the cache with max_rewind"):
         filled(everything(), 3, seed=1).rewind(1)
-    with pytest.raises(ValueError, match="max_rewind must not be negative, got -1"):
-        empty(max_rewind=-1)
 
 
 def test_rows_are_integers_or_one_boolean_for_each():

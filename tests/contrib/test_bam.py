@@ -70,8 +70,3 @@ def test_gradients_are_finite_where_a_key_is_at_the_centre_of_the_prior():
 
     for leaf in jax.tree.leaves(jax.grad(total)(learned)):
         assert np.isfinite(leaf).all()
-
-
-ERRORS = [
-    (contrib.BAM, {"initial_shape": float("nan")}, "initial_shape"),
-]

@@ -389,12 +389,6 @@ SIZES_OF_CACHE = {"batch": 2, "capacity": 8, "num_heads": 6, "num_kv_heads": 3, 
     ("call", "error", "message"),
     [
         (
-            lambda c: c.rewind(np.ones(3, int)),
-            ValueError,
-            r"KVCache.rewind: count must be .*\(3,\)",
-        ),
-        (lambda c: c.insert(0, {}), TypeError, "KVCache.insert: other must be a KVCache, got"),
-        (
             lambda c: attend_with(cache={}),
             TypeError,
             "scheme_attention: cache must be a KVCache, which",

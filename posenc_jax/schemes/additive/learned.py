@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from posenc_jax.checks import in_table, integer_positions, positive, positive_fields, require
+from posenc_jax.checks import in_table, integer_positions, positive_fields, require
 from posenc_jax.positions.image_grids import resize_grid
 from posenc_jax.schemes.scheme import Scheme
 
@@ -107,7 +107,7 @@ class LearnedAbsolute(Scheme):
       stddev: standard deviation of the initial table.
 
     Raises:
-      ValueError: for sizes below one, a negative offset, or a stddev that is not positive.
+      ValueError: for sizes below one, or a negative offset.
 
     >>> scheme = LearnedAbsolute(max_length=8, model_dim=4)
     >>> scheme.init(jax.random.key(0))["table"].shape
@@ -124,7 +124,6 @@ class LearnedAbsolute(Scheme):
     def __post_init__(self):
         positive_fields(self, "max_length", "model_dim")
         require(self.offset >= 0, f"learned: offset must be >= 0, got {self.offset}.")
-        positive("learned", stddev=self.stddev)
 
     def init(self, key):
         """Returns {"table": float32 [max_length + offset, D]}."""

@@ -24,7 +24,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import not_negative, positive_fields, require
+from posenc_jax.checks import positive_fields, require
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.schemes.scheme import Scheme, Traits
 
@@ -78,7 +78,7 @@ class Swin(Scheme):
       stddev: standard deviation of the initial table, a normal truncated at two of them.
 
     Raises:
-      ValueError: for sizes below one, or a negative stddev.
+      ValueError: for sizes below one.
 
     >>> scheme = Swin(num_heads=3, window=(7, 7))
     >>> scheme.init(jax.random.key(0))["table"].shape
@@ -94,7 +94,6 @@ class Swin(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
-        not_negative("swin", stddev=self.stddev)
         check_window("swin: window", self.window)
 
     def init(self, key):

@@ -32,7 +32,6 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import (
     integer_positions,
-    not_negative,
     positive_fields,
     positive_integers,
     require,
@@ -148,8 +147,7 @@ class T5(Scheme):
       stddev: standard deviation of the initial table; 0 for an initial bias of zero.
 
     Raises:
-      ValueError: for sizes below one or that leave no logarithmic buckets, or a negative
-        stddev.
+      ValueError: for sizes below one or that leave no logarithmic buckets.
 
     >>> scheme = T5(num_heads=8)
     >>> scheme.init(jax.random.key(0))["table"].shape
@@ -173,7 +171,6 @@ class T5(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads")
-        not_negative("t5", stddev=self.stddev)
         check_buckets(self.num_buckets, self.max_distance, self.bidirectional)
 
     def init(self, key):

@@ -25,7 +25,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import in_table, integer_positions, positive, positive_fields
+from posenc_jax.checks import in_table, integer_positions, positive_fields
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.schemes.bias.t5 import T5, Bucket, check_buckets
 from posenc_jax.schemes.scheme import Scheme, Traits, repr_with_scale
@@ -77,7 +77,7 @@ class TUPE(Scheme):
       stddev: standard deviation of the initial table and projections.
 
     Raises:
-      ValueError: for sizes below one, a stddev that is not positive, and as `T5`.
+      ValueError: for sizes below one, and as `T5`.
 
     >>> params = TUPE(num_heads=2, head_dim=4, model_dim=8, max_length=16).init(jax.random.key(0))
     >>> params["table"].shape, params["query"].shape
@@ -107,7 +107,6 @@ class TUPE(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim", "model_dim", "max_length")
-        positive("tupe", stddev=self.stddev)
         if self.num_buckets is not None:
             check_buckets(self.num_buckets, self.max_distance, bidirectional=True)
 

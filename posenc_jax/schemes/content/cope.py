@@ -25,7 +25,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_fields, require
+from posenc_jax.checks import positive_fields
 from posenc_jax.engine.rules import LogitsTransform
 from posenc_jax.schemes.scheme import Scheme, Traits
 
@@ -88,10 +88,6 @@ class CoPE(Scheme):
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns q as the feature of the queries."""
-        require(
-            q.shape[-1] == self.head_dim,
-            f"cope: q must have head dim {self.head_dim}, got {q.shape[-1]}.",
-        )
         return q, None, state
 
     def rules(self, params, q_features=None, k_features=None):

@@ -27,7 +27,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import not_negative, positive_fields, query_heads, require
+from posenc_jax.checks import positive_fields, require
 from posenc_jax.engine.rules import DotBias
 from posenc_jax.ops.init import normals
 from posenc_jax.ops.take import take_row
@@ -94,8 +94,7 @@ class DeBERTa(Scheme):
       stddev: standard deviation of the initial table and projections.
 
     Raises:
-      ValueError: for sizes below one, a negative stddev, more buckets than distances, or
-        neither term.
+      ValueError: for sizes below one, more buckets than distances, or neither term.
 
     >>> scheme = DeBERTa(num_heads=12, head_dim=64, model_dim=768)
     >>> scheme.init(jax.random.key(0))["table"].shape
@@ -117,7 +116,6 @@ class DeBERTa(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim", "model_dim", "span")
-        not_negative("deberta", stddev=self.stddev)
         require(
             self.content_to_position or self.position_to_content,
             "deberta: content_to_position and position_to_content must not both be False.",
@@ -158,7 +156,6 @@ class DeBERTa(Scheme):
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns q and k as features, each where its term exists."""
-        query_heads("deberta", q, self.num_heads, self.head_dim)
         q_features = q if self.content_to_position else None
         return q_features, k if self.position_to_content else None, state
 

@@ -100,10 +100,6 @@ class FoX(Scheme):
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns c, the cumulative sums of log f, for queries and -c for keys, [B, T, N]."""
-        require(
-            q.shape[2] == self.num_heads,
-            f"fox: q must be [B, T, {self.num_heads}, H], got {q.shape}.",
-        )
         log_f = jax.nn.log_sigmoid(self._logits(params, x, q))
         if segment_ids is not None:
             log_f = jnp.where((segment_ids >= 0)[:, :, None], log_f, 0.0)

@@ -70,7 +70,7 @@ class Inkling(Scheme):
       stddev: standard deviation of the initial parameters.
 
     Raises:
-      ValueError: for sizes below one, a negative slope or stddev, or a clip that is not positive.
+      ValueError: for sizes below one, a negative slope, or a clip that is not positive.
 
     >>> params = Inkling(num_heads=8, model_dim=512).init(jax.random.key(0))
     >>> params["project"].shape, params["bank"].shape
@@ -96,7 +96,7 @@ class Inkling(Scheme):
             start is None or start >= 1,
             f"inkling: log_scaling_start must be None or >= 1, got {start}.",
         )
-        not_negative("inkling", slope=self.slope, stddev=self.stddev)
+        not_negative("inkling", slope=self.slope)
         if self.clip is not None:
             positive("inkling", clip=self.clip)
 

@@ -27,7 +27,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import not_negative, positive_fields, query_heads, require
+from posenc_jax.checks import not_negative, positive_fields, require
 from posenc_jax.engine.rules import DotBias, ValueBias
 from posenc_jax.schemes.scheme import Acts, Scheme, Traits
 
@@ -112,7 +112,6 @@ class Shaw(Scheme):
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns q as the feature of the queries, where keys have a table."""
-        query_heads("shaw", q, self.num_heads, self.head_dim)
         return (q if self.keys else None), None, state
 
     def rules(self, params, q_features=None, k_features=None):

@@ -78,7 +78,7 @@ class TransformerXL(Scheme):
       stddev: standard deviation of the initial parameters.
 
     Raises:
-      ValueError: for sizes below one, an odd model_dim, or a negative clamp or stddev.
+      ValueError: for sizes below one, an odd model_dim, or a negative clamp.
 
     >>> params = TransformerXL(num_heads=8, head_dim=64, model_dim=512).init(jax.random.key(0))
     >>> params["u"].shape, params["project"].shape
@@ -99,7 +99,7 @@ class TransformerXL(Scheme):
             self.model_dim % 2 == 0,
             f"transformer_xl: model_dim must be even, got {self.model_dim}.",
         )
-        not_negative("transformer_xl", clamp=self.clamp or 0, stddev=self.stddev)
+        not_negative("transformer_xl", clamp=self.clamp or 0)
 
     @property
     def param_axes(self):

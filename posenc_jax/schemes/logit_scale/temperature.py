@@ -47,13 +47,11 @@ def query_temperature(
       strength: s; "log_n" and "log_n_clipped" have none.
 
     Raises:
-      ValueError: for an unknown form.
       TypeError: for positions of another type.
 
     >>> query_temperature(jnp.array([8190, 8191]), "llama4", 8192)
     Array([1.       , 1.0693147], dtype=float32)
     """
-    one_of("temperature", _FORMS, form=form)
     positions = coordinate_values("temperature", positions, "positions")
     count = positions.astype(jnp.float32) + 1.0
     if form in _LOG_N:

@@ -14,34 +14,17 @@ Reference code: huggingface/transformers, modeling_rope_utils.py.
 import abc
 import dataclasses
 import math
-import numbers
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
 from posenc_jax.checks import positive, positive_integers, require
 from posenc_jax.engine.rules import as_tuple
 
 
-def static_number(caller: str, name: str, value: Any) -> None:
-    """Raises `TypeError` unless a setting is a Python or NumPy number."""
-    if isinstance(value, jax.Array):
-        kind = "a traced array" if isinstance(value, Tracer) else "Array"
-        raise TypeError(
-            f"{caller}: {name} must be a number that is known while tracing, got {kind} of shape "
-            f"{value.shape}. To sweep it, compute frequencies as an array and use "
-            "`cos_sin(positions, frequencies)` with `apply_rotation`."
-        )
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(f"{caller}: {name} must be a number, got {value!r}.")
-
-
 def check_stretch(caller: str, factor: float, original_max_position: float) -> None:
     """Raises `ValueError` for a factor below one or a missing trained length."""
-    static_number(caller, "factor", factor)
-    static_number(caller, "original_max_position", original_max_position)
     require(
         1 <= factor < math.inf, f"{caller}: factor must be at least 1 and finite, got {factor}."
     )
@@ -127,7 +110,12 @@ def rope_frequencies(
     >>> rope_frequencies(4)[0]
     array([1.  , 0.01])
     """
-    static_number("rope", "theta", theta)
+    if isinstance(theta, jax.Array):
+        raise TypeError(
+            f"rope: theta must be a number that is known while tracing, got an array of shape "
+            f"{theta.shape}. To sweep it, compute frequencies as an array and use "
+            "`cos_sin(positions, frequencies)` with `apply_rotation`."
+        )
     positive_integers("rope", **{"rotary dim": dim})
     require(dim % 2 == 0, f"rope: rotary dim must be even and positive, got {dim}.")
     positive("rope", theta=theta)

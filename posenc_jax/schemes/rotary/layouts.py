@@ -86,10 +86,7 @@ def permute_qk(
     check_layout("permute_qk", source)
     check_layout("permute_qk", target)
     dim = rotary_dims("permute_qk", head_dim, rotary_dim, rotary_start)
-    ndim = weights.ndim
-    require(-ndim <= axis < ndim, f"permute_qk: axis must be in [-{ndim}, {ndim}), got {axis}.")
-    axis %= ndim
-    size = weights.shape[axis]
+    size, axis = weights.shape[axis], axis % weights.ndim
     require(
         size % head_dim == 0,
         f"permute_qk: axis {axis} of {weights.shape} must be a multiple of head_dim {head_dim}.",

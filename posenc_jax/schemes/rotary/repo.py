@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import activations, positive, positive_fields, require
+from posenc_jax.checks import activations, positive_fields, require
 from posenc_jax.ops.init import normals
 from posenc_jax.schemes.rotary.base import ContentRotary
 
@@ -41,7 +41,7 @@ class RePo(ContentRotary):
       init_std: the standard deviation of the initial weights.
 
     Raises:
-      ValueError: for sizes out of range, an unknown layout, or numbers not positive.
+      ValueError: for sizes out of range, or an unknown layout.
 
     >>> RePo(head_dim=4, model_dim=16).init(jax.random.key(0))["out"].shape
     (2, 1)
@@ -66,7 +66,6 @@ class RePo(ContentRotary):
         )
         if self.width is not None:
             positive_fields(self, "width")
-        positive("repo", init_std=self.init_std)
 
     def init(self, key):
         """Returns {"gate": [D, width], "content": [D, width], "out": [width, groups]}; normal."""

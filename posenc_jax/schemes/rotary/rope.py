@@ -60,8 +60,6 @@ def apply_rope(
     >>> np.asarray(apply_rope(x, jnp.array([1])).ravel()).round(4)
     array([-1.9841,  1.9599,  2.4624,  4.0198], dtype=float32)
     """
-    if not hasattr(x, "shape"):
-        raise TypeError(f"rope: x must be an array, got {type(x).__name__}.")
     batched = len(x.shape) != 3
     x = x if batched else x[None]
     array_of_rank("rope", "x", x, 4, "[B, T, N, H]")

@@ -24,7 +24,6 @@ import numpy as np
 
 from posenc_jax.checks import positive, require
 from posenc_jax.schemes.rotary.base import Rotary
-from posenc_jax.schemes.rotary.frequencies import static_number
 from posenc_jax.schemes.rotary.multi_axis import sum_of_axes
 from posenc_jax.schemes.scheme import Traits
 
@@ -44,7 +43,6 @@ def mixed_frequencies(
         head_dim >= 4 and head_dim % 4 == 0,
         f"rope_mixed: head_dim must be a multiple of 4, got {head_dim}.",
     )
-    static_number("rope_mixed", "theta", theta)
     positive("rope_mixed", theta=theta)
     size = theta ** (-4.0 * np.arange(head_dim // 4) / head_dim)
     size = jnp.asarray(np.tile(size, 2), jnp.float32)

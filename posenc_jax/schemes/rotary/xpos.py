@@ -28,7 +28,6 @@ import numpy as np
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import positive
 from posenc_jax.schemes.rotary.base import Rotary, check_coordinates
-from posenc_jax.schemes.rotary.frequencies import static_number
 from posenc_jax.schemes.rotary.rotate import materialize
 from posenc_jax.schemes.scheme import Traits
 
@@ -42,8 +41,6 @@ def xpos_decay(dim: int, scale_base: float = 512.0, gamma: float = 0.4) -> np.nd
     >>> np.exp(-512 * xpos_decay(4))
     array([0.28571429, 0.64285714])
     """
-    static_number("xpos", "scale_base", scale_base)
-    static_number("xpos", "gamma", gamma)
     positive("xpos", scale_base=scale_base, gamma=gamma)
     return -np.log((np.arange(0, dim, 2) + gamma * dim) / (dim + gamma * dim)) / scale_base
 

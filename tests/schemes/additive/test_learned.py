@@ -77,7 +77,6 @@ ERRORS = [
     (pe.LearnedAbsolute, {"max_length": 0}, "max_length must be >= 1, got 0"),
     (pe.LearnedAbsolute, {"model_dim": 0}, "model_dim must be >= 1, got 0"),
     (pe.LearnedAbsolute, {"offset": -1}, "offset must be >= 0, got -1"),
-    (pe.LearnedAbsolute, {"stddev": 0.0}, "stddev must be positive, got 0.0"),
 ]
 
 

@@ -69,7 +69,6 @@ def test_the_bias_at_far_positions():
     "change, message",
     [
         ({"num_heads": 0}, "num_heads must be >= 1, got 0"),
-        ({"stddev": -1.0}, "stddev must not be negative, got -1.0"),
         ({"num_buckets": 1}, "num_buckets must be at least 2 and a multiple of 1, got 1"),
         (
             {"num_buckets": 5, "bidirectional": True},

@@ -136,13 +136,9 @@ ERRORS = [
             "with_positions: scheme must be a Scheme, got 'ro",
         ),
         (lambda: pe.streaming(pe.RoPE), "streaming: scheme must be a Scheme, got <class .*RoPE"),
-        (
-            lambda: pe.on_distances(pe.ALiBi(num_heads=1), jnp.arange(3)),
-            "on_distances: bias must be a LogitBias, got ALiBi",
-        ),
     ],
 )
-def test_errors_name_what_is_no_scheme_or_bias(make, message):
+def test_errors_name_what_is_no_scheme(make, message):
     with pytest.raises(TypeError, match=message):
         make()
 

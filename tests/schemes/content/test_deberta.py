@@ -178,7 +178,6 @@ ERRORS = [
         "buckets need an even span >= 4 and a max_distance above it",
     ),
     (pe.DeBERTa, {"span": 7}, "buckets need an even .* got span=7 and max_distance=512; or"),
-    (pe.DeBERTa, {"stddev": -1.0}, "stddev must not be negative, got -1.0"),
     (
         pe.DeBERTa,
         {"content_to_position": False, "position_to_content": False},

@@ -92,5 +92,4 @@ ERRORS = [
     (pe.GRAPEA, {"num_heads": 0}, "num_heads must be >= 1, got 0"),
     (pe.GRAPEA, {"head_dim": 0}, "head_dim must be >= 1, got 0"),
     (pe.GRAPEA, {"gate": "value"}, "gate must be .*, got 'value'"),
-    (pe.GRAPEA, {"init_omega": 0.0}, "init_omega must be positive, got 0.0"),
 ]

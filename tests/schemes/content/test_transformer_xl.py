@@ -125,5 +125,4 @@ ERRORS = [
     (pe.TransformerXL, {"num_heads": 0}, "num_heads must be >= 1, got 0"),
     (pe.TransformerXL, {"model_dim": 7}, "model_dim must be even, got 7"),
     (pe.TransformerXL, {"clamp": -1}, "clamp must not be negative, got -1"),
-    (pe.TransformerXL, {"stddev": -0.1}, "stddev must not be negative, got -0.1"),
 ]

@@ -145,9 +145,3 @@ def test_errors_name_the_setting(change, message):
 def test_permuting_names_what_is_wrong(arguments, message):
     with pytest.raises(ValueError, match=message):
         pe.permute_qk(np.zeros((2, 12)), *arguments, head_dim=8)
-
-
-@pytest.mark.parametrize("axis", [2, -3])
-def test_permuting_an_axis_that_the_weights_lack_is_refused(axis):
-    with pytest.raises(ValueError, match=rf"permute_qk: axis must be in \[-2, 2\), got {axis}"):
-        pe.permute_qk(np.zeros((8, 8)), "half", "interleaved", head_dim=8, axis=axis)

@@ -66,11 +66,6 @@ class LongRoPE(PerSequenceMap):
                 len(values) > 0 and all(0 < value < math.inf for value in values),
                 f"LongRoPE: {name} must have a positive number per pair, got {values}.",
             )
-        sizes = len(self.short_factor), len(self.long_factor)
-        require(
-            sizes[0] == sizes[1],
-            f"LongRoPE: short_factor and long_factor differ in length: {sizes[0]}, {sizes[1]}.",
-        )
         one_of("LongRoPE", ("su", "yarn"), magnitude=self.magnitude)
         if self.attention_factor is not None:
             require(

@@ -54,7 +54,6 @@ def yarn_logit_scale(head_dim: int, factor: float, mscale_all_dim: float = 1.0) 
     >>> round(yarn_logit_scale(192, 40.0) * 192**0.5, 4)
     1.8739
     """
-    require(head_dim >= 1, f"YaRN: head_dim must be at least 1, got {head_dim}.")
     check_stretch("YaRN", factor, 1)
     not_negative("YaRN", mscale_all_dim=mscale_all_dim)
     return _magnitude(factor, mscale_all_dim) ** 2 / math.sqrt(head_dim)
