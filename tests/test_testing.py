@@ -311,7 +311,7 @@ class OwnInit(Slopes):
 
 RULE = "LogitBias.rule is called as rule(shared, head, q, k)", "in a first call"
 RAISING = {
-    WrittenForArrays: ("distance(q[:, None], k[None, :])", "with one head, one query and", *RULE),
+    WrittenForArrays: ("distance(q[:, None], k[None, :])", "of one head, one query and", *RULE),
     ForgetsHeads: ("return -slope *", "None and () stand for arrays that the rule was not", *RULE),
     Branches: ("if q < k", "TracerBoolConversionError", *RULE),
     TwoAxes: ("distance(q[0], k[0])", "a first call with coordinates [B, T], as text has them"),

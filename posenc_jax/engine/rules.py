@@ -254,9 +254,10 @@ def _check_function(
     try:
         out = jax.eval_shape(function, *arguments)
     except Exception as error:
+        one = ", of one head, one query and one key" if shape == () else ""
         error.add_note(
-            f"{qualified_name} is called as {field}{signature}, with one head, one query and one "
-            "key; None and () stand for arrays that the rule was not given."
+            f"{qualified_name} is called as {field}{signature}{one}; None and () stand for arrays "
+            "that the rule was not given."
         )
         of_shapes = isinstance(error, TypeError | ValueError | IndexError)
         if not of_shapes or not sizes.axes or isinstance(error, jax.errors.JAXTypeError):
