@@ -5,6 +5,7 @@ sizes, biases of projections and causality.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from posenc_jax.checks import divides, require
@@ -100,10 +101,10 @@ def attention_options(
       ValueError: for attention that `Attention` does not have.
     """
     model_type = MODEL_TYPES[config.model_type]
+    biases = model_type.biases
     require(
-        bool(model_type.biases),
-        f"the attention of {config.model_type} has {model_type.unsupported}, which Attention does "
-        "not have.",
+        not isinstance(biases, str),
+        f"the attention of {config.model_type} has {biases}, which Attention does not have.",
     )
     for part in (config.values, config.values.get("attn_config") or {}):
         clip = part.get("clip_qkv")
@@ -130,13 +131,13 @@ def attention_options(
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": size,
-        "use_bias": _use_bias(config, model_type.biases),
+        "use_bias": _use_bias(config, biases),
         "is_causal": _is_causal(config, model_type.causality),
     }
     return tuple(options | {"position": _inside_attention(layer)} for layer in layers)
 
 
-def _use_bias(config: TrackedConfig, biases: tuple[bool | str, ...]) -> bool | dict[str, bool]:
+def _use_bias(config: TrackedConfig, biases: Iterable[bool | str]) -> bool | dict[str, bool]:
     """Returns whether the projections have biases: one bool, or one for each projection."""
     flags = [bool(config.get(x, False)) if isinstance(x, str) else x for x in biases]
     return flags[0] if len(set(flags)) == 1 else dict(zip(PROJECTIONS, flags, strict=True))

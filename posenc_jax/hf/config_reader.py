@@ -5,6 +5,7 @@ import importlib.resources
 import json
 import math
 import re
+import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,39 +16,12 @@ _POSITION = re.compile(
     "rope|rotary|alibi|relative|position|nope|pos_att|clamp_len|temperature|window|layer_types|"
     "attention_chunk|dual_chunk|per_layer_config|pos_embds"
 )
-_HARMLESS = {
-    "max_position_embeddings",  # Of rotary models: the longest text.
-    "n_positions",
-    "layer_norm_position",
-    "position_ids",
-    "max_trained_positions",  # Nomic's, which also has max_position_embeddings.
-    "temperature",  # Of sampling.
-    "indexer_rope_interleave",  # Of the indexer that chooses keys: GLM 5's.
-    "mlp_layer_types",
-    "mtp_layer_types",
-}
-# Values without effect, or that the model type implies.
-_HARMLESS_VALUES = {
-    "position_embedding_type": ("absolute", "rope_gptj"),  # ModernBERT's and Cohere 2's.
-    "rotary": (True,),  # GPT-J's.
-    "rotary_pct": (1.0,),  # Cohere 2's.
-    "use_mrope": (False,),  # Qwen 2.5's.
-}
 _WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
-_OTHER_NAMES = {
-    "hidden_size": ("d_model", "n_embd", "n_embed", "embed_dim", "dim"),
-    "num_attention_heads": ("n_head", "n_heads", "num_heads", "encoder_attention_heads"),
-    "num_hidden_layers": ("n_layer", "n_layers", "num_layers", "encoder_layers"),
-    "num_decoder_layers": ("decoder_layers",),
-    "max_position_embeddings": ("n_positions", "max_seq_len"),
-    "head_dim": ("d_head", "d_kv", "attention_head_size"),
-    "attention_head_dim": ("head_dim",),  # Zamba's.
-    "sliding_window_size": ("sliding_window",),  # Inkling's.
-    "attention_window_size": ("sliding_window",),  # RecurrentGemma's.
-    "layer_types": ("layers_block_type",),  # Of hybrids with Mamba.
-    "rms_norm_eps": ("norm_eps",),
-    "sliding_window_pattern": ("_sliding_window_pattern",),
-}
+_FOLDER = importlib.resources.files("posenc_jax.hf")
+_KEYS = tomllib.loads((_FOLDER / "keys.toml").read_text())
+_OTHER_NAMES: dict[str, list[str]] = _KEYS["other_names"]
+_HARMLESS: dict[str, list[Any]] = _KEYS["harmless"]
+_KIND_OF: dict[str, str] = {name: kind for kind, names in _KEYS["kinds"].items() for name in names}
 
 
 def _number(x: Any) -> bool:
@@ -62,92 +36,23 @@ def _list_of(item: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda x: isinstance(x, list | tuple) and all(map(item, x))
 
 
-# Checks of values, by their description in messages, and the keys that they are for.
-_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "a positive integer": (
-        lambda x: _integer(x) and x > 0,
-        """
-        hidden_size embedding_size input_embedding_size num_attention_heads swa_num_attention_heads
-        num_hidden_layers num_decoder_layers head_dim global_head_dim qk_rope_head_dim
-        max_position_embeddings original_max_position_embeddings max_target_positions
-        attention_chunk_size local_attention sliding_window_size window_size floor_scale
-        no_rope_layer_interval nope_layer_interval attn_rotary_emb rotary_dim
-        rel_extent d_rel relative_attention_num_buckets
-        relative_attention_max_distance num_key_value_heads
-        num_kv_heads kv_n_heads decoder_attention_heads attn_layer_period attention_head_dim
-        attention_window_size
-        """,
-    ),
-    "an integer from 0": (
-        lambda x: _integer(x) and x >= 0,
-        "qk_nope_head_dim max_window_layers pad_token_id left_max_position_embeddings "
-        "right_max_position_embeddings log_scaling_n_floor first_k_dense_replace "
-        "attn_layer_offset",
-    ),
-    "an integer": (
-        _integer,
-        "sliding_window clamp_len max_relative_positions position_buckets alibi_bias_max",
-    ),
-    "a positive number": (
-        lambda x: _number(x) and x > 0,
-        """
-        rope_theta swa_rope_theta rotary_emb_base
-        global_rope_theta local_rope_theta rope_local_base_freq
-        compress_rope_theta partial_rotary_factor rotary_pct factor query_pre_attn_scalar
-        rotary_embedding_base attn_logit_softcapping rms_norm_eps layer_norm_eps
-        qk_l2_clip_threshold rel_l2_clip_threshold
-        """,
-    ),
-    "a number": (
-        _number,
-        """
-        attention_factor beta_fast beta_slow mscale mscale_all_dim short_mscale long_mscale
-        low_freq_factor high_freq_factor llama_4_scaling_beta attn_scale log_scaling_alpha
-        attention_multiplier softmax_scale alpha qk_scale_factor
-        """,
-    ),
-    "true or false": (
-        lambda x: isinstance(x, bool),
-        """
-        alibi rope truncate mrope_interleaved rope_interleave rotary_value use_sliding_window
-        learned_pos_emb relative_attention position_biased_input
-        share_att_key bi_data use_absolute_embeddings sinusoidal_pos_embds is_decoder
-        is_encoder_decoder is_causal scale_attn_weights scale_attn_by_inverse_layer_idx use_qk_norm
-        qk_layernorm multi_query new_decoder_architecture attention_bias attention_out_bias
-        use_qkv_bias qkv_bias use_bias bias enable_bias mla_use_nope finetuned use_mem_rope
-        use_long_context
-        """,
-    ),
-    "true, false or an integer from 0": (  # Llama 4's releases have 4.
-        lambda x: isinstance(x, int) and x >= 0,
-        "attn_temperature_tuning",
-    ),
-    "a string": (
-        lambda x: isinstance(x, str),
-        "rope_type type position_embedding_type position_embeddings_type hybrid_override_pattern",
-    ),
-    "a dict": (
-        lambda x: isinstance(x, Mapping),
-        "rope_parameters compress_rope_parameters rope_scaling attn_config per_layer_config "
-        "linear_attn_config",
-    ),
-    "a list of strings": (
-        lambda x: x and _list_of(lambda y: isinstance(y, str))(x),
-        "layer_types mlp_layer_types attention_layers block_types",
-    ),
-    "a list of numbers from 0": (_list_of(lambda x: _number(x) and x >= 0), "layer_rope_theta"),
-    "a list of numbers": (_list_of(_number), "short_factor long_factor"),
-    "a list of integers from 0": (
-        _list_of(lambda x: _integer(x) and x >= 0),
-        "depths num_heads mrope_section local_layer_ids pretrained_window_sizes compress_ratios "
-        "full_attn_idxs full_attn_layers kda_layers attn_layer_indices",
-    ),
-    "a list of 0 and 1": (
-        _list_of(lambda x: x in (0, 1)),
-        "no_rope_layers hybrid_layer_pattern",
-    ),
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "a positive integer": lambda x: _integer(x) and x > 0,
+    "an integer from 0": lambda x: _integer(x) and x >= 0,
+    "an integer": _integer,
+    "a positive number": lambda x: _number(x) and x > 0,
+    "a number": _number,
+    "true or false": lambda x: isinstance(x, bool),
+    "true, false or an integer from 0": lambda x: isinstance(x, int) and x >= 0,
+    "a string": lambda x: isinstance(x, str),
+    "a dict": lambda x: isinstance(x, Mapping),
+    "a list of strings": lambda x: x and _list_of(lambda y: isinstance(y, str))(x),
+    "a list of numbers from 0": _list_of(lambda x: _number(x) and x >= 0),
+    "a list of numbers": _list_of(_number),
+    "a list of integers from 0": _list_of(lambda x: _integer(x) and x >= 0),
+    "a list of 0 and 1": _list_of(lambda x: x in (0, 1)),
 }
-_KIND_OF = {name: kind for kind, (_, names) in _KINDS.items() for name in names.split()}
+"""Checks of values by their description in messages."""
 
 
 @functools.cache
@@ -157,8 +62,7 @@ def model_type_defaults() -> dict[str, dict[str, Any]]:
     `defaults.json` names the version of transformers whose config classes they come from;
     `tests/makers/hf_configs.py` writes it.
     """
-    file = importlib.resources.files("posenc_jax.hf") / "defaults.json"
-    return json.loads(file.read_text())["model_types"]
+    return json.loads((_FOLDER / "defaults.json").read_text())["model_types"]
 
 
 def written_by(values: Mapping[str, Any]) -> tuple[int, ...]:
@@ -264,7 +168,7 @@ class TrackedConfig:
         )
         kind = _KIND_OF.get(name)
         require(
-            kind is None or _KINDS[kind][0](value),
+            kind is None or _KINDS[kind](value),
             f"{self.label} must have {kind} as {key}, got {value!r:.80}.",
         )
         return value
@@ -324,8 +228,9 @@ class TrackedConfig:
             for key, value in self.values.items()
             if key not in self.read
             and value is not None
-            and (all_keys or (_POSITION.search(str(key)) and key not in _HARMLESS))
-            and value not in _HARMLESS_VALUES.get(key, ())
+            and (all_keys or _POSITION.search(str(key)))
+            and value not in _HARMLESS.get(key, ())
+            and (all_keys or _HARMLESS.get(key) != [])
             and key not in unused
         ]
         self.check(not unread, f"{sorted(unread, key=str)}, which nothing here reads")

@@ -1,7 +1,6 @@
 """`ModelType`: all that configs of a model type do not say, and how their layers are read.
 
-The record of a model type follows the reader that is its own, in `rotary_types.py`,
-`other_types.py` or `deepseek_v4.py`; `model_types.py` has the table of all.
+`model_types.py` has the table of all.
 """
 
 import dataclasses
@@ -24,8 +23,7 @@ class ModelType:
     Attributes:
       layers: reads the scheme and the window of each layer.
       biases: whether the projections to q, k, v and the output have biases, as bools or as the
-        keys that say so; empty if `Attention` does not have the attention of the model type.
-      unsupported: the reason for empty `biases`.
+        keys that say so; or what `Attention` lacks for the attention of the model type.
       qk_norm: the normalisation of queries and keys, whose epsilon the config has.
       qk_norm_key: the key that switches the norm on; None: it is always on.
       qk_norm_rotating_only: whether only layers that rotate have the norm.
@@ -45,8 +43,7 @@ class ModelType:
     """
 
     layers: LayersReader
-    biases: tuple[bool | str, ...] = ()
-    unsupported: str = ""
+    biases: tuple[bool | str, ...] | str
     qk_norm: QKNorm | None = None
     qk_norm_key: str | None = None
     qk_norm_rotating_only: bool = False

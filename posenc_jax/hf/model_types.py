@@ -3,9 +3,9 @@
 Bases, sizes and windows that a config leaves out are in `defaults.json`.
 """
 
-from posenc_jax.hf import deepseek_v4, other_types, rotary_types
+from posenc_jax.hf import hybrid_types, latent_types, other_types, rotary_types
 
-MODEL_TYPES = rotary_types.TYPES | deepseek_v4.TYPES | other_types.TYPES
+MODEL_TYPES = rotary_types.TYPES | hybrid_types.TYPES | latent_types.TYPES | other_types.TYPES
 
 _NOT_READ = {
     "it has no attention": "falcon_mamba mamba mamba2 rwkv xlstm",

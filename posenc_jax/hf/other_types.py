@@ -382,20 +382,18 @@ TYPES: dict[str, ModelType] = {
     "mpt": multi_head(_mpt, NONE, scale=_mpt_scale, clips_projections=True),
     "falcon": ModelType(_falcon, ("bias",) * 4, key_heads=_falcon_key_heads),
     "deberta-v2": multi_head(_deberta_v2, ALL, causality="bidirectional"),
-    "xlnet": ModelType(_xlnet, unsupported="two streams"),
-    "wav2vec2-bert": ModelType(
-        _wav2vec2_bert, unsupported="a table that ends earlier in the future"
-    ),
-    "inkling_text": ModelType(_inkling, unsupported="convolutions of keys and values", qk_norm=RMS),
+    "xlnet": ModelType(_xlnet, "two streams"),
+    "wav2vec2-bert": ModelType(_wav2vec2_bert, "a table that ends earlier in the future"),
+    "inkling_text": ModelType(_inkling, "convolutions of keys and values", qk_norm=RMS),
     "inkling2_text": ModelType(
         _inkling,
-        unsupported="convolutions of keys and values, a norm of values, and a gate on its output",
+        "convolutions of keys and values, a norm of values, and a gate on its output",
         qk_norm=QKNorm("clip", scale="per_head", threshold=1.0),
         sinks="projected",
     ),
     # Images.
-    "swin": ModelType(_swin, unsupported=_STAGES),
-    "swinv2": ModelType(_swin_v2, unsupported=_STAGES),
-    "pixtral": ModelType(grid(frequencies="dealt"), unsupported=_GRID),
-    "dinov3_vit": ModelType(grid(), unsupported=_GRID),
+    "swin": ModelType(_swin, _STAGES),
+    "swinv2": ModelType(_swin_v2, _STAGES),
+    "pixtral": ModelType(grid(frequencies="dealt"), _GRID),
+    "dinov3_vit": ModelType(grid(), _GRID),
 }

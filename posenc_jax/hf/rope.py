@@ -218,6 +218,22 @@ _READERS = {
 }
 
 
+_LENGTH = "factor", "original_max_position"
+_WRITTEN: dict[type[FrequencyMap], tuple[str, tuple[str, ...]]] = {
+    PI: ("linear", ("factor",)),
+    DynamicNTK: ("dynamic", _LENGTH),
+    Llama3: ("llama3", (*_LENGTH, "low_freq_factor", "high_freq_factor")),
+    YaRN: ("yarn", (*_LENGTH, "beta_fast", "beta_slow", "truncate", "attention_factor")),
+    LongRoPE: ("longrope", (*_LENGTH, "short_factor", "long_factor", "attention_factor")),
+    Proportional: ("proportional", ("fraction",)),
+}
+"""The `rope_type` of each map, and its fields."""
+_THEIR_NAMES = {
+    "original_max_position": "original_max_position_embeddings",
+    "fraction": "partial_rotary_factor",
+}
+
+
 def write_rope(settings: RopeSettings) -> dict[str, Any]:
     """Returns the dict that `read_rope` reads, as in transformers 5.
 
@@ -230,63 +246,31 @@ def write_rope(settings: RopeSettings) -> dict[str, Any]:
         out["partial_rotary_factor"] = settings.fraction
     if not maps:
         return out
-    writer = _WRITERS.get(type(maps[0]))
-    more = None if writer is None else writer(*maps)
+    first, *others = maps
+    kind, names = _WRITTEN.get(type(first), ("", ()))
+    if isinstance(first, LongRoPE) and first.magnitude == "yarn":
+        first = dataclasses.replace(
+            first, magnitude="su", attention_factor=0.1 * math.log(first.factor) + 1.0
+        )
+    if isinstance(first, YaRN) and first.mscale_all_dim:
+        names = (*names, "mscale", "mscale_all_dim")
+    more = {_THEIR_NAMES.get(n, n): getattr(first, n) for n in names}
+    if isinstance(first, Proportional) and others and isinstance(others[0], PI):
+        more["factor"] = others.pop(0).factor
     require(
-        more is not None and not ({*more} & {*out} - {"rope_type"}),
+        kind != "" and not others and not {*more} & {*out} and _in_transformers(first),
         f"to_hf: transformers has no rope_type for {maps}.",
     )
-    return out | (more or {})
+    more = {n: list(x) if isinstance(x, tuple) else x for n, x in more.items() if x is not None}
+    return out | {"rope_type": kind} | more
 
 
-def _write_one(kind, names):
-    def write(m, *others):
-        if others:
-            return None
-        values = {theirs: getattr(m, ours) for ours, theirs in names.items()}
-        values = {n: list(x) if isinstance(x, tuple) else x for n, x in values.items()}
-        return {"rope_type": kind} | {n: x for n, x in values.items() if x is not None}
-
-    return write
-
-
-def _write_proportional(m, *others):
-    if len(others) > 1 or (others and not isinstance(others[0], PI)):
-        return None
-    out = {"rope_type": "proportional", "partial_rotary_factor": m.fraction}
-    return out | ({"factor": others[0].factor} if others else {})
-
-
-_LENGTH = {"factor": "factor", "original_max_position": "original_max_position_embeddings"}
-
-
-def _write_dynamic(m, *others):
-    return None if m.length is not None else _write_one("dynamic", _LENGTH)(m, *others)
-
-
-def _write_yarn(m, *others):
-    names = {n: n for n in ("beta_fast", "beta_slow", "truncate", "attention_factor")}
-    if m.mscale_all_dim:
-        names |= {"mscale": "mscale", "mscale_all_dim": "mscale_all_dim"}
-    if m.ramp != "index" or (m.mscale != 1.0 and not m.mscale_all_dim):
-        return None
-    return _write_one("yarn", _LENGTH | names)(m, *others)
-
-
-def _write_longrope(m, *others):
-    if m.long is not None and m.short_factor != m.long_factor:
-        return None
-    if m.magnitude == "yarn":
-        m = dataclasses.replace(m, magnitude="su", attention_factor=0.1 * math.log(m.factor) + 1.0)
-    names = {n: n for n in ("short_factor", "long_factor", "attention_factor")}
-    return _write_one("longrope", _LENGTH | names)(m, *others)
-
-
-_WRITERS = {
-    PI: _write_one("linear", {"factor": "factor"}),
-    DynamicNTK: _write_dynamic,
-    Llama3: _write_one("llama3", _LENGTH | {n: n for n in ("low_freq_factor", "high_freq_factor")}),
-    YaRN: _write_yarn,
-    LongRoPE: _write_longrope,
-    Proportional: _write_proportional,
-}
+def _in_transformers(m: FrequencyMap) -> bool:
+    """Returns whether the settings of a map that transformers has are read there."""
+    if isinstance(m, DynamicNTK):
+        return m.length is None
+    if isinstance(m, YaRN):
+        return m.ramp == "index" and (m.mscale == 1.0 or bool(m.mscale_all_dim))
+    if isinstance(m, LongRoPE):
+        return m.long is None or m.short_factor == m.long_factor
+    return True

@@ -18,33 +18,23 @@ from posenc_jax.hf.config_reader import (
 )
 from posenc_jax.hf.layer_kinds import (
     CHUNKED,
-    CONVOLUTION,
-    EXPERTS,
     FULL,
-    HYBRID,
-    LINEAR,
     LOCAL,
-    MLP,
-    STATE_SPACE,
-    all_global,
     all_windowed,
     cycle,
     declared,
     from_max_window_layers,
     layers_of,
-    mamba,
     on_sides_of,
     uniform,
     where_local,
     window_of,
-    without_positions,
 )
 from posenc_jax.hf.model_type import (
     ALL,
     BY_KEY,
     GATE,
     GEMMA,
-    LATENT,
     NONE,
     PER_HEAD,
     PROJECTED,
@@ -60,10 +50,8 @@ from posenc_jax.hf.model_type import (
 )
 from posenc_jax.hf.rope import RopeSettings, pop_keys, read_rope, rope_dict
 from posenc_jax.hf.rotary import (
-    Latent,
     Multimodal,
     Rotating,
-    latent_scale,
     rotating_flags,
     rotation,
     windowed,
@@ -71,10 +59,7 @@ from posenc_jax.hf.rotary import (
 )
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.additive.none import NoPE
-from posenc_jax.schemes.combinators.chain import chain
-from posenc_jax.schemes.logit_scale.ssmax import SSMax
 from posenc_jax.schemes.logit_scale.temperature import QueryTemperature
-from posenc_jax.schemes.rotary.learned_rope import LearnedRoPE
 from posenc_jax.schemes.rotary.rope import RoPE
 from posenc_jax.schemes.rotary.scaling.interpolation import NTK
 from posenc_jax.schemes.scheme import Scheme
@@ -157,120 +142,6 @@ def _smollm3(config: TrackedConfig) -> list[str]:
         f"layers of type {LOCAL!r} without use_sliding_window, which some attention functions of "
         "transformers mask and others do not",
     )
-    return kinds
-
-
-def _lfm2(config: TrackedConfig) -> list[str]:
-    """Full attention for layers in `full_attn_idxs`, convolutions for the others."""
-    count, indices = layer_count(config), config.explicit("full_attn_idxs")
-    full = range(count) if indices is None else indices
-    return declared(config) or [FULL if i in full else CONVOLUTION for i in range(count)]
-
-
-def _lfm2_moe(config: TrackedConfig) -> list[str]:
-    """Has no default."""
-    config.need("layer_types")
-    return cycle("F")(config)
-
-
-def _granite_hybrid(config: TrackedConfig) -> list[str]:
-    """Mamba for all layers without `layer_types`."""
-    config.only("position_embedding_type", "rope", "nope")
-    return mamba(cycle("N")(config))
-
-
-def _jamba(config: TrackedConfig) -> list[str]:
-    """Attention in one layer of each period."""
-    period, offset = (config.need(f"attn_layer_{x}") for x in ("period", "offset"))
-    config.check(0 <= offset < period, f"attn_layer_period={period} and an offset of {offset}")
-    return _fixed(config, lambda i: i % period == offset)
-
-
-def _bamba(config: TrackedConfig) -> list[str]:
-    """Full attention for layers in `attn_layer_indices`."""
-    dim, half = config.explicit("attn_rotary_emb"), head_size(config) // 2
-    config.check_ignored(dim in (None, half), f"attn_rotary_emb={dim}")
-    indices = config.explicit("attn_layer_indices") or ()
-    return _fixed(config, lambda i: i in indices)
-
-
-def _fixed(config, full):
-    """Returns full attention or Mamba, which `layer_types` must equal."""
-    kinds = [FULL if full(i) else STATE_SPACE for i in range(layer_count(config))]
-    written = mamba(declared(config) or kinds)
-    config.check_ignored(written == kinds, f"layer_types={written}")
-    return kinds
-
-
-_NEMOTRON_H = {"M": STATE_SPACE, "*": FULL, "-": MLP, "E": EXPERTS}
-
-
-def _nemotron_h(config: TrackedConfig) -> list[str]:
-    """Attention, Mamba, and MLPs and experts in layers of their own, by a letter for each."""
-    config.ignore("rope_theta", "partial_rotary_factor")  # Releases have them without effect.
-    pattern, kinds = config.explicit("hybrid_override_pattern"), config.explicit("layer_types")
-    if kinds is not None:
-        config.check_ignored(pattern is None, "hybrid_override_pattern beside layer_types")
-        return mamba(cycle("F")(config))
-    count = config.explicit("num_hidden_layers")
-    config.check(
-        pattern is not None or count in (None, 4), f"{count} layers and no hybrid_override_pattern"
-    )
-    pattern = pattern or "ME*-"
-    config.check(
-        set(pattern) <= set(_NEMOTRON_H) and count in (None, len(pattern)),
-        f"hybrid_override_pattern={pattern!r} and num_hidden_layers={count}; a letter of "
-        f"{' '.join(_NEMOTRON_H)} stands for each layer",
-    )
-    return [_NEMOTRON_H[letter] for letter in pattern]
-
-
-def _zamba(config: TrackedConfig) -> list[str]:
-    """Attention before some of the layers of Mamba."""
-    period, offset = (config.need(f"attn_layer_{x}") for x in ("period", "offset"))
-    count = layer_count(config)
-    later = [HYBRID if i % period == offset else STATE_SPACE for i in range(count - 3)]
-    return mamba(declared(config) or [STATE_SPACE, STATE_SPACE, HYBRID, *later][:count])
-
-
-def _recurrent_gemma(config: TrackedConfig) -> list[str]:
-    """Sliding attention or RG-LRU, by the pattern in `block_types`."""
-    blocks, count = config.need("block_types"), layer_count(config)
-    config.check({*blocks} <= {"attention", "recurrent"}, f"block_types {sorted({*blocks})}")
-    kinds = {"attention": LOCAL, "recurrent": STATE_SPACE}
-    return [kinds[blocks[i % len(blocks)]] for i in range(count)]
-
-
-def _minimax(config: TrackedConfig) -> list[str]:
-    """Linear attention for every second layer; the others have a window if there is one."""
-    kinds = cycle("FN")(config)
-    config.check({*kinds} <= {FULL, LINEAR}, f"layer_types={sorted({*kinds})}")
-    local = FULL if window_of(config) is None else LOCAL
-    return [local if kind == FULL else kind for kind in kinds]
-
-
-def _olmo_hybrid(config: TrackedConfig) -> list[str]:
-    """Some layer has full attention."""
-    kinds = cycle("NNNF")(config)
-    return kinds if FULL in kinds else [*kinds[:-1], FULL]
-
-
-def _kimi_linear(config: TrackedConfig) -> list[str]:
-    """Linear attention, and full attention by lists that count from 1."""
-    config.only("mla_use_nope", True)
-    config.ignore("qk_nope_head_dim", "qk_rope_head_dim", "rope_theta", "rope_scaling")
-    count, kinds = layer_count(config), declared(config)
-    part = config.part("linear_attn_config")
-    full, linear = part.explicit("full_attn_layers"), part.explicit("kda_layers")
-    if kinds is None and (full is None or linear is None):
-        kinds = [FULL if i and i % 4 == 0 else LINEAR for i in range(count)]
-    if kinds is None:
-        part.check(
-            sorted([*full, *linear]) == [*range(1, count + 1)],
-            f"full_attn_layers={full} and kda_layers={linear}, which are not {count} layers from "
-            "1 on",
-        )
-        kinds = [FULL if i + 1 in full else LINEAR for i in range(count)]
     return kinds
 
 
@@ -359,16 +230,6 @@ def _checked(config, thetas, kinds):
         len(thetas) == len(kinds), f"{len(thetas)} layer_rope_theta for {len(kinds)} layers"
     )
     return thetas
-
-
-def _unless_nope(config: TrackedConfig, kinds: list[str]) -> list[bool]:
-    """All layers, or none."""
-    return [config.get("position_embedding_type") == "rope"] * len(kinds)
-
-
-def _unless_null(config: TrackedConfig, kinds: list[str]) -> list[bool]:
-    """No layer if the base is null."""
-    return [(rope_dict(config) or {}).get("rope_theta", 0) is not None] * len(kinds)
 
 
 def _llama4_temperature(config: TrackedConfig) -> Scheme:
@@ -469,69 +330,12 @@ def _ministral3(config: TrackedConfig) -> Layers:
     return layers_of(config, kinds, [scheme] * count, window)
 
 
-def _half_rotary(config: TrackedConfig) -> Layers:
-    """Reads RoPE on half of a head, unless the rotary dict has another part."""
-    fraction = config.explicit("partial_rotary_factor")
-    config.check_ignored(fraction in (None, 0.5), f"partial_rotary_factor={fraction}")
-    return Rotating(partial=True, kinds=_bamba)(config.without("partial_rotary_factor"))
-
-
-_ZAMBA2 = {*range(6, 48, 6), 47, 51}  # The layers with attention of 54.
-
-
-def _zamba2(config: TrackedConfig) -> Layers:
-    """Reads attention with or without RoPE before some of the layers of Mamba."""
-    count = layer_count(config)
-    kinds = mamba(declared(config) or [HYBRID if i in _ZAMBA2 else LINEAR for i in range(count)])
-    config.check(
-        config.explicit("layer_types") is not None or count == 54,
-        f"{count} layers and no layers_block_type",
-    )
-    config.check(
-        not config.get("use_long_context", False),
-        "use_long_context, for which transformers 4 changes the base and transformers 5 does not",
-    )
-    dim, heads = config.need("hidden_size"), config.need("num_attention_heads")
-    size = config.explicit("attention_head_dim")
-    config.check_ignored(size in (None, 2 * dim // heads), f"attention_head_dim={size}")
-    if not config.get("use_mem_rope", False):
-        config.ignore("rope_parameters", "rope_scaling", "rope_theta")
-        return without_positions(lambda _: kinds)(config)
-    scheme = rotation(config, read_rope(config), 2 * dim // heads)
-    return layers_of(config, kinds, [scheme] * len(kinds))
-
-
-def _longcat_flash(config: TrackedConfig) -> Layers:
-    """Reads latent attention, twice in each layer."""
-    layers = Latent(interleave=True)(config)
-    if "num_hidden_layers" not in config.values:  # The key of its own is `num_layers`.
-        return layers * 2
-    config.check(len(layers) % 2 == 0, f"num_hidden_layers={len(layers)}, which must be even")
-    return layers
-
-
-def _mistral_large4(config: TrackedConfig) -> Layers:
-    """Reads learned frequencies in three layers of four, and a learned logit scale in all."""
-    settings = read_rope(config)
-    logit_scale = SSMax(num_heads=config.need("num_attention_heads"), scale=0.0, offset=1.0)
-    rotating = LearnedRoPE(**Latent(interleave=True).fields(config, settings))
-    schemes = chain(rotating, logit_scale), logit_scale
-    kinds, flags = all_global(config), rotating_flags(config)
-    return layers_of(config, kinds, (schemes[not flag] for flag in flags))
-
-
 # Settings of attention.
 
 
 def _muse_spark_scale(config: TrackedConfig, layer: int) -> float | None:
     """Returns the factor on q . k: qk_scale_factor / sqrt(H), for normalised queries."""
     return config.need("qk_scale_factor") * head_size(config) ** -0.5
-
-
-def _zamba_scale(config: TrackedConfig, layer: int) -> float:
-    """Returns the factor on q . k, of half of the head dim."""
-    dim, heads = config.need("hidden_size"), config.need("num_attention_heads")
-    return (config.get("attention_head_dim", 2 * dim // heads) / 2) ** -0.5
 
 
 def _dbrx_key_heads(config: TrackedConfig, num_heads: int) -> int:
@@ -541,9 +345,6 @@ def _dbrx_key_heads(config: TrackedConfig, num_heads: int) -> int:
 _ROPE, _PARTIAL, _INTERLEAVED = Rotating(), Rotating(partial=True), Rotating("interleaved")
 _WINDOWED, _LAST_WINDOWED = windowed(all_windowed), windowed(from_max_window_layers)
 _BIDIRECTIONAL = ("use_bidirectional_attention",)
-_LINEAR_BUT_4TH = cycle("NNNF", "full_attention_interval")
-_TWICE_AS_WIDE = "inputs of twice the width of its outputs"
-_GATED = f"{LATENT}, and {GATE}"
 _BASES = ((FULL, "rope_theta"), (LOCAL, "rope_local_base_freq"))
 _MODERNBERT = Rotating(
     kinds=cycle("FLL", "global_attn_every_n_layers"),
@@ -558,7 +359,7 @@ TYPES: dict[str, ModelType] = {
     # Alike in all layers.
     **alike("arcee aria_text emu3_text_model iquestcoder jais2 llama", ModelType(_ROPE, BY_KEY)),
     "apertus": ModelType(_ROPE, BY_KEY, qk_norm=RMS),
-    "bitnet": ModelType(_ROPE, unsupported="a norm before the output projection"),
+    "bitnet": ModelType(_ROPE, "a norm before the output projection"),
     "eurobert": ModelType(_ROPE, BY_KEY, causality="bidirectional"),
     "gemma": ModelType(_ROPE, BY_KEY, ambiguous_keys=_BIDIRECTIONAL),
     **alike(
@@ -613,7 +414,7 @@ TYPES: dict[str, ModelType] = {
     ),
     "minimax_m2": ModelType(Rotating(partial=True, settings=_rotary_dim), NONE, qk_norm=PROJECTED),
     "minimax_m3_vl_text": ModelType(
-        Rotating(partial=True, settings=_both_parts), unsupported="blocks of keys", qk_norm=GEMMA
+        Rotating(partial=True, settings=_both_parts), "blocks of keys", qk_norm=GEMMA
     ),
     **alike("glm glm4", ModelType(Rotating("interleaved", partial=True), QKV_BY_KEY)),
     # Pairs of neighbours.
@@ -645,22 +446,9 @@ TYPES: dict[str, ModelType] = {
     "vaultgemma": ModelType(windowed(cycle("LF")), BY_KEY, scale_key="query_pre_attn_scalar"),
     "gpt_oss": ModelType(windowed(cycle("LF")), BY_KEY, sinks=True),
     "cwm": ModelType(windowed(cycle("FLLL")), NONE),
-    "recurrent_gemma": ModelType(
-        Rotating(
-            partial=True,
-            kinds=_recurrent_gemma,
-            window=lambda config: on_sides_of(config, config.need("attention_window_size")),
-        ),
-        (*("attention_bias",) * 3, True),
-    ),
     # With rope parameters by the kind of layers.
     "mellum": ModelType(windowed(cycle("F"), by_kind="required"), BY_KEY, qk_norm=RMS),
-    "laguna": ModelType(
-        windowed(cycle("F"), partial=True, by_kind="required"), unsupported=GATE, qk_norm=RMS
-    ),
-    "lfm3": ModelType(
-        windowed(cycle("LCFC", first="C"), by_kind="required"), unsupported=GATE, qk_norm=RMS
-    ),
+    "laguna": ModelType(windowed(cycle("F"), partial=True, by_kind="required"), GATE, qk_norm=RMS),
     "olmo3": ModelType(
         windowed(cycle("LLLF"), scaled=(FULL,), null_rotates=True, by_kind="read"),
         BY_KEY,
@@ -681,7 +469,7 @@ TYPES: dict[str, ModelType] = {
     ),
     "gemma3n_text": ModelType(
         windowed(cycle("LLLLF"), bases=_BASES, scaled=(FULL,), null_rotates=True, by_kind="read"),
-        unsupported="a norm of values, and keys that layers share",
+        "a norm of values, and keys that layers share",
         qk_norm=RMS,
         unused_scale_key="query_pre_attn_scalar",
         scale=unscaled,
@@ -690,14 +478,14 @@ TYPES: dict[str, ModelType] = {
         "gemma4_text gemma4_unified_text",
         ModelType(
             Rotating(kinds=_gemma4, window=_two_sided_window_of, by_kind="required"),
-            unsupported="a norm of values, and heads whose size differs by layer",
+            "a norm of values, and heads whose size differs by layer",
             qk_norm=RMS,
             scale=unscaled,
         ),
     ),
     "mimo_v2_flash": ModelType(
         Rotating(partial=True, kinds=_mimo_v2, window=_mimo_v2_window, by_kind="required"),
-        unsupported="values of another size than keys, and a factor on them",
+        "values of another size than keys, and a factor on them",
         sinks=True,
         sinks_windowed_only=True,
     ),
@@ -713,7 +501,7 @@ TYPES: dict[str, ModelType] = {
     # Rotation in some layers.
     "afmoe": ModelType(
         windowed(cycle("LLLF", "global_attn_every_n_layers"), unrotated=(FULL,)),
-        unsupported=GATE,
+        GATE,
         qk_norm=RMS,
     ),
     "beam": ModelType(
@@ -722,7 +510,7 @@ TYPES: dict[str, ModelType] = {
             instead=QueryTemperature(form="beam", length=2048),
             by_kind="required",
         ),
-        unsupported=GATE,
+        GATE,
         qk_norm=RMS,
     ),
     "cohere2": ModelType(
@@ -761,7 +549,7 @@ TYPES: dict[str, ModelType] = {
     ),
     "muse_spark_text": ModelType(
         windowed(_muse_spark, rotates=_zero_thetas),
-        unsupported="a norm and a gate on its output",
+        "a norm and a gate on its output",
         qk_norm=QKNorm(scale="none"),
         scale=_muse_spark_scale,
     ),
@@ -779,65 +567,4 @@ TYPES: dict[str, ModelType] = {
         Multimodal("alternating", "interleaved", sections=(22, 22, 20), time_last=True),
         ("use_bias",) * 4,
     ),
-    # Linear attention, convolutions or Mamba in some layers.
-    "qwen3_next": ModelType(
-        Rotating(partial=True, kinds=_LINEAR_BUT_4TH), unsupported=GATE, qk_norm=GEMMA
-    ),
-    **alike(
-        "qwen3_5_text qwen3_5_moe_text",
-        ModelType(
-            Multimodal("interleaved", kinds=_LINEAR_BUT_4TH, sections=(11, 11, 10), partial=True),
-            unsupported=GATE,
-            qk_norm=GEMMA,
-        ),
-    ),
-    "qwen4_exp_text": ModelType(
-        Multimodal("interleaved", kinds=_LINEAR_BUT_4TH, sections=(11, 11, 10), partial=True),
-        unsupported=f"keys that an indexer selects, and {GATE}",
-        qk_norm=GEMMA,
-    ),
-    "bamba": ModelType(_half_rotary, BY_KEY),
-    "granitemoehybrid": ModelType(
-        Rotating(kinds=_granite_hybrid, rotates=_unless_nope),
-        BY_KEY,
-        scale_key="attention_multiplier",
-    ),
-    "jamba": ModelType(without_positions(_jamba), NONE),
-    "lfm2": ModelType(Rotating(kinds=_lfm2), NONE, qk_norm=RMS),
-    "lfm2_moe": ModelType(Rotating(kinds=_lfm2_moe), NONE, qk_norm=RMS),
-    "minimax": ModelType(windowed(_minimax), NONE),
-    "nemotron_h": ModelType(without_positions(_nemotron_h), NONE),
-    "olmo_hybrid": ModelType(
-        Rotating(kinds=_olmo_hybrid, rotates=_unless_null), BY_KEY, qk_norm=PROJECTED
-    ),
-    "zamba": ModelType(without_positions(_zamba), unsupported=_TWICE_AS_WIDE, scale=_zamba_scale),
-    "zamba2": ModelType(_zamba2, unsupported=_TWICE_AS_WIDE, scale=_zamba_scale),
-    # Multi-head latent attention.
-    "deepseek_v2": ModelType(
-        Latent(interleave=True, in_place=True), unsupported=LATENT, scale=latent_scale
-    ),
-    **alike(
-        "axk1 deepseek_v3 deepseek_v32 mistral4 youtu",
-        ModelType(Latent(), unsupported=LATENT, scale=latent_scale),
-    ),
-    "glm4_moe_lite": ModelType(
-        Latent(),
-        unsupported=LATENT,
-        scale=latent_scale,
-        same={"head_dim": "qk_rope_head_dim"},
-    ),
-    "glm_moe_dsa": ModelType(Latent(interleave=True), unsupported=LATENT, scale=latent_scale),
-    "axk2": ModelType(Latent(interleave=True), unsupported=_GATED, scale=latent_scale),
-    "hy_v4": ModelType(
-        Latent(interleave=False), unsupported=_GATED, sinks=True, scale=latent_scale
-    ),
-    "minicpm3": ModelType(Latent(interleave=False), unsupported=LATENT, scale=latent_scale),
-    "bailing_hybrid": ModelType(
-        Latent(interleave=True, kinds=cycle("NNNNNF", "layer_group_size")),
-        unsupported=_GATED,
-        scale=latent_scale,
-    ),
-    "kimi_linear": ModelType(without_positions(_kimi_linear), unsupported=LATENT),
-    "longcat_flash": ModelType(_longcat_flash, unsupported=LATENT, scale=latent_scale),
-    "mistral_large4_text": ModelType(_mistral_large4, unsupported=LATENT, scale=latent_scale),
 }
