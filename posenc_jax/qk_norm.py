@@ -12,7 +12,7 @@ https://arxiv.org/abs/2010.04245
 Dehghani et al. Scaling Vision Transformers to 22 Billion Parameters. 2023.
 https://arxiv.org/abs/2302.05442
 Reference code: huggingface/transformers 5.23, modeling_*.py of the model types in
-`posenc_jax/hf/rotary_types.py`.
+`posenc_jax/hf/model_types.py`.
 """
 
 import dataclasses

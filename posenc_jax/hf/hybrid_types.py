@@ -152,13 +152,13 @@ def _kimi_linear(config: TrackedConfig) -> list[str]:
 
 
 def _unless_nope(config: TrackedConfig, kinds: list[str]) -> list[bool]:
-    """All layers, or none."""
-    return [config.get("position_embedding_type") == "rope"] * len(kinds)
+    return [True] * len(kinds) if config.get("position_embedding_type") == "rope" else []
 
 
 def _unless_null(config: TrackedConfig, kinds: list[str]) -> list[bool]:
-    """No layer if the base is null."""
-    return [(rope_dict(config) or {}).get("rope_theta", 0) is not None] * len(kinds)
+    """None if the base is null."""
+    rope = rope_dict(config) or {}
+    return [] if rope.get("rope_theta", 0) is None else [True] * len(kinds)
 
 
 def _half_rotary(config: TrackedConfig) -> Layers:

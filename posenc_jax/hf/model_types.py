@@ -1,6 +1,18 @@
 """Every model type that `from_hf` reads, and those that it does not read with the reasons.
 
-Bases, sizes and windows that a config leaves out are in `defaults.json`.
+A model type is one row in the `TYPES` of its family: `rotary_types.py`, `hybrid_types.py` (linear
+attention, convolutions or Mamba in some layers), `latent_types.py` or `other_types.py`. A row is a
+`ModelType`, made of the readers that the family shares. To add one,
+
+1. Copy the row of the model type that is most alike, and change the settings that its modeling file
+   changes: layout, layers that rotate or have a window, biases, norms of queries and keys, scale.
+   Write a reader only for what no setting says. A key that is new goes into `keys.toml`.
+2. Add a small config to `tests/makers/hf_layers.py`, and let `python -m tests.makers` write
+   `defaults.json`, which has bases, sizes and windows that a config leaves out, and the numbers of
+   transformers that the tests compare with.
+
+A model type is included if it is in a release of transformers, and a scheme of this library and a
+`LayerSpec` describe each layer: the tests of its layers need no code of their own.
 """
 
 from posenc_jax.hf import hybrid_types, latent_types, other_types, rotary_types

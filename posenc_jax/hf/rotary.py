@@ -1,7 +1,7 @@
 """Readers of rotary configs: RoPE by layer, in multi-head latent attention, and M-RoPE."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Literal
 
 from posenc_jax.checks import require
@@ -69,7 +69,8 @@ class Rotating:
       bases: (kind, key) for kinds of layers with a separate key for the base.
       scaled: kinds that `rope_scaling` of an old config applies to; empty: all.
       unrotated: kinds that never rotate.
-      rotates: reads from config and kinds whether each layer rotates, or its base; None: all do.
+      rotates: reads from config and kinds whether each layer rotates, or its base; empty if the
+        config switches RoPE off. None: all rotate.
       instead: the scheme of layers that do not rotate, or its reader.
       null_rotates: whether a kind whose rope parameters are null has RoPE without scaling.
       by_kind: whether rope parameters for kinds of layers are "read", or "required" as transformers
@@ -97,21 +98,24 @@ class Rotating:
             config.only("rope_interleaved", False)  # SmolLM 2's.
         window = None if self.window is None else self.window(config)
         bases = [True] * len(kinds) if self.rotates is None else self.rotates(config, kinds)
-        if not any(bases):
+        if bases:
+            ropes = self._by_kind(config, dict.fromkeys(kinds).keys()).items()
+            settings = {x: self._settings(config, x, rope) for x, rope in ropes if rope is not None}
+        else:
             config.ignore("rope_parameters", "rope_scaling")
-        ropes = self._by_kind(config, set(kinds)) if any(bases) else {}
+            settings = {}
         # If no layer rotates.
         config.ignore("rope_theta", "partial_rotary_factor", *(key for _, key in self.bases))
         instead = self.instead if isinstance(self.instead, Scheme) else self.instead(config)
-        schemes = (
-            self._scheme(config, kind, ropes[kind], base, head_dim)
-            if base and ropes[kind] is not None
-            else instead
-            for kind, base, head_dim in zip(kinds, bases, _head_sizes(config, kinds), strict=True)
-        )
+        schemes = [instead] * len(kinds)
+        for i, (kind, head_dim) in enumerate(zip(kinds, _head_sizes(config, kinds), strict=True)):
+            if kind in settings and bases[i]:
+                base = settings[kind].theta if bases[i] is True else float(bases[i])
+                part = dataclasses.replace(settings[kind], theta=base)
+                schemes[i] = rotation(config, part, head_dim, self.layout, self.partial)
         return layers_of(config, kinds, schemes, window)
 
-    def _by_kind(self, config: TrackedConfig, kinds: set[str]) -> dict[str, dict | None]:
+    def _by_kind(self, config: TrackedConfig, kinds: Set[str]) -> dict[str, dict | None]:
         """Returns the rotary dict of each kind; None for layers that do not rotate."""
         rope = rope_dict(config)
         known = {FULL, LOCAL} | kinds
@@ -182,12 +186,12 @@ class Rotating:
             "transformers 4 all layers; give rope_parameters for each kind",
         )
 
-    def _scheme(self, config, kind, rope, base, head_dim):
+    def _settings(self, config, kind, rope):
         config = config.without(*_FLAT) if self.by_kind == "required" else config
         settings = self.settings(config, rope, dict(self.bases).get(kind, "rope_theta"))
-        if base is not True:
-            settings = dataclasses.replace(settings, theta=float(base))
-        return rotation(config, settings, head_dim, self.layout, self.partial)
+        if not self.partial:
+            refuse_partial(config, settings)
+        return settings
 
 
 def _head_sizes(config: TrackedConfig, kinds: list[str]) -> list[int]:

@@ -198,7 +198,8 @@ def _modernbert_decoder_window(config: TrackedConfig) -> Window:
 def _windowed_ones(config: TrackedConfig, kinds: list[str]) -> list[bool]:
     """Layers with a window; all layers if none has a window."""
     everywhere = config.get("sliding_window") is None
-    return [everywhere or kind == LOCAL for kind in kinds]
+    flags = [everywhere or kind == LOCAL for kind in kinds]
+    return flags if any(flags) else []
 
 
 def _dense_ones(config: TrackedConfig, kinds: list[str]) -> list[bool]:
@@ -315,10 +316,15 @@ def _dbrx(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeSetting
 # Layers.
 
 
+def _roformer(config: TrackedConfig, rotary_dim: int | None = None) -> Layers:
+    """Reads interleaved RoPE whose base no key changes."""
+    rope = RoPE(head_dim=head_size(config), layout="interleaved", rotary_dim=rotary_dim)
+    return uniform(config, rope)
+
+
 def _gptj(config: TrackedConfig) -> Layers:
-    """Reads interleaved RoPE on the first dimensions, whose base no key changes."""
-    dim, rotary_dim = head_size(config), config.get("rotary_dim")
-    return uniform(config, RoPE(head_dim=dim, layout="interleaved", rotary_dim=rotary_dim))
+    """Reads RoFormer's RoPE on the first dimensions."""
+    return _roformer(config, config.get("rotary_dim"))
 
 
 def _ministral3(config: TrackedConfig) -> Layers:
@@ -421,7 +427,7 @@ TYPES: dict[str, ModelType] = {
     "cohere": ModelType(_INTERLEAVED, BY_KEY, qk_norm=PER_HEAD, qk_norm_key="use_qk_norm"),
     **alike("ernie4_5 ernie4_5_moe", ModelType(_INTERLEAVED, ("use_bias",) * 4)),
     "helium": ModelType(_INTERLEAVED, QKV_BY_KEY),
-    "roformer": multi_head(_gptj, ALL, causality="is_decoder", only={"rotary_value": (False,)}),
+    "roformer": multi_head(_roformer, ALL, causality="is_decoder", only={"rotary_value": (False,)}),
     **alike("codegen gptj", multi_head(_gptj, NONE)),
     # A window in some or all layers.
     **alike("mistral mixtral", ModelType(_WINDOWED, NONE)),
