@@ -10,29 +10,13 @@ import pytest
 
 import posenc_jax as pe
 from posenc_jax.checks import (
-    array_of_rank,
     coordinate_values,
-    divides,
     integer_positions,
     not_negative,
-    one_of,
     positive,
     positive_integers,
-    require,
 )
 from tests.support import build
-
-
-def test_require():
-    require(True, "never")
-    with pytest.raises(ValueError, match="this"):
-        require(False, "this")
-
-
-def test_a_wrong_rank_names_the_axes():
-    array_of_rank("f", "x", jnp.zeros((1, 2)), 2, "[B, T]")
-    with pytest.raises(ValueError, match=r"^f: x must be \[B, T\], got shape \(3,\)\.$"):
-        array_of_rank("f", "x", np.zeros(3), 2, "[B, T]")
 
 
 def test_positive_integers_names_the_size():
@@ -57,12 +41,6 @@ def test_numbers_out_of_range_are_named():
             check("f", size=3, rate=math.inf)
 
 
-def test_an_unknown_word_names_the_choices():
-    one_of("f", ("a", "b"), form="b")
-    with pytest.raises(ValueError, match=r"^f: form must be one of \('a', 'b'\), got 'c'\.$"):
-        one_of("f", ("a", "b"), form="c")
-
-
 INITIAL = {"stddev", "init_std", "init_omega", "gain", "initial_shape"}
 """Settings of new parameters alone, which are NaN then."""
 
@@ -75,13 +53,6 @@ def test_schemes_refuse_numbers_that_are_not_finite(name, number):
         if field.type in (float, float | None) and field.name not in INITIAL:
             with pytest.raises(ValueError, match=r"must|no"):
                 scheme.replace(**{field.name: number})
-
-
-def test_divides_names_both_sizes():
-    divides("f", heads=6, groups=3)
-    for groups in (4, 0, -3):
-        with pytest.raises(ValueError, match=f"^f: heads=6 must be a multiple of groups={groups}"):
-            divides("f", heads=6, groups=groups)
 
 
 INTEGERS = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64]

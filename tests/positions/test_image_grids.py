@@ -33,10 +33,13 @@ def test_keeps_the_dtype():
     assert pe.resize_grid(jnp.zeros((2, 2), jnp.bfloat16), 3, 3).dtype == jnp.bfloat16
 
 
-def test_errors_name_the_argument_and_the_value():
-    with pytest.raises(ValueError, match=r"resize_grid: method must be one of .*, got 'area'"):
-        pe.resize_grid(jnp.asarray(GRID), 2, 2, method="area")
-    with pytest.raises(ValueError, match=r"sizes must be positive, got \(5, 7\) to \(0, 2\)"):
-        pe.resize_grid(jnp.asarray(GRID), 0, 2)
-    with pytest.raises(ValueError, match=r"resize_grid: antialias has no align_corners"):
-        pe.resize_grid(jnp.asarray(GRID), 2, 2, align_corners=True, antialias=True)
+RESIZE = {"grid": jnp.asarray(GRID), "rows": 2, "columns": 2}
+ERRORS = [
+    (pe.resize_grid, RESIZE | {"method": "area"}, "method must be one of .*, got 'area'"),
+    (pe.resize_grid, RESIZE | {"rows": 0}, r"sizes must be positive, got \(5, 7\) to \(0, 2\)"),
+    (
+        pe.resize_grid,
+        RESIZE | {"align_corners": True, "antialias": True},
+        "resize_grid: antialias has no align_corners",
+    ),
+]
