@@ -39,7 +39,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)
 
 # Makers need packages of their own.
-collect_ignore = ["tests/makers"]
+collect_ignore = ["tests/makers", "experiments/bench/accelerator_torch.py"]
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,14 @@ own, and end when their share of the time is over:
             default size. steps.jsonl has their outcomes.
   times     attention with schemes by each implementation, `jax.nn`, a bias per pair, and the shape
             of a released model (`accelerator_times`): times.json
+  torch     SDPA and FlexAttention of PyTorch on the same GPU (`accelerator_torch`): torch.json
   schemes   every scheme by every implementation, gradients and decode steps
             (`accelerator_schemes`): schemes.jsonl
   train     a training step of five schemes with 25 million parameters (configs/gpu_clock.toml,
             needs the packages of `experiments`; `make kit` brings them): clock.json
 
-log.txt has what is printed, and .txt files what the processes print. The last line is a command
-that goes on: finer times, or compute-sanitizer on the first step that failed.
+page.md has the tables, log.txt what is printed, and .txt files what the processes print. The last
+line is a command that goes on: finer times, or compute-sanitizer on the first step that failed.
 """
 
 import argparse
@@ -33,15 +34,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
+from experiments.bench import accelerator_page
 from experiments.bench.accelerator_times import SCHEMES
 from experiments.errors import ConfigError, ExperimentError
 from experiments.runs.environment import processor, usable_cores, versions
 from experiments.runs.files import to_json, write_whole
 from posenc_jax.kernels.checks.runner import FAILED, DeviceError, Runner, table
 
-PARTS = {"steps": 0.42, "times": 0.33, "schemes": 0.14, "train": 0.11}
+PARTS = {"steps": 0.42, "times": 0.26, "torch": 0.10, "schemes": 0.12, "train": 0.10}
 """Parts in their order, with their shares of the time; what one leaves is for those after it."""
-LIBRARIES = ("numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax")
+LIBRARIES = ("numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "torch")
 TRAINING = ("flax", "optax", "pydantic", "docstring_parser", "tomli_w", "sympy")
 """Packages of the part `train`."""
 FAST = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()}
@@ -109,7 +111,9 @@ class Run:
             self.say(f"== {time.monotonic() - self.began:.0f} s: {name}, at most {seconds:.0f} s")
             getattr(self, f"run_{name}")(seconds)
         failed = [row for row in self.steps if row["outcome"] in FAILED]
-        self.say(f"== {time.monotonic() - self.began:.0f} s", self.second(failed))
+        page = accelerator_page.tables(self.out)
+        write_whole(self.out / "page.md", page + "\n")
+        self.say(f"== {time.monotonic() - self.began:.0f} s", page, self.second(failed))
         return int(bool(failed) or any(x["outcome"] in ("wrong", "error") for x in self.schemes))
 
     def say(self, *lines: str) -> None:
@@ -136,6 +140,15 @@ class Run:
         more += ["--without", *lost] if lost else []
         file = self.out / "times.json"
         self.child("times", [f"--json={file}", f"--seconds={seconds - 20}", *more], seconds)
+
+    def run_torch(self, seconds: float) -> None:
+        """Times PyTorch."""
+        if self.platform != "gpu" or importlib.util.find_spec("torch") is None:
+            return self.say("torch: not installed, or no GPU")
+        arguments = [f"--json={self.out / 'torch.json'}", f"--lengths={self.options.lengths}"]
+        arguments.append(f"--seconds={seconds - 15}")
+        self.child("torch", arguments, seconds, {"JAX_PLATFORMS": "cpu"})
+        self.say(_tail(self.out / "torch.txt", 12))
 
     def run_schemes(self, seconds: float) -> None:
         """Compares all schemes, in processes of their own."""

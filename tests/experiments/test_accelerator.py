@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from experiments.bench import accelerator, accelerator_schemes
+from experiments.bench import accelerator, accelerator_page, accelerator_schemes
 from experiments.bench import accelerator_times as times
 from posenc_jax.kernels.checks.runner import Runner
 
@@ -127,6 +127,26 @@ def test_a_wrong_number_of_a_scheme_is_found(monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.needs("torch")
+def test_torch_has_the_biases_of_the_papers():
+    import torch
+
+    from experiments.bench import accelerator_torch as peers
+
+    table = torch.randn(peers.HEADS, 32)
+    distance = np.maximum(np.subtract.outer(np.arange(300), np.arange(300)), 0)
+    far = 16 + np.floor(16 * np.log(np.maximum(distance, 1) / 16) / np.log(128 / 16) + 1e-6)
+    bucket = np.where(distance < 16, distance, np.minimum(far, 31)).astype(int)
+    slopes = 2.0 ** (-8 * np.arange(1, peers.HEADS + 1) / peers.HEADS)
+    later = np.triu(np.full((300, 300), -np.inf), 1)
+    for rule, want in (
+        ("alibi", -slopes[:, None, None] * distance),
+        ("t5", table.numpy()[:, bucket]),
+    ):
+        _, bias = peers.attention(rule, "sdpa flash", 300, table, {})
+        np.testing.assert_allclose(bias(table).numpy(), want + later, rtol=1e-6)
+
+
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     """Parts that only leave their names, and steps without processes."""
@@ -154,7 +174,7 @@ def run(monkeypatch, tmp_path):
 def test_parts_run_in_order_and_share_the_time(run, capsys):
     status, parts, out = run([STEP], "--minutes=1")
     assert status == 0
-    assert [name for name, *_ in parts] == ["times", "schemes", "train"]
+    assert [name for name, *_ in parts] == ["times", "torch", "schemes", "train"]
     # What the steps leave is for the others.
     shares = np.cumsum([*accelerator.PARTS.values()])[1:]
     assert [seconds for _, seconds, _ in parts] == pytest.approx(60 * shares, abs=5)
@@ -197,6 +217,11 @@ def test_wrong_arguments_end_with_one_line(arguments, message, run, capsys):
     status, *_ = run([], *arguments)
     err = capsys.readouterr().err
     assert status == 2 and message in err and err.count("\n") == 1
+
+
+def test_the_page_has_the_tables_of_the_results():
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    assert accelerator_page.tables(ROOT / "results" / "gpu") in page
 
 
 def test_it_is_imported_without_the_extras():
