@@ -9,7 +9,6 @@
 
 .DEFAULT_GOAL := help
 .PHONY: help test test-quick test-all test-lowest lint format docs dist compare study scoreboard bench gpu tpu
-.DELETE_ON_ERROR:
 
 # pyenv has more versions than those on the path; Debian splits off what makes environments.
 PYTHON ?= $(shell for v in 3.14 3.13 3.12 3.11; do \
