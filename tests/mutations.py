@@ -75,7 +75,7 @@ MUTATIONS = [
     # Traits.
     Mutation("symmetric ALiBi tells past from future", "schemes/bias/alibi.py",
              'mirrored = self.symmetry == "symmetric" and', "mirrored = False and",
-             "tests/test_every_scheme.py"),
+             f"{SUITE}::test_property[alibi-tells_past_from_future]"),
     # Positions.
     Mutation("a document of one token joins the next", "positions/packing.py",
              "restarts = positions <= jnp", "restarts = positions < jnp",

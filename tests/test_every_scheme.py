@@ -1,12 +1,11 @@
 """What every scheme keeps, whatever it does. Schemes come from the export list.
 
-Most properties are those of `posenc_jax.testing`, which users run on schemes of their own.
-Below are those that only this repository needs.
+Most properties are those of `posenc_jax.testing`, which users run on schemes of their own; those
+that only this repository needs are below. Cases in which a scheme has no code of its own are slow.
 """
 
 import dataclasses
 import functools
-import itertools
 import re
 import sys
 
@@ -22,112 +21,92 @@ from posenc_jax.testing.case import BATCH, LENGTH
 from posenc_jax.testing.properties import mirrored_change
 from tests.support import KINDS, build, close, make_batch, output, slow
 
-ONE_OF_EACH = {
-    "learned", "t5", "shaw", "fox", "path", "short_conv", "rope", "xpos", "vo_rope",
-}  # fmt: skip
-"""Schemes on which everything is measured; of the others, what code of their own could break."""
-IN_TILES = {"value", "rules", "attend", "output"}
-IN_CACHES = {"mix", "features", "attend"}
-"""Hooks that act within tiles, and hooks that see other tokens or their states."""
-OF_TILES = {
-    "later_tokens_have_no_influence",
-    "tiles_equal_the_reference",
-    "tiles_equal_the_reference_padded",
-    "tiles_equal_the_reference_packed",
-    "queries_without_keys_give_zeros",
-    "nan_in_padding_stays_there",
-    "nan_in_a_row_stays_in_that_row",
-}
-OF_CACHES = {
-    "prompt_then_steps_equal_the_whole",
-    "steps_from_an_empty_cache_equal_the_whole",
-    "steps_after_left_padding_equal_rows_alone",
-    "steps_after_right_padding_equal_rows_alone",
-    "nan_in_the_padding_of_a_prompt_stays_there",
-}
-"""tests/makers/serving.py has caches of all schemes."""
-OF_ONE = {
-    "tiles_equal_the_reference_in_an_encoder",
-    "ring_cache_equals_the_whole",
-    "coordinates_travel_with_the_cache",
-    "positions_default_to_counting",
-    "second_call_does_not_retrace",
-    "bfloat16_is_near_float32",
-}
-"""tests/modules/test_param_dtypes.py reads the dtypes of every scheme in its traced program."""
+# Large enough for 130 tokens, the most that `posenc_jax.testing` uses.
+WINDOWS = {"swin": {"window": (16, 16)}, "swin_v2": {"window": (16, 16), "width": 16}}
+MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+WHOLE = {"learned", "t5", "shaw", "fox", "path", "short_conv", "rope"}
+"""One scheme of each kind, on which everything is measured."""
 EAGER = {"rope", "t5", "fox", "learned"}
 """An operation that is not compiled with others costs as much as a small program."""
-MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+IN_TILES = {"value", "rules", "attend", "output", "features"}
+IN_CACHES = {"mix", "features", "attend"}
+"""Hooks that act within tiles, and hooks that see other tokens or their states."""
+NEEDS = {
+    **dict.fromkeys(
+        (
+            "every_parameter_has_a_gradient",
+            "later_tokens_have_no_influence",
+            "tiles_equal_the_reference",
+            "tiles_equal_the_reference_padded",
+            "tiles_equal_the_reference_packed",
+            "queries_without_keys_give_zeros",
+            "nan_in_padding_stays_there",
+            "nan_in_a_row_stays_in_that_row",
+        ),
+        IN_TILES,
+    ),
+    **dict.fromkeys(
+        (
+            "prompt_then_steps_equal_the_whole",
+            "steps_from_an_empty_cache_equal_the_whole",
+            "steps_after_left_padding_equal_rows_alone",
+            "steps_after_right_padding_equal_rows_alone",
+            "nan_in_the_padding_of_a_prompt_stays_there",
+            "storage_order_does_not_matter",
+        ),
+        IN_CACHES,
+    ),
+    **dict.fromkeys(
+        (
+            "tiles_equal_the_reference_in_an_encoder",
+            "ring_cache_equals_the_whole",
+            "coordinates_travel_with_the_cache",
+            "positions_default_to_counting",
+            "second_call_does_not_retrace",
+            "bfloat16_is_near_float32",
+            "empty_batches_and_sequences",
+        ),
+        frozenset(),
+    ),
+    "tells_past_from_future": {"rules"},
+    "reversed_sequences_have_reversed_outputs": {"rules"},
+}
+"""The hooks of which a scheme has one where a property is measured by default, if not for all.
 
-
-def kind_of(scheme):
-    return next(name for name, cls in pe.SCHEMES.items() if cls is type(scheme))
-
-
-def hooks_of(kind):
-    cls = pe.SCHEMES[kind]
-    return {n for n in IN_TILES | IN_CACHES if getattr(cls, n) is not getattr(pe.Scheme, n)}
-
-
-def shapes_of(scheme):
-    return jax.tree.leaves(jax.eval_shape(scheme.init, jax.random.key(0)))
+tests/makers/serving.py has caches of all schemes; tests/modules/test_param_dtypes.py reads the
+dtypes of every scheme in its traced program.
+"""
 
 
 def is_quick(kind, name):
     """Whether a property of a scheme is measured by default."""
-    if name == "jit_equals_eager":
+    if name in ("jit_equals_eager", "eight_devices_give_the_same_numbers"):
         return kind in EAGER
-    if kind in ONE_OF_EACH:
-        return True
-    in_tiles = hooks_of(kind) & (IN_TILES | {"features"})
-    return not (
-        name in OF_ONE
-        or (
-            name == "every_parameter_has_a_gradient"
-            and not (in_tiles or shapes_of(build(pe.SCHEMES[kind])))
-        )
-        or (name in OF_TILES and not in_tiles)
-        or (name in OF_CACHES and not hooks_of(kind) & IN_CACHES)
-    )
+    cls = pe.SCHEMES[kind]
+    own = {x for x in IN_TILES | IN_CACHES if getattr(cls, x) is not getattr(pe.Scheme, x)}
+    # A scheme with parameters and no other code in tiles is measured with the reference.
+    with_parameters = name == "every_parameter_has_a_gradient" and cls.init is not pe.Scheme.init
+    return kind in WHOLE or with_parameters or name not in NEEDS or bool(own & NEEDS[name])
 
 
-def for_schemes(are_quick, *others):
-    """Returns cases of all schemes; cases of schemes for which `are_quick` is false are slow."""
-    return [
-        pytest.param(kind, *other, marks=() if are_quick(kind, *other) else slow)
-        for kind in pe.SCHEMES
-        for other in itertools.product(*others)
-    ]
-
-
-@pytest.fixture(scope="session")
-def case(scheme):
+@functools.lru_cache(1)
+def case_of(kind):
     """All properties of a scheme share what it compiles."""
-    case = testing.Case(scheme)
-    if not is_quick(kind_of(scheme), "tiles_equal_the_reference"):
+    case = testing.Case(build(pe.SCHEMES[kind], **WINDOWS.get(kind, {})))
+    if not is_quick(kind, "tiles_equal_the_reference"):
         case.implementations = ("reference",)
     return case
 
 
-@pytest.mark.parametrize(
-    ("scheme", "name"),
-    for_schemes(is_quick, testing.PROPERTIES),
-    indirect=["scheme"],
-    scope="session",
-)
-def test_property(case, name):
-    testing.PROPERTIES[name].check(case)
-
-
 def spread(case):
-    """A batch for eight devices, on an explicit mesh, and the program for it."""
+    """Returns a batch for eight devices, on an explicit mesh, and the program for it."""
     x = np.random.default_rng(0).normal(size=(8, LENGTH, case.model_dim)).astype("f4")
     sharding = NamedSharding(MESH, PartitionSpec("data"))
     run = jax.jit(functools.partial(case.model, case.scheme, implementation="reference"))
     return x, sharding, run
 
 
-def test_sharding_over_eight_devices_is_kept(case):
+def sharding_over_eight_devices_is_kept(case):
     """Shardings on an explicit mesh are checked while tracing."""
     with jax.set_mesh(MESH):
         x, sharding, run = spread(case)
@@ -136,8 +115,7 @@ def test_sharding_over_eight_devices_is_kept(case):
     assert out.sharding.spec[0] == "data"
 
 
-@pytest.mark.parametrize("scheme", for_schemes(EAGER.__contains__), indirect=True, scope="session")
-def test_eight_devices_give_the_same_numbers(case):
+def eight_devices_give_the_same_numbers(case):
     with jax.set_mesh(MESH):
         x, sharding, run = spread(case)
         out, _ = run(case.params, case.weights, jax.device_put(x, sharding))
@@ -146,39 +124,51 @@ def test_eight_devices_give_the_same_numbers(case):
     close(out, np.concatenate([case.run(pair)[0] for pair in pairs]), 1e-5)
 
 
-@pytest.mark.parametrize("scheme", for_schemes(hooks_of), indirect=True, scope="session")
-@pytest.mark.parametrize(("batch", "length"), [(0, 4), (2, 0)])
-def test_empty_batches_and_sequences(scheme, batch, length):
+def empty_batches_and_sequences(case):
     """Traced, with gradients: there is nothing to compute."""
-    tokens = make_batch(batch, length)
-    params = scheme.init(jax.random.key(0))
-
-    def total(params):
-        out = output(scheme, params, tokens)
+    for batch, length in ((0, 4), (2, 0)):
+        tokens, scheme, params = make_batch(batch, length), case.scheme, case.params
+        total = jax.grad(lambda params, t=tokens, s=scheme: output(s, params, t).sum())
+        assert jax.eval_shape(total, params) == jax.eval_shape(lambda p=params: p)
+        out = jax.eval_shape(lambda params, t=tokens, s=scheme: output(s, params, t), params)
         assert out.shape[:2] == (batch, length)
-        return out.sum()
-
-    assert jax.eval_shape(jax.grad(total), params) == jax.eval_shape(lambda: params)
 
 
-@pytest.mark.parametrize(
-    "scheme", for_schemes(lambda kind: "rules" in hooks_of(kind)), indirect=True, scope="session"
-)
-def test_the_traits_say_which_schemes_tell_past_from_future(case):
+def tells_past_from_future(case):
+    """As its traits say."""
     change = mirrored_change(case)
     assert change is None or (change < 2e-5) == case.scheme.traits.mirrored
 
 
-def test_settings_are_documented_and_the_paper_is_cited(scheme):
-    text = type(scheme).__doc__
-    for field in dataclasses.fields(scheme):
-        assert re.search(rf"^ *(\w+, )*{field.name}(, \w+)*:", text, re.M), field.name
-    assert "https://arxiv.org/abs/" in sys.modules[type(scheme).__module__].__doc__
+PROPERTIES = {name: prop.check for name, prop in testing.PROPERTIES.items()} | {
+    check.__name__: check
+    for check in (
+        sharding_over_eight_devices_is_kept,
+        eight_devices_give_the_same_numbers,
+        empty_batches_and_sequences,
+        tells_past_from_future,
+    )
+}
 
 
-def test_unknown_settings_are_refused(scheme):
-    with pytest.raises(TypeError):
-        build(type(scheme), wavelength_of_nothing=3)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, name, marks=() if is_quick(kind, name) else slow)
+        for kind in pe.SCHEMES
+        for name in PROPERTIES
+    ],
+)
+def test_property(kind, name):
+    PROPERTIES[name](case_of(kind))
+
+
+@pytest.mark.parametrize("kind", pe.SCHEMES)
+def test_settings_are_documented_and_the_paper_is_cited(kind):
+    cls = pe.SCHEMES[kind]
+    for field in dataclasses.fields(cls):
+        assert re.search(rf"^ *(\w+, )*{field.name}(, \w+)*:", cls.__doc__, re.M), field.name
+    assert "https://arxiv.org/abs/" in sys.modules[cls.__module__].__doc__
 
 
 TRANSFORMED = ["fourier", "t5", "short_conv"]
