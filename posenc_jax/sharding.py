@@ -28,11 +28,9 @@ from jax.sharding import PartitionSpec
 
 from posenc_jax.checks import divides, one_of, require
 from posenc_jax.engine.api import AttentionCall, make_problem, run
-from posenc_jax.engine.derivatives import limit_derivatives
-from posenc_jax.engine.functions import Traced, trace_once
 from posenc_jax.engine.problem import Implementation, LogSumExp, Problem, vary_over, with_sinks
 from posenc_jax.engine.rules import as_tuple
-from posenc_jax.engine.xla import FORWARD_MODE
+from posenc_jax.engine.terms import Traced, trace_once
 from posenc_jax.ops.partition import combine, partition
 
 __all__ = ["SequenceParallel", "carried_in", "sequence_parallel_attention", "zigzag"]
@@ -210,7 +208,6 @@ def _over_shards(
         problem = vary_over(problem, frozenset((axis_name,)))
         attend, captured = trace_once(lambda p: run(p, implementation), problem)
         diff, nondiff = partition((problem, captured))
-        diff = limit_derivatives(diff, forward=FORWARD_MODE)
         out, lse = _ring(axis_name, attend, diff, nondiff)
     return with_sinks(whole, out, lse)
 

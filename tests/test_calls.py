@@ -35,11 +35,6 @@ CALLS = {
     "Attention: head_dim must be >= 1, got 0": lambda: nnx.Attention(
         8, 2, head_dim=0, rngs=fnnx.Rngs(0)
     ),
-    "score_mod: function must be callable, got 'x'": lambda: pe.score_mod("x", Q),
-    "score_mod: <lambda> must take (score, .* and 0 arrays: too many": lambda: pe.score_mod(
-        lambda score, b: score, Q
-    ),
-    "score_mod: same must take (score, .* and 1 arrays": lambda: pe.score_mod(same, Q, AT),
     "score_mod: arrays must be arrays, got 'x'": lambda: pe.score_mod(same, Q, "x"),
     "XLA: forward must be Blocks(q, k) or None, got (32, 32)": lambda: XLA((32, 32)),
     "XLA: row_block must be >= 1, got 0": lambda: XLA(row_block=0),

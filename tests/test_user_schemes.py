@@ -216,17 +216,3 @@ def test_mistakes_of_hooks_are_named():
         pe.new_cache(Sums(), 3, 8, num_heads=2, num_kv_heads=2, head_dim=8, model_dim=16)
     layer = Attention(16, 2, position=PythonFloat(2), rngs=nnx.Rngs(0))
     assert layer(jnp.ones((1, 3, 16))).shape == (1, 3, 16)
-
-
-def test_a_function_that_holds_an_array_is_refused():
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 40, 2, 8))
-
-    @dataclasses.dataclass(frozen=True)
-    class Function:
-        weight: jax.Array
-
-        def __call__(self, shared, head, i, j):
-            return self.weight * jnp.abs(i - j).astype(jnp.float32)
-
-    with pytest.raises(TypeError, match=r"LogitBias.rule must be hashable, got Function, which"):
-        pe.attention(q, k, v, rules=pe.LogitBias(Function(jnp.float32(1.0))))

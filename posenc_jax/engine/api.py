@@ -21,7 +21,6 @@ from posenc_jax.checks import (
 from posenc_jax.engine import chips
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.dropout import make_dropout_seeds
-from posenc_jax.engine.functions import static_functions
 from posenc_jax.engine.jax_nn import CuDNN, JaxNN
 from posenc_jax.engine.mask import Window, window_sides
 from posenc_jax.engine.mesh import placement_is_known
@@ -284,15 +283,7 @@ def run(
         reason = _symbolic(problem, chosen) or chosen.supports(problem)
         if reason is not None:
             raise NotImplementedError(f'attention: implementation="{chosen.name}": {reason}.')
-    try:
-        return _run(chosen, problem)
-    except Exception as error:
-        if type(error).__name__ == "CustomVJPException":
-            raise TypeError(
-                "attention: a function of a rule closes over an array from outside of "
-                "jax.shard_map; give it as heads= or shared=."
-            ) from error
-        raise
+    return _run(chosen, problem)
 
 
 def _symbolic(problem: Problem, chosen: Implementation | None = None) -> str | None:
@@ -493,7 +484,12 @@ def _dtype(name: str, x) -> Any:
 def _check_rules(rules: tuple) -> None:
     for rule in rules:
         if isinstance(rule, Rule):
-            _check_static(rule)
+            if jax.tree_util.all_leaves([rule]):
+                raise TypeError(
+                    f"attention: {type(rule).__name__} must be a pytree: put "
+                    "@jax.tree_util.register_dataclass and @dataclasses.dataclass(frozen=True) "
+                    "above it."
+                )
             continue
         if hasattr(rule, "shape"):
             raise TypeError(
@@ -511,24 +507,6 @@ def _check_rules(rules: tuple) -> None:
         matches = [rule for rule in rules if getattr(rule, trait)]
         names = [type(rule).__name__ for rule in matches]
         require(len(matches) < 2, f"attention: more than one rule {effect}: {', '.join(names)}.")
-
-
-def _check_static(rule: Rule) -> None:
-    """Raises `TypeError` for a rule whose arrays JAX would not see."""
-    name = type(rule).__name__
-    if jax.tree_util.all_leaves([rule]):
-        raise TypeError(
-            f"attention: {name} must be a pytree: put @jax.tree_util.register_dataclass and "
-            "@dataclasses.dataclass(frozen=True) above it."
-        )
-    for field, function in static_functions(rule).items():
-        try:
-            hash(function)
-        except TypeError:
-            raise TypeError(
-                f"attention: {name}.{field} must be hashable, got {type(function).__name__}, which "
-                "holds an array or a list; give arrays as heads= or shared=."
-            ) from None
 
 
 def _check_mask(mask, shape: tuple[int, int, int, int]) -> None:

@@ -7,6 +7,7 @@ grows with T + S. Gradients of shared arrays are summed over blocks in one fixed
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,13 +16,6 @@ import jax.numpy as jnp
 from posenc_jax.checks import positive_integers
 from posenc_jax.engine.blocks import join_blocks, pad_axis
 from posenc_jax.engine.dropout import keep_mask
-from posenc_jax.engine.functions import Traced, trace_once
-from posenc_jax.engine.one_query import (
-    added_to_row,
-    by_platform,
-    products_of_token,
-    sums_of_token,
-)
 from posenc_jax.engine.problem import (
     Implementation,
     LogSumExp,
@@ -30,6 +24,7 @@ from posenc_jax.engine.problem import (
     vary_over,
     zero_where,
 )
+from posenc_jax.engine.terms import Traced, trace_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,14 +153,14 @@ def _by_blocks(p: Problem, start: int, end: int, block: int) -> tuple[jax.Array,
     return jax.tree.map(lambda x: join_blocks(x, 1)[:, :length], parts)
 
 
-def _products(p: Problem) -> jax.Array:
-    """Returns q . k, float32 [B, N, T, S]."""
-    batch, length, heads, dim = p.q.shape
-    q, k = p.q.astype(jnp.float32), p.k.astype(jnp.float32)
+def _products(q: jax.Array, k: jax.Array) -> jax.Array:
+    """Returns the dot products of [B, T, N, H] and [B, S, K, H], float32 [B, N, T, S]."""
+    batch, length, heads, dim = q.shape
+    q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     if length == 1:
         by_head = functools.partial(jnp.einsum, "btkgh,bskh->bkgts", precision="highest")
         q = q.reshape(batch, length, k.shape[2], -1, dim)
-        out = by_platform(by_head, products_of_token, q, k)
+        out = _by_platform(by_head, _products_of_token, q, k)
     else:  # With heads behind tokens, einsum computes [S, T] and transposes it.
         q, k = jnp.swapaxes(q, 1, 2), jnp.swapaxes(k, 1, 2)
         q = q.reshape(batch, k.shape[1], -1, dim)  # The queries of a group of heads in one product.
@@ -180,21 +175,65 @@ def _sums(p: Problem, weights: jax.Array) -> jax.Array:
     if length == 1:
         weights = weights.reshape(batch, v.shape[2], -1, 1, keys)
         by_head = functools.partial(jnp.einsum, "bkgts,bskv->btkgv", precision="highest")
-        return by_platform(by_head, sums_of_token, weights, v).reshape(batch, 1, heads, -1)
+        return _by_platform(by_head, _sums_of_token, weights, v).reshape(batch, 1, heads, -1)
     weights = weights.reshape(batch, v.shape[2], -1, keys)
     out = jnp.einsum("bkts,bksv->bktv", weights, jnp.swapaxes(v, 1, 2), precision="highest")
     return jnp.swapaxes(out.reshape(batch, heads, length, -1), 1, 2)
 
 
+def _by_platform(by_head: Callable, of_token: Callable, *arrays: jax.Array) -> jax.Array:
+    """Returns a product of one query for each head, or where it is faster for a whole token.
+
+    For a product for each head, XLA for CPUs copies the cache to heads before tokens, and values
+    to S behind V, element by element. A product with the heads of a token as one vector, which for
+    each query is zero but for its own head, reads the cache once: it has K times the operations
+    and takes a fifth of the time. On a mesh it would be a sum over heads of other devices.
+    """
+    if not jax.sharding.get_abstract_mesh().empty:
+        return by_head(*arrays)
+    return jax.lax.platform_dependent(*arrays, cpu=of_token, default=by_head)
+
+
+def _products_of_token(q: jax.Array, k: jax.Array) -> jax.Array:
+    """Returns q . k, [B, K, G, 1, S]; a key with NaN in one head is NaN in all.
+
+    Args:
+      q: [B, 1, K, G, H].
+      k: [B, S, K, H].
+    """
+    batch, _, heads, group, _ = q.shape
+    own_head = jnp.eye(heads, dtype=bool)[:, None, :, None]
+    q = jnp.where(own_head, jnp.moveaxis(q, 1, 3), 0).reshape(batch, heads * group, -1)
+    k = k.reshape(*k.shape[:2], -1)
+    out = jnp.einsum("bsc,bnc->bsn", k, q, precision="highest")
+    out = jnp.swapaxes(jax.lax.optimization_barrier(out), 1, 2)  # Products have S in front.
+    return out.reshape(batch, heads, group, 1, -1)
+
+
+def _sums_of_token(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """Returns the sums of values, [B, 1, K, G, V].
+
+    Args:
+      weights: [B, K, G, 1, S].
+      v: [B, S, K, V].
+    """
+    batch, heads, group, _, keys = weights.shape
+    weights = jnp.moveaxis(weights, 4, 1).reshape(batch, keys, -1)
+    weights, v = jax.lax.optimization_barrier(weights), v.reshape(batch, keys, -1)
+    out = jnp.einsum("bsn,bsc->bnc", weights, v, precision="highest")
+    out = out.reshape(batch, heads, group, heads, -1)
+    return jnp.einsum("bkgkv->bkgv", out)[:, None]
+
+
 def _attend(p: Problem, row_features: tuple) -> tuple[jax.Array, LogSumExp]:
     """Attention of all queries of a problem; `row_features` has an entry for each rule."""
     seen, coordinates = p.visible(), (p.q_coordinates, p.k_coordinates)
-    scaled, unscaled = _products(p), None
+    scaled, unscaled = _products(p.q, p.k), None
     for rule in p.rules:
         if rule.whole_rows:
             continue
         if p.length == 1:
-            term = added_to_row(rule, *coordinates, seen)
+            term = rule.added_to_row(*coordinates, seen, _products)
         else:
             term = rule.added_to_rows(*coordinates)
         if term is not None and rule.scaled:

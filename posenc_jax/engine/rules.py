@@ -46,6 +46,11 @@ from posenc_jax.engine.terms import (
 )
 
 _NO_BOUNDS: tuple[int | None, int | None] = (None, None)
+_BLOCK = 128  # Slots of a cache whose keys have consecutive coordinates.
+
+
+def _whole_blocks(count: int) -> int:
+    return -(-count // _BLOCK) * _BLOCK
 
 
 class Sizes(NamedTuple):
@@ -191,6 +196,19 @@ class Rule(abc.ABC):
           q, k: coordinates [B, T] and [B, S], or [B, T, A] and [B, S, A].
         """
         return jax.vmap(self.added_logits)(self.q_features, self.k_features, q, k)
+
+    def added_to_row(
+        self, q: jax.Array, k: jax.Array, seen: jax.Array, products: Callable
+    ) -> jax.Array | None:
+        """Returns `added_to_rows` of one query; keys that it does not see get any number.
+
+        Args:
+          q, k: coordinates [B, 1] and [B, S], or with more axes.
+          seen: bool [B, N or 1, 1, S].
+          products: a function of [B, 1, N, F] and [B, S, K, F] that returns their dot products,
+            float32 [B, N, 1, S].
+        """
+        return self.added_to_rows(q, k)
 
     def transformed_logits(
         self, logits: jax.Array, seen: jax.Array, q_features, k_features, q, k
@@ -706,6 +724,81 @@ class DotBias(_FeatureRule):
         if q_features is None:
             return jnp.swapaxes(jnp.take_along_axis(table, entry.T[None], 2), 1, 2)
         return jnp.take_along_axis(table, entry[None], 2)
+
+    def added_to_row(self, q, k, seen, products):
+        if self.transform is None and q.ndim == 2 and q.dtype == k.dtype == jnp.int32:
+            used, high = jnp.any(seen, axis=(1, 2)), self.bounds[1]
+            if self.q_features is not None and self.pair and self.bounds == _NO_BOUNDS:
+                return self._by_blocks(q, k, used)
+            if self.k_features is not None and high is not None:
+                if k.shape[1] >= 2 * _whole_blocks(max(high, 1)):
+                    return self._of_near_keys(q, k, used, products)
+        return self.added_to_rows(q, k)
+
+    def _by_blocks(self, q: jax.Array, k: jax.Array, used: jax.Array) -> jax.Array:
+        """Returns the logits of a rule with `pair`, which reads both coordinates.
+
+        The rule depends on their difference alone, so both may count from the first key of a
+        block. Where the keys of every block are consecutive, all blocks then have the same
+        coordinates, and what `pair` computes of a key is computed for one block.
+
+        Args:
+          q, k: int32 [B, 1] and [B, S].
+          used: bool [B, S], the keys that some head sees.
+        """
+        batch, keys = k.shape
+        padded, offsets = _whole_blocks(keys), jnp.arange(_BLOCK, dtype=jnp.int32)
+        starts, used = (jnp.pad(x, ((0, 0), (0, padded - keys))) for x in (k, used))
+        starts = starts.reshape(batch, -1, _BLOCK) - offsets[None, None]
+        unused = ~used.reshape(-1, *starts.shape[1:])
+        first = jnp.max(jnp.where(unused, jnp.iinfo(jnp.int32).min, starts), axis=2)
+        # Differences of larger coordinates may overflow.
+        small = jnp.all((q >= -(2**30)) & (q < 2**30))
+        consecutive = (starts == first[:, :, None]) & (starts >= -(2**30)) & (starts < 2**30)
+        pairs = self.by_pair()
+
+        def in_blocks():
+            over = jax.vmap(pairs.rule, (None, None, None, None, None, 0))
+            over = jax.vmap(over, (None, None, None, None, 0, None))
+            over = jax.vmap(over, (None, 0, 0, None, None, None))
+            over = jax.vmap(over, (None, None, 0, None, 0, None))
+            out = over(pairs.shared, pairs.heads, pairs.q_features[:, 0], None, q - first, offsets)
+            return out.astype(jnp.float32).reshape(batch, out.shape[1], 1, -1)[..., :keys]
+
+        in_order = small & jnp.all(consecutive | unused)
+        return jax.lax.cond(in_order, in_blocks, lambda: pairs.added_to_rows(q, k))
+
+    def _of_near_keys(
+        self, q: jax.Array, k: jax.Array, used: jax.Array, products: Callable
+    ) -> jax.Array:
+        """Returns the logits of a rule on features of keys, most of them beyond its upper bound.
+
+        These have the same vector: one product reads all features, in their order. The features of
+        keys before the bound are picked.
+
+        Args:
+          q, k: int32 [B, 1] and [B, S].
+          used: bool [B, S], the keys that some head sees.
+          products: as for `added_to_row`.
+        """
+        features: Any = self.k_features
+        batch, keys, heads, _ = features.shape
+        high: Any = self.bounds[1]
+        near, room = used & (q - k < high), _whole_blocks(max(high, 1))
+
+        def with_near_keys(far, features, q, k, near):
+            (slots,) = jnp.nonzero(near, size=room, fill_value=keys)
+            features, k = (jnp.take(x, slots, axis=0, mode="clip") for x in (features, k))
+            return far.at[:, :, slots].set(self.added_logits(None, features, q, k), mode="drop")
+
+        def few():
+            vector = jnp.swapaxes(self.vectors(jnp.full((1,), high, jnp.int32)), 0, 1)
+            vector = jnp.broadcast_to(vector[None], (batch, 1, heads, vector.shape[2]))
+            far = products(vector, features)
+            return jax.vmap(with_near_keys)(far, features, q, k, near)
+
+        fit = jnp.all(jnp.sum(near, axis=1) <= room)
+        return jax.lax.cond(fit, few, lambda: self.added_to_rows(q, k))
 
     def _transformed(self, coordinates: jax.Array) -> jax.Array:
         return coordinates if self.transform is None else jax.vmap(self.transform)(coordinates)

@@ -38,7 +38,6 @@ from posenc_jax.engine.blocks import (
     zeros,
 )
 from posenc_jax.engine.dense import Dense
-from posenc_jax.engine.derivatives import limit_derivatives
 from posenc_jax.engine.dropout import keep_mask
 from posenc_jax.engine.lower import Lowered, lower
 from posenc_jax.engine.mask import (
@@ -66,15 +65,6 @@ from posenc_jax.engine.terms import (
 )
 from posenc_jax.engine.toeplitz import toeplitz_tile, toeplitz_tile_vjp
 from posenc_jax.ops.partition import combine, partition
-
-FORWARD_MODE = (
-    "attention: tiles have reverse mode, and forward mode over it; for forward mode alone, and for "
-    'gradients of it, use implementation="dense".'
-)
-_REVERSE_OVER_REVERSE = (
-    "attention: tiles have reverse mode, and forward mode over it; for reverse mode over "
-    'reverse mode use implementation="dense", or jax.jvp of jax.grad.'
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +109,7 @@ class XLA(Implementation):
         plan = make_plan(p.length, p.keys, heads, self.forward, self.backward)
         lowered = lower(p, max_table=plan.max_table, pairs_at_once=self.pairs_at_once)
         diff, nondiff = partition(_prepare(p, lowered, plan))
-        out, lse = _attend(limit_derivatives(diff, forward=FORWARD_MODE), nondiff)
+        out, lse = _attend(diff, nondiff)
         top, total = (jnp.moveaxis(x, 1, 2)[:, : p.length] for x in lse)
         top = top if lowered.lse_shift is None else top + lowered.lse_shift
         out, lse = with_sinks(p, out[:, : p.length], LogSumExp(top, total))
@@ -266,10 +256,8 @@ def _attend_forward(diff, nondiff):
 
 
 def _attend_backward(saved, cotangents):
-    # The loops of the backward pass cannot be transposed.
     d_out, d_lse = cotangents  # The derivative of `d_lse.total` is that of `d_lse.top`.
-    grads = _backward(*saved, d_out, d_lse.top)
-    return limit_derivatives(grads, reverse=_REVERSE_OVER_REVERSE), None
+    return _backward(*saved, d_out, d_lse.top), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

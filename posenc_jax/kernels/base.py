@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.derivatives import limit_derivatives
 from posenc_jax.engine.lower import Lowered, lower
 from posenc_jax.engine.mesh import ShardMapped
 from posenc_jax.engine.problem import (
@@ -77,7 +76,7 @@ class Kernels(ShardMapped):
         p = problem
         spec, operands, lowered = self.prepared(p)
         diff, nondiff = partition(operands)
-        out, lse = _attend(self, spec, limit_derivatives(diff, forward=_FIRST_ORDER), nondiff)
+        out, lse = _attend(self, spec, diff, nondiff)
         top, total = (jnp.swapaxes(x, 1, 2)[:, : p.length] for x in lse)
         top = top if lowered.lse_shift is None else top + lowered.lse_shift
         return with_sinks(p, out[:, : p.length], LogSumExp(top, total), LOG2E)
@@ -172,15 +171,21 @@ def padded(count: int, *blocks: int) -> int:
     return -(-count // step) * step
 
 
-def first_order_only(name: str) -> str:
-    """Returns the message for derivatives that an implementation lacks."""
-    return (
-        f'attention: implementation="{name}" has first derivatives in reverse mode only; for '
-        'others use implementation="xla" or "reference".'
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def without_derivative(implementation: str, arrays: Any) -> Any:
+    """Returns arrays unchanged; a derivative through them raises `NotImplementedError`.
+
+    Kernels get their arrays through it: those in Pallas' interpreter have wrong derivatives.
+    """
+    return arrays
+
+
+@without_derivative.defjvp
+def _refuse_derivative(implementation, *_):
+    raise NotImplementedError(
+        f'attention: implementation="{implementation}" has first derivatives in reverse mode only; '
+        'for others use implementation="xla" or "reference".'
     )
-
-
-_FIRST_ORDER = first_order_only("pallas")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -192,7 +197,7 @@ def _attend(
 
 
 def _attend_forward(kernels, spec, diff, nondiff):
-    operands = combine(limit_derivatives(diff, both=_FIRST_ORDER), nondiff)
+    operands = combine(without_derivative("pallas", diff), nondiff)
     out, lse = kernels.run_forward(spec, operands)
     return (out, lse.divided(LOG2E)), (diff, nondiff, out, lse)
 
@@ -200,13 +205,13 @@ def _attend_forward(kernels, spec, diff, nondiff):
 def _attend_backward(kernels, spec, saved, cotangents):
     diff, nondiff, out, lse = saved
     d_out, d_lse = cotangents  # The derivative of `d_lse.total` is that of `d_lse.top`.
-    x = combine(limit_derivatives(diff, both=_FIRST_ORDER), nondiff)
+    x = combine(without_derivative("pallas", diff), nondiff)
     kept_share = 1.0 if x.dropped is None else 1.0 - spec.dropout_rate
     lse = lse._replace(total=kept_share * lse.total)
     lse, delta, d_out = lse_and_delta(out, lse, d_out, d_lse.top, LOG2E)
     delta *= kept_share
     of_queries = d_out.astype(x.v.dtype), lse, delta
-    grads = kernels.run_backward(spec, x, *limit_derivatives(of_queries, both=_FIRST_ORDER))
+    grads = kernels.run_backward(spec, x, *without_derivative("pallas", of_queries))
     return dataclasses.replace(diff, **grads._asdict()), None
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.functions import trace_once
-from posenc_jax.engine.terms import STATIC, Term, Tokens
+from posenc_jax.engine.terms import STATIC, Term, Tokens, trace_once
 
 _ELEMENTWISE = frozenset(
     "abs add and clamp convert_element_type copy div eq exp exp2 floor ge gt integer_pow le log "

@@ -11,7 +11,6 @@ import numpy as np
 
 from posenc_jax.checks import require
 from posenc_jax.engine.api import choose
-from posenc_jax.engine.functions import static_functions
 from posenc_jax.engine.problem import Implementation, Problem
 from posenc_jax.functional.arguments import check_hooks
 from posenc_jax.functional.attention import scheme_attention, scheme_embedding
@@ -38,12 +37,14 @@ class Recorder(Implementation):
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, Any]:
         """Computes a problem, and keeps the functions of its rules."""
-        functions = [
-            (f"{type(rule).__name__}.{name}", function)
+        static = (
+            (f"{type(rule).__name__}.{field.name}", getattr(rule, field.name))
             for rule in problem.rules
-            for name, function in static_functions(rule).items()
-        ]
-        self.traced.append(functions)
+            if dataclasses.is_dataclass(rule)
+            for field in dataclasses.fields(rule)
+            if field.metadata.get("static")
+        )
+        self.traced.append([(name, value) for name, value in static if callable(value)])
         return choose(problem, jax.default_backend())(problem)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from posenc_jax.engine.one_query import added_to_row
+from posenc_jax.engine.dense import _products
 from posenc_jax.engine.rules import DotBias
 
 HEADS, DIM, KEYS = 6, 4, 290
@@ -126,9 +126,9 @@ def test_keys_in_order_are_counted_from_the_first_of_their_block():
     seen = jnp.arange(300)[None, None, None] != 200
     counted = np.arange(300) % 128
     for at_200 in (900, 207):
-        out = added_to_row(rule, q, k.at[0, 200].set(at_200), seen)
+        out = rule.added_to_row(q, k.at[0, 200].set(at_200), seen, _products)
         np.testing.assert_array_equal(out[0, 0, 0], counted)
-    out = added_to_row(rule, q, k.at[0, 201].set(900), seen)
+    out = rule.added_to_row(q, k.at[0, 201].set(900), seen, _products)
     np.testing.assert_array_equal(out[0, 0, 0], k[0].at[201].set(900))
 
 
@@ -139,10 +139,10 @@ def test_keys_beyond_the_bound_have_one_vector():
     q, k = jnp.full((1, 1), 299), jnp.arange(300)[None]
     seen = jnp.arange(300)[None, None, None] != 290
     expected = np.minimum(299 - np.arange(300), 40)
-    out = added_to_row(rule, q, k, seen)
+    out = rule.added_to_row(q, k, seen, _products)
     np.testing.assert_array_equal(out[0, 0, 0], np.where(np.arange(300) == 290, 40, expected))
     many = jnp.maximum(k, 280)  # More keys before the bound than there is room for.
-    out = added_to_row(rule, q, many, seen)
+    out = rule.added_to_row(q, many, seen, _products)
     np.testing.assert_array_equal(out[0, 0, 0], np.minimum(299 - many[0], 40))
 
 

@@ -44,22 +44,24 @@ def times(score, b, h, q_idx, kv_idx, factor):
     return score * factor[h] - 0.1 * kv_idx.astype(jnp.float32)
 
 
-MODS = [alibi, relative_table, absolute_table, by_row, causal, softcap, times]
-KINDS = {
-    alibi: ("LogitBias", True),
-    relative_table: ("LogitBias", True),
-    absolute_table: ("LogitBias", False),
-    by_row: ("ContentBias", None),
-    causal: ("LogitBias", True),
-    softcap: ("LogitsTransform", None),
-    times: ("LogitsTransform", None),
+# What is known of each function, and the rule that it becomes.
+MODS = {
+    alibi: ({"relative": True}, pe.LogitBias),
+    relative_table: ({"relative": True}, pe.LogitBias),
+    absolute_table: ({"adds": True}, pe.LogitBias),
+    by_row: ({"adds": True}, pe.ContentBias),
+    causal: ({"relative": True}, pe.LogitBias),
+    softcap: ({}, pe.LogitsTransform),
+    times: ({}, pe.LogitsTransform),
 }
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def run(function, implementation, captured):
+@functools.partial(jax.jit, static_argnums=(0, 1, 3))
+def run(function, implementation, captured, known=True):
     def loss(captured):
-        rule = pe.score_mod(function, Q, *captured)
+        options, kind = MODS[function]
+        rule = pe.score_mod(function, Q, *captured, **(options if known else {}))
+        assert isinstance(rule, kind if known else pe.LogitsTransform)
         out = pe.attention(Q, K, V, rules=rule, implementation=implementation)
         return (out * WEIGHTS).sum(), out
 
@@ -67,29 +69,22 @@ def run(function, implementation, captured):
 
 
 @pytest.mark.parametrize(
-    ("function", "implementation"),
+    ("function", "implementation", "known"),
     [
-        *((function, "xla") for function in MODS),
-        pytest.param(by_row, "dense", marks=slow),
-        pytest.param(causal, "reference", marks=slow),
+        *((function, "xla", True) for function in MODS),
+        *((function, "xla", False) for function in (alibi, by_row, causal)),
+        pytest.param(by_row, "dense", True, marks=slow),
+        pytest.param(causal, "reference", True, marks=slow),
     ],
     ids=lambda x: getattr(x, "__name__", x),
 )
-def test_output_and_gradients_equal_flex_attention(function, implementation):
+def test_output_and_gradients_equal_flex_attention(function, implementation, known):
     case = GOLDEN["cases"][function.__name__]
     captured = tuple(np.asarray(x, np.float32) for x in case["captured"])
-    grads, out = run(function, implementation, captured)
+    grads, out = run(function, implementation, captured, known)
     np.testing.assert_allclose(out, case["out"], atol=2e-6)
     for got, expected in zip(grads, case["grads"], strict=True):
         np.testing.assert_allclose(got, expected, atol=2e-5)
-
-
-@pytest.mark.parametrize("function", MODS, ids=lambda f: f.__name__)
-def test_the_kind_of_rule_goes_by_what_the_function_does(function):
-    captured = [jnp.asarray(x) for x in GOLDEN["cases"][function.__name__]["captured"]]
-    rule = pe.score_mod(function, Q, *captured)
-    name, relative = KINDS[function]
-    assert (type(rule).__name__, getattr(rule, "relative", None)) == (name, relative)
 
 
 def _scaled_within_a_branch(score, b, h, q_idx, kv_idx):
@@ -116,76 +111,53 @@ def _rounded(score, b, h, q_idx, kv_idx):
     return score.astype(jnp.int32).astype(jnp.float32)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        _scaled_within_a_branch,
-        _large_number_for_minus_infinity,
-        _replaces_the_score,
-        _added_twice,
-        _subtracted,
-        _rounded,
-    ],
-    ids=lambda f: f.__name__,
-)
-def test_what_is_no_sum_is_applied_to_rows(function):
-    rule = pe.score_mod(function, Q)
-    assert isinstance(rule, pe.LogitsTransform)
+def _softcap(score, b, h, q_idx, kv_idx):
+    return 20 * jnp.tanh(score / 20)
+
+
+FUNCTIONS = [
+    *(_scaled_within_a_branch, _large_number_for_minus_infinity, _replaces_the_score),
+    *(_added_twice, _subtracted, _rounded, _softcap),
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_what_is_no_sum_is_applied_to_rows_or_nan(function):
     scores = np.einsum("btnh,bsnh->bnts", Q, K) * H**-0.5
     index = np.ogrid[:B, :N, :T, :T]
     exact = np.asarray(function(jnp.asarray(scores), *index), np.float64)
     weights = np.exp(exact - exact.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    out = pe.attention(Q, K, V, rules=rule)
+    out = pe.attention(Q, K, V, rules=pe.score_mod(function, Q))
     np.testing.assert_allclose(out, np.einsum("bnts,bsnv->btnv", weights, V), atol=1e-5)
-
-
-def _by_parity(score, b, h, q_idx, kv_idx):
-    return score + (q_idx - kv_idx + q_idx % 2).astype(jnp.float32)
-
-
-def _by_sum(score, b, h, q_idx, kv_idx):
-    return score + (q_idx + kv_idx).astype(jnp.float32)
-
-
-def _by_one_position(score, b, h, q_idx, kv_idx):
-    return score + (kv_idx - 3).astype(jnp.float32)
-
-
-def _by_rounded_position(score, b, h, q_idx, kv_idx):
-    return score + (q_idx.astype(jnp.bfloat16) - kv_idx.astype(jnp.bfloat16)).astype(jnp.float32)
-
-
-def _by_order_within_a_call(score, b, h, q_idx, kv_idx):
-    return score + jnp.where(q_idx // 4 == kv_idx // 4, 1.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [_by_parity, _by_sum, _by_one_position, _by_rounded_position, _by_order_within_a_call],
-    ids=lambda f: f.__name__,
-)
-def test_positions_that_are_read_alone_make_no_relative_rule(function):
-    rule = pe.score_mod(function, Q)
-    assert isinstance(rule, pe.LogitBias) and not rule.relative
+    wrong = pe.attention(Q, K, V, rules=pe.score_mod(function, Q, adds=True))
+    assert np.isnan(wrong[:, 1:-1]).all()
 
 
 def test_a_chunk_of_queries_reads_positions_not_slots():
     (slopes,) = GOLDEN["cases"]["alibi"]["captured"]
-    rule = pe.score_mod(alibi, Q[:, 7:], jnp.asarray(slopes))
+    rule = pe.score_mod(alibi, Q[:, 7:], jnp.asarray(slopes), relative=True)
     places = {"q_positions": jnp.arange(7, T), "k_positions": jnp.arange(T)}
     out = pe.attention(Q[:, 7:], K, V, rules=rule, **places)
     np.testing.assert_allclose(out, np.asarray(GOLDEN["cases"]["alibi"]["out"])[:, 7:], atol=2e-6)
 
 
-def test_arrays_that_are_closed_over_are_refused_where_they_would_lose_gradients():
-    @jax.grad
-    def loss(slopes):
-        rule = pe.score_mod(lambda score, b, h, q, k: score - slopes[h], Q)
-        return pe.attention(Q, K, V, rules=rule).sum()
+def test_gradients_of_what_a_function_closes_over():
+    def loss(slopes, **options):
+        rule = pe.score_mod(
+            lambda score, b, h, q, k: score - slopes[h] * abs(q - k).astype("f4"), Q, **options
+        )
+        return (pe.attention(Q, K, V, rules=rule) ** 2).sum()
 
-    with pytest.raises(ValueError, match="closes over an array that is traced"):
-        loss(jnp.ones(N))
+    def given(slopes):
+        rule = pe.score_mod(
+            lambda score, b, h, q, k, s: score - s[h] * abs(q - k).astype("f4"), Q, slopes
+        )
+        return (pe.attention(Q, K, V, rules=rule) ** 2).sum()
+
+    expected = jax.grad(given)(jnp.ones(N))
+    for options in ({}, {"adds": True}, {"relative": True}):
+        np.testing.assert_allclose(jax.grad(loss)(jnp.ones(N), **options), expected, rtol=1e-4)
 
 
 def test_a_function_that_does_not_fit_is_named():
@@ -193,3 +165,7 @@ def test_a_function_that_does_not_fit_is_named():
         pe.score_mod(causal, Q[0])
     with pytest.raises(ValueError, match="must return one number"):
         pe.score_mod(lambda score, *_: score * jnp.ones(3), Q)
+    with pytest.raises(TypeError, match=r"alibi\(\) missing .* 'slopes'"):
+        pe.score_mod(alibi, Q)
+    with pytest.raises(ValueError, match="a function that reads b is not relative"):
+        pe.score_mod(by_row, Q, jnp.ones((B, N)), relative=True)

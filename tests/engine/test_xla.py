@@ -224,17 +224,28 @@ def test_hessian_vector_products(kind):
     chex.assert_trees_all_close(hvp("xla"), hvp("reference"), rtol=1e-3, atol=1e-3)
 
 
-def test_other_orders_of_derivatives_say_what_to_do():
+def test_other_orders_of_derivatives_are_right_or_raise():
     q, k, v = _tokens(40)
+    rules = pe.ALiBi(num_heads=2).rules({})
+    options = {"rules": rules, "is_causal": True, "softcap": 2.0}
 
-    def loss(q):
-        return jnp.sum(_attend(q, k, v) ** 2)
+    def grad(q, implementation):
+        def loss(q):
+            return jnp.sum(_attend(q, k, v, implementation=implementation, **options) ** 2)
 
-    for forward in (lambda f: jax.jvp(f, (q,), (q,)), lambda f: jax.jacfwd(f)(q)):
-        with pytest.raises(NotImplementedError, match="for forward mode alone"):
-            jax.jit(lambda forward=forward: forward(jax.jit(loss))).lower()
-    with pytest.raises(NotImplementedError, match='implementation="dense"'):
-        jax.jit(jax.grad(lambda q: jnp.sum(jax.grad(loss)(q) ** 2))).lower(q)
+        return jax.grad(loss)(q)
+
+    for derivative in (lambda f: jax.jvp(f, (q,), (q,)), lambda f: jax.jacfwd(f)(q)):
+        with pytest.raises(TypeError, match="custom_vjp"):
+            jax.jit(lambda f=derivative: f(lambda q: _attend(q, k, v))).lower()
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def twice(q, implementation):
+        return jax.grad(lambda q: jnp.sum(jnp.sin(grad(q, implementation))))(q)
+
+    np.testing.assert_allclose(twice(q, "xla"), twice(q, "reference"), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        jax.eval_shape(functools.partial(twice, implementation=XLA(Blocks(8, 8))), q)
 
 
 @pytest.mark.parametrize("dims", [(8, 1), (1, 4)])

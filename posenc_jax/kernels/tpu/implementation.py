@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from posenc_jax.checks import require
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.dense import Dense
-from posenc_jax.engine.functions import Traced, trace_once
 from posenc_jax.engine.problem import LogSumExp, Problem, with_sinks
+from posenc_jax.engine.terms import Traced, trace_once
 from posenc_jax.kernels.base import Kernels, padded, refusal, without_hidden
 from posenc_jax.kernels.operands import LOG2E
 from posenc_jax.kernels.tpu.backward import backward, backward_refusal

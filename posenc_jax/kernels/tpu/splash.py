@@ -11,9 +11,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
 from posenc_jax.engine.blocks import pad_axis
-from posenc_jax.engine.derivatives import limit_derivatives
 from posenc_jax.engine.problem import Problem
-from posenc_jax.kernels.base import first_order_only, padded, without_hidden
+from posenc_jax.kernels.base import padded, without_derivative, without_hidden
 from posenc_jax.kernels.tpu.chip import device_kind
 from posenc_jax.kernels.tpu.implementation import tile_size
 from posenc_jax.kernels.tpu.strip import LANES
@@ -83,7 +82,6 @@ def attend(p: Problem, block: int | None, interpret: bool) -> jax.Array:
         sinks = least if sinks is None else jnp.maximum(sinks, least)
     if sinks is not None:
         arrays["sinks"] = sinks
-    arrays = limit_derivatives(arrays, forward=_FIRST_ORDER)
     out = _attend(settings, _segments(p, settings), arrays)
     return jnp.swapaxes(out, 1, 2)[:, : p.length]
 
@@ -120,9 +118,6 @@ def _segments(p: Problem, settings: _Settings) -> kernels.SegmentIds | None:
     )
 
 
-_FIRST_ORDER = first_order_only("splash")
-
-
 # The kernel has derivatives of its own. They are traced after the call, where the caller's
 # precision is set again; these set the kernel's.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -134,14 +129,14 @@ def _attend(
 
 
 def _attend_forward(settings, segments, arrays):
-    arrays = limit_derivatives(arrays, both=_FIRST_ORDER)
+    arrays = without_derivative("splash", arrays)
     with jax.default_matmul_precision(settings.precision):
         return jax.vjp(functools.partial(_run, settings, segments), arrays)
 
 
 def _attend_backward(settings, pull, d_out):
     with jax.default_matmul_precision(settings.precision):
-        (grads,) = pull(limit_derivatives(d_out, both=_FIRST_ORDER))
+        (grads,) = pull(without_derivative("splash", d_out))
     if "sinks" in grads:  # In jax 0.10 they have the dtype of the output.
         grads["sinks"] = grads["sinks"].astype(jnp.float32)
     return None, grads
