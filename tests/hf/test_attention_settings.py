@@ -51,24 +51,8 @@ def test_norms_that_a_config_switches_on(kind):
     assert pe.from_hf({"model_type": kind, "head_dim": 64})[0].qk_norm is None
 
 
-def test_settings_that_a_model_type_ignores_are_refused():
-    def read(kind, **settings):
-        return pe.from_hf({"model_type": kind, "num_hidden_layers": 1} | settings)
-
-    with pytest.raises(ValueError, match=r"attn_logit_softcapping=30.*transformers ignores"):
-        read("gemma3_text", attn_logit_softcapping=30.0)
-    with pytest.raises(ValueError, match=r"llama config has use_qk_norm=True, which transformers"):
-        read("llama", use_qk_norm=True)
-    with pytest.raises(ValueError, match=r"olmo2 config has use_qk_norm=False, which transformers"):
-        read("olmo2", use_qk_norm=False)
-    with pytest.raises(ValueError, match="must have true or false as qk_layernorm, got 'yes'"):
-        read("phi", qk_layernorm="yes")
-    with pytest.raises(ValueError, match="must have a positive number as rms_norm_eps, got 0"):
-        read("qwen3", rms_norm_eps=0)
-    assert read("llama", use_qk_norm=False)[0].qk_norm is None
-    assert read("gemma2", attn_logit_softcapping=None)[0].softcap is None
-
-
 def test_scheme_from_hf_is_of_layers_with_settings_too():
     granite = {"model_type": "granite", "attention_multiplier": 0.5, "head_dim": 8}
     assert pe.scheme_from_hf(granite) == pe.RoPE(head_dim=8)
+    gemma2 = {"model_type": "gemma2", "attn_logit_softcapping": None}
+    assert pe.from_hf(gemma2)[0].softcap is None

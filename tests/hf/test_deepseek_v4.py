@@ -3,7 +3,6 @@
 import math
 
 import numpy as np
-import pytest
 
 import posenc_jax as pe
 
@@ -57,26 +56,3 @@ def test_reads_the_released_config():
         assert (scheme.rotary_start, scheme.num_rotated, scheme.attention_factor) == (448, 64, 1.0)
         np.testing.assert_allclose(scheme.base_frequencies, released(*arguments), rtol=1e-6)
     assert {layer.scale for layer in pe.from_hf(RELEASED)} == {None}
-
-
-@pytest.mark.parametrize(
-    "keys, message",
-    [
-        ({"compress_ratios": [0, 8, 0, 0, 0]}, r"compress_ratios \[8\]"),
-        ({"compress_ratios": [0, 4]}, "2 layer_types for 5 layers"),
-        ({"layer_types": ["sliding_attention"] * 5}, "contradict each other"),
-        ({"partial_rotary_factor": 0.25}, "qk_rope_head_dim=64 and partial_rotary_factor=0.25"),
-        ({"rope_scaling": {"main": {"rope_theta": 1e4}}}, "wanted those of"),
-        ({"rope_scaling": {"main": {}, "compress": {}}}, "no partial_rotary_factor in its 'main'"),
-        ({"rope_scaling": RELEASED["rope_scaling"] | {"attention_factor": 1.3}}, "factor of 1"),
-    ],
-)
-def test_refuses_what_contradicts(keys, message):
-    with pytest.raises(ValueError, match=message):
-        pe.from_hf(RELEASED | keys)
-
-
-def test_refuses_other_kinds_of_layers():
-    kinds = {"layer_types": ["full_attention"] * 5, "compress_ratios": None}
-    with pytest.raises(ValueError, match=r"layer_types \['full_attention'\]"):
-        pe.from_hf(RELEASED | kinds)

@@ -18,6 +18,7 @@ from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.xla import XLA
 from posenc_jax.kernels.tpu.implementation import PallasTPU
 from tests.hf.test_golden import parameters, read
+from tests.support import slow
 
 IMPLEMENTATIONS = {
     "dense": "dense",
@@ -80,8 +81,14 @@ def golden(name):
     return spec, weights, parameters(spec.scheme, arrays), inputs, arrays["final"]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", ["inkling2", "inkling2_local"])
+CASES = [(name, how) for name in ("inkling2", "inkling2_local") for how in IMPLEMENTATIONS]
+QUICK = ("inkling2", "dense"), ("inkling2_local", "xla")
+
+
+@pytest.mark.parametrize(
+    "name, implementation",
+    [pytest.param(*case, marks=() if case in QUICK else slow) for case in CASES],
+)
 def test_a_layer_equals_that_of_transformers_whole_and_in_steps(name, implementation):
     spec, *arrays, inputs, expected = golden(name)
     run = jax.jit(functools.partial(layer, spec), static_argnames="implementation")
@@ -94,19 +101,3 @@ def test_a_layer_equals_that_of_transformers_whole_and_in_steps(name, implementa
         out, state = run(*arrays, [x[:, start:end] for x in inputs], state, **how)
         steps.append(out)
     np.testing.assert_allclose(np.concatenate(steps, 1), expected, atol=2e-6)
-
-
-def test_the_config_is_read():
-    sizes = {"num_hidden_layers": 6, "hidden_size": 64, "num_attention_heads": 4}
-    more = {"swa_num_attention_heads": 2, "sliding_window_size": 9, "rel_l2_clip_threshold": 3.0}
-    layers = pe.from_hf({"model_type": "inkling2_text"} | sizes | more)
-    norm = pe.QKNorm("clip", scale="per_head", threshold=512**0.5)
-    common = {"sinks": "projected", "qk_norm": norm}
-    local = pe.Inkling(num_heads=2, model_dim=64, extent=9, clip=3.0)
-    far = pe.Inkling(num_heads=4, model_dim=64, log_scaling_start=128000, clip=3.0)
-    assert layers[:5] == (pe.LayerSpec(local, 9, **common),) * 5
-    assert layers[5] == pe.LayerSpec(far, **common)
-    with pytest.raises(ValueError, match="a positive number as qk_l2_clip_threshold, got 0"):
-        pe.from_hf({"model_type": "inkling2_text", "qk_l2_clip_threshold": 0})
-    with pytest.raises(ValueError, match=r"local_layer_ids=\[1\], which transformers ignores"):
-        pe.from_hf({"model_type": "inkling2_text", "local_layer_ids": [1]})

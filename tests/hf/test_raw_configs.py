@@ -202,17 +202,6 @@ def test_a_chunk_that_transformers_ignores_is_refused(model_type):
     assert message.endswith("has ['attention_chunk_size'], which nothing here reads.")
 
 
-def test_windows_of_other_model_types_are_refused_or_ignored():
-    mistral = {"model_type": "mistral", "sliding_window": None}
-    with pytest.raises(
-        ValueError, match=r"has \['sliding_window_size'\], which nothing here reads"
-    ):
-        pe.from_hf(mistral | {"sliding_window_size": 17})
-    assert pe.from_hf(mistral | {"local_attention": 17}) == pe.from_hf(mistral)
-    llama = {"model_type": "llama"}
-    assert pe.from_hf(llama | {"global_head_dim": 512}) == pe.from_hf(llama)
-
-
 def keys_read(model_type, config, decoder):
     """{(dict, key)} that the readers look up; dict: None, or where it is in the config."""
     keys = set()
@@ -289,40 +278,6 @@ def test_errors_begin_with_the_function_that_was_called(read):
     ):
         with pytest.raises(ValueError, match=rf"\A{name}: .*\Z"):
             read({"qk_rope_head_dim": 64, "qk_nope_head_dim": "x"} | config)
-
-
-@pytest.mark.parametrize(
-    "message, config",
-    [
-        ("rotary_dim=64 and partial_rotary_factor=0.25", {"model_type": "minimax_m2"}
-         | {"rotary_dim": 64, "head_dim": 128, "partial_rotary_factor": 0.25}),
-        ("has hidden_size=64 and d_model=128", {"model_type": "llama"}
-         | {"hidden_size": 64, "d_model": 128}),
-        ("a positive integer as num_hidden_layers, got 0", {"model_type": "llama"}
-         | {"num_hidden_layers": 0}),
-        (r"list of strings as layer_types, got \[\]", {"model_type": "bloom", "layer_types": []}),
-        ("a positive integer as num_hidden_layers, got 4.0", {"model_type": "llama"}
-         | {"num_hidden_layers": 4.0}),
-        ("3 depths and num_heads=", {"model_type": "swin", "depths": [2, 2, 2]}),
-        ("4 depths and pretrained_window_sizes=", {"model_type": "swinv2"}
-         | {"pretrained_window_sizes": [12]}),
-        ("per_layer_config of layer 9 is for none of its 2 layers", {"model_type": "llama"}
-         | {"num_hidden_layers": 2, "per_layer_config": {"9": {"head_dim": 8}}}),
-        ("per_layer_config of layer 1 must be a dict, got 3", {"model_type": "llama"}
-         | {"num_hidden_layers": 2, "per_layer_config": {"1": 3}}),
-        ("rope parameters must be a dict, got 'default'", {"model_type": "gemma3_text"}
-         | {"rope_parameters": {"full_attention": "default", "sliding_attention": {}}}),
-        ("rope_type='mrope'; supported", {"model_type": "llama"}
-         | {"rope_scaling": {"type": "mrope"}}),
-        ("rope_type='axial'; supported", {"model_type": "qwen2_vl_text"}
-         | {"rope_scaling": {"type": "axial"}}),
-        ("no rope scaling is supported", {"model_type": "pixtral"}
-         | {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
-    ],
-)  # fmt: skip
-def test_contradicting_sizes_are_refused(message, config):
-    with pytest.raises(ValueError, match=message):
-        pe.from_hf(config)
 
 
 @pytest.mark.filterwarnings("ignore")
