@@ -35,9 +35,9 @@ A file describes one experiment; any setting of it can be changed on the command
   python -m experiments compare --tasks mypkg.mine:MyTask --name my-task
   python -m experiments report results/compare
 
-compare, train, study and scoreboard run on all devices with --mesh data=4,tensor=2 or
---mesh sequence=8, in any combination; over several hosts, start the same command on each and add
---distributed. --workers, --shard I/N and --minutes divide the work.
+compare, train, study and scoreboard train on all devices with --mesh data=4,tensor=2 or
+--mesh sequence=8, in any combination, carry out runs on the nodes of a Ray cluster with --ray
+ADDRESS, and stop after --minutes.
 
 Results go to results/<name>/. Ctrl-C keeps finished runs; the same command continues.
 `python -m experiments compare --help` lists every setting.
@@ -104,8 +104,6 @@ def _run(command: str, arguments: list[str]) -> int:
     else:
         _module("experiments.runs.run_queue").add_arguments(parser)
     options, arguments = parser.parse_known_args(arguments)
-    if command != "evaluate":
-        _module("experiments.training.mesh").connect(options)
     file = _EXPERIMENTS[command]
     if arguments and not arguments[0].startswith("-"):
         file = arguments.pop(0)

@@ -1,27 +1,48 @@
-"""The work of processes in tests of workers, without the import of JAX, which takes seconds."""
+"""Runs that do as they are told, for tests of queues: nothing is trained."""
 
-import contextlib
+import dataclasses
 import os
 import signal
 import time
 
-from experiments.errors import ResultsError
+import jax.numpy as jnp
+
+from experiments.models.schemes import find
+from experiments.runs.executors import processors
+from experiments.runs.run import Run
+from experiments.settings.common import Model, Train
+from experiments.tasks import KBack
+
+TASK = KBack(
+    test_lengths=(32, 48),
+    eval_batch=4,
+    eval_batches=1,
+    model=Model(model_dim=16, num_layers=1, num_heads=2),
+    train=Train(steps=4, steps_per_call=2, warmup=1, batch=4),
+)
 
 
-@contextlib.contextmanager
-def prepare(offset):
-    """Yields the function of workers: it obeys strings, and returns larger numbers."""
-    stopped = []
-    before = signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+@dataclasses.dataclass(frozen=True)
+class Obedient(Run):
+    """Its scores are its seed, the process and its processors; `order` says what else it does."""
 
-    def work(unit, send):
-        if unit == "raise":
-            raise ResultsError("no")
-        if unit == "die":
+    order: str = ""
+
+    def train(self, data, *, checkpoint, **options):
+        if self.order == "die":
             os.kill(os.getpid(), signal.SIGKILL)
-        while unit == "wait" and not stopped:
+        if self.order == "raise":
+            raise RuntimeError("no\nmemory")
+        while self.order == "wait":
             time.sleep(0.01)
-        send("stopped" if unit == "wait" else (unit + offset, os.getpid()))
+            checkpoint.save({"x": jnp.ones(1)}, {"step": [2], "loss": [[0.0]]}, (0.0, 0.0))
 
-    yield work
-    signal.signal(signal.SIGTERM, before)
+    def measure(self, trained, data):
+        (processor, *more) = processors()
+        scores = {"seed": self.seed, "process": os.getpid(), "processor": processor}
+        return {"scores": {"plain": scores | {"others": len(more)}}}
+
+
+def order(seed, text=""):
+    """Returns a run."""
+    return Obedient(TASK, "none", {}, find("none")(), seed, None, text)

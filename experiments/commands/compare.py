@@ -29,9 +29,7 @@ from experiments.runs.run_queue import (
     Ended,
     carry_out,
     number_of_workers,
-    of_shard,
     refuse_other_versions,
-    shard,
 )
 from experiments.runs.trained import experiment_of, refuse_earlier_versions
 from experiments.settings.config_io import Parser, convert, near, read_toml
@@ -62,11 +60,11 @@ def compare(
     Raises:
       ConfigError, CorpusError, ResultsError: with one line; files written before are complete.
     """
-    part, folder = shard(options.shard), experiment.folder
+    folder = experiment.folder
     with Progress() as progress:
 
         def stages() -> Iterator[list[Run]]:
-            runs = of_shard(experiment.all_runs(), part)
+            runs = experiment.all_runs()
             if not fresh:
                 refuse_earlier_versions(folder)
                 refuse_other_versions(

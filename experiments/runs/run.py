@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -28,8 +29,8 @@ from experiments.models.model import Position, initialize, seed_keys
 from experiments.models.schemes import code_of, parts_of, short
 from experiments.runs import results
 from experiments.runs.checkpoints import (
+    Checkpoints,
     Deadline,
-    OrbaxCheckpoint,
     OutOfTime,
     read_arrays,
     write_arrays,
@@ -184,7 +185,7 @@ class RunFolder:
 
     def _remove_states(self) -> None:
         for path in self.path.glob("checkpoints*"):
-            OrbaxCheckpoint(path, Deadline(), print).remove()
+            shutil.rmtree(path, ignore_errors=True)
 
     @property
     def states(self) -> Path:
@@ -236,42 +237,21 @@ class RunFolder:
                 params = parent.parameters()
             if deadline.over():
                 raise OutOfTime
-            checkpoint = None
-            if jax.process_count() == 1:  # Otherwise all processes would have to write.
-                checkpoint = OrbaxCheckpoint(self.states, deadline, say)
-            data = load_data(self.run.task)
-            on_mesh.tell_others((self.run, params))
-            options = {"params": params, "report": report, "mesh": mesh, "checkpoint": checkpoint}
-            result = self._train(before, data, keep, options)
-            if checkpoint:
-                checkpoint.remove()
-                self._remove_states()
+            options = {
+                "params": params,
+                "report": report,
+                "mesh": mesh,
+                "checkpoint": Checkpoints(self.states, deadline, say),
+            }
+            result = self._train(before, load_data(self.run.task), keep, options)
+            self._remove_states()
             return result
 
     def _train(
         self, before: Result | None, data: Data, keep: bool, options: dict[str, Any]
     ) -> Result:
+        """Trains and evaluates the model, writes its files, and returns the result."""
         trained, mesh = self.run.train(data, **options), options["mesh"]
-        facts = {"mesh": on_mesh.describe(mesh)} if mesh else {}
-        return self.finish(trained, data, before, keep, facts)
-
-    def finish(
-        self,
-        trained: Trained | None,
-        data: Data,
-        before: Result | None,
-        keep: bool,
-        facts: Mapping[str, str],
-    ) -> Result:
-        """Evaluates a trained model, writes its files to the folder, and returns the result.
-
-        Args:
-          trained: of one seed; None for a benchmark.
-          data: of the task.
-          before: the result of an earlier call, which stays.
-          keep: whether to write the trained parameters.
-          facts: about the training, for the result.
-        """
         if trained and (step := trained.diverged) is not None:
             error = f"the loss is not finite at step {step}"
             return before or self._write("diverged", error=error)
@@ -280,7 +260,7 @@ class RunFolder:
             write_arrays(self.path / "parameters.npz", arrays)
         if before:
             return before
-        facts = {**data.facts, **facts}
+        facts = {**data.facts, "mesh": on_mesh.describe(mesh)} if mesh else data.facts
         return self._write("done", facts, **self.run.measure(trained, data))
 
     def evaluate(self, data: Data) -> Result:

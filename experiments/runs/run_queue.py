@@ -1,12 +1,24 @@
-"""Queues of runs: every run without a result is carried out; failures and stops lose nothing."""
+"""Queues of runs: every run without a result is carried out; failures and stops lose nothing.
+
+The runs of one program form a group, which is one call of an executor: a process compiles it once.
+Processes of this machine work in the folders of the runs. A task of a Ray cluster works in a folder
+of its own with copies of their files, and returns them; the process with the queue writes them, so
+that nodes need no file system in common.
+"""
 
 import argparse
 import contextlib
 import dataclasses
+import functools
 import math
+import multiprocessing
+import os
+import signal
+import tempfile
 import time
 import traceback
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +26,16 @@ import jax
 
 from experiments.errors import ConfigError, ExperimentError, ResultsError
 from experiments.runs.checkpoints import Deadline, OutOfTime
-from experiments.runs.results import PACK, VERSIONS, Result, pack
-from experiments.runs.run import Run, RunFolder, commit, duration, here, load_data
-from experiments.runs.workers import Workers, default_count
+from experiments.runs.executors import RayExecutor, default_count, processes, take_a_processor
+from experiments.runs.files import write_whole
+from experiments.runs.results import FILE, PACK, VERSIONS, Result, pack
+from experiments.runs.run import Run, RunFolder, commit, duration, here
 from experiments.settings.trust import add_trust, is_installed, is_project
 from experiments.training import mesh as on_mesh
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that all commands with a queue have."""
-    parser.add_argument("--shard", default="1/1", metavar="I/N", help="part of the runs to run")
     parser.add_argument("--minutes", type=_minutes, default=math.inf, help="time limit")
     parser.add_argument(
         "--workers",
@@ -31,10 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes, each with a processor of its own (default: one per processor on CPUs)",
     )
+    parser.add_argument("--ray", metavar="ADDRESS", help="run on a Ray cluster, such as auto")
+    parser.add_argument("--mesh", metavar="AXES", help="train on all devices: data=4,tensor=2")
     parser.add_argument(
         "--pack", action="store_true", help=f"then put the results of all runs in one file, {PACK}"
     )
-    on_mesh.add_arguments(parser)
     add_trust(parser)
 
 
@@ -46,11 +59,13 @@ def _minutes(text: str) -> float:
 
 
 def number_of_workers(options: argparse.Namespace) -> int:
-    """Returns how many processes to use.
+    """Returns how many processes of this machine to use.
 
     Raises:
       ConfigError: if the number is below 1, or above 1 where processes would share devices.
     """
+    if options.ray and (options.mesh or options.workers):
+        raise ConfigError("--ray: excludes --mesh and --workers")
     if options.workers is None:
         return 1 if options.mesh else default_count()
     if options.workers < 1:
@@ -58,34 +73,8 @@ def number_of_workers(options: argparse.Namespace) -> int:
     if options.workers > 1 and options.mesh:
         raise ConfigError("--workers: must be 1 with --mesh, which has all devices")
     if options.workers > 1 and (backend := jax.default_backend()) != "cpu":
-        raise ConfigError(
-            f"--workers: processes would share one {backend}; start a call per device that sees "
-            "this device only (CUDA_VISIBLE_DEVICES), each with its --shard I/N"
-        )
+        raise ConfigError(f"--workers: processes would share one {backend}; use --ray")
     return options.workers
-
-
-def shard(text: str) -> tuple[int, int]:
-    """Returns (I, N) of I/N.
-
-    Raises:
-      ConfigError: unless 1 <= I <= N.
-    """
-    try:
-        part, parts = (int(x) for x in text.split("/"))
-    except ValueError:
-        part, parts = 0, 0
-    if not 1 <= part <= parts:
-        raise ConfigError(f"--shard: must be such as 1/2 or 2/2, got {text!r}")
-    return part, parts
-
-
-def of_shard(runs: Iterable[Run], part: tuple[int, int]) -> list[Run]:
-    """Returns the runs of a shard, each once; runs that begin with another are in its shard."""
-    named = {each.name: each for each in runs}
-    roots = list(dict.fromkeys(each.root.name for each in named.values()))
-    chosen = set(roots[part[0] - 1 :: part[1]])
-    return [each for each in named.values() if each.root.name in chosen]
 
 
 def differences(versions: set[tuple[str, ...]]) -> str:
@@ -142,6 +131,10 @@ class Ended:
     seconds: float
 
 
+Event = Step | Ended | str | ExperimentError
+"""What a process says about its runs; a string is a line to show, an error ends the queue."""
+
+
 class Lines:
     """Prints a line for each run that has ended."""
 
@@ -174,7 +167,7 @@ class Lines:
 
 
 class Queue:
-    """Runs that are carried out one after the other, or in several processes.
+    """Runs that are carried out in this process, in others, or on a cluster.
 
     Attributes:
       status: 0, or 1 once a run failed.
@@ -189,20 +182,22 @@ class Queue:
         mesh: jax.sharding.Mesh | None = None,
         keep: bool = False,
         show: Any = None,
+        ray: str | None = None,
     ):
         """Starts the clock.
 
         Args:
           folder: of the folders of runs.
           minutes: after which it stops, with the states of unfinished runs written.
-          workers: number of processes, each with a processor of its own.
+          workers: number of processes; 1: this one, with all its processors.
           mesh: devices to train on; default: one.
           keep: whether to keep trained parameters.
           show: shows progress as `Lines` does, which is the default.
+          ray: address of a cluster to run on.
         """
         commit()  # Files may change while runs go on.
-        self.folder, self.workers, self.mesh, self.keep = folder, workers, mesh, keep
-        self.status, self.over = 0, False
+        self.folder, self.workers, self.mesh, self.keep = folder.absolute(), workers, mesh, keep
+        self.status, self.over, self.ray = 0, False, ray
         self.show = show or Lines()
         self.deadline = Deadline(minutes)
         self._ended = 0
@@ -213,23 +208,17 @@ class Queue:
         At the time limit, and on SIGTERM, the states of unfinished runs are written first.
 
         Raises:
-          ResultsError: if another process works in a folder, or it cannot be written.
+          ResultsError: if another process works in a folder, it cannot be written, or a process
+            that carries out runs ends.
         """
         self.show.start(runs)
-        units, self._ended = _units(runs), 0
-        if self.workers == 1:
-            with self.deadline.of_sigterm():
-                for unit in units:
-                    if not self.deadline.over():
-                        self.carry_out(unit, self._handle)
+        self._ended = 0
+        if runs and (self.ray or self.workers > 1):
+            self._by_executor(runs)
         else:
-            work = _in_worker, self.folder.absolute(), self.deadline.minutes(), self.keep
-            with (
-                Workers(min(self.workers, len(units)), *work) as workers,
-                self.deadline.of_sigterm(workers.stop),
-            ):
-                for event in workers.answers(
-                    units, lambda unit: unit[0].program, lambda: not self.deadline.over()
+            with self.deadline.of_sigterm():
+                for event in carry_out_runs(
+                    self.folder, runs, self.deadline, self.keep, self._handle, self.mesh
                 ):
                     self._handle(event)
         if self._ended < len(runs):
@@ -237,38 +226,184 @@ class Queue:
             self.show.message(f"Time is over with {waiting} runs left; the same command continues.")
             self.over = True
 
-    def _handle(self, event: Step | Ended | str) -> None:
+    def _by_executor(self, runs: Sequence[Run]) -> None:
+        events = multiprocessing.get_context("spawn").SimpleQueue()
+        options = {"deadline": self.deadline, "keep": self.keep}
+        if self.ray:
+            pool = RayExecutor(self.ray)
+            groups = grouped(runs, pool.count)
+            calls = [
+                functools.partial(_work_elsewhere, group, files_of(group, self.folder), **options)
+                for group in groups
+            ]
+        else:
+            groups = grouped(runs, self.workers)
+            pool = processes(min(self.workers, len(groups)), _send_to, events)
+            calls = [functools.partial(_work, group, self.folder, **options) for group in groups]
+        with pool, self.deadline.of_sigterm(_stop_processes):
+            try:
+                waiting = {pool.submit(call) for call in calls}
+                while waiting and not (self.ray and self.deadline.asked):
+                    done, waiting = wait(waiting, 0.1, FIRST_COMPLETED)
+                    while not events.empty():
+                        self._handle(events.get())
+                    for each in done:
+                        self._take(each)
+            except BaseException:
+                _stop_processes()
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def _take(self, future: Future) -> None:
+        """Handles the events of a call that has ended, and writes its files."""
+        try:
+            events, files = future.result()
+        except Exception as error:  # Of a process that has ended.
+            if self.deadline.over():
+                return
+            raise ResultsError(
+                f"a process that carried out runs ended ({in_one_line(error)}); the same command "
+                "continues"
+            ) from None
+        write_files(files, self.folder)
+        for event in events:
+            self._handle(event)
+
+    def _handle(self, event: Event) -> None:
         if isinstance(event, Step):
             self.show.update(event)
         elif isinstance(event, Ended):
             self._ended += 1
             self.status |= event.result is None
             self.show.finish(event)
+        elif isinstance(event, ExperimentError):
+            raise event
         else:
             self.show.message(event)
 
-    def carry_out(self, unit: list[Run], send: Callable[[Step | Ended | str], None]) -> None:
-        """Carries out runs until the time is over, and sends their progress and their ends."""
-        for each in unit:
-            began, result, error = time.monotonic(), None, ""
 
-            def report(step: int, loss: list[float], name: str = each.name) -> None:
-                send(Step(name, step, sum(loss) / len(loss)))
+def grouped(runs: Iterable[Run], workers: int) -> list[list[Run]]:
+    """Returns runs in groups: of one program, and with the runs that they begin with.
 
-            try:
-                result = RunFolder(self.folder, each).carry_out(
-                    send, self.deadline, self.keep, self.mesh, report
-                )
-            except OutOfTime:
-                return
-            except ExperimentError:
-                raise
-            except Exception as raised:
-                error = _in_one_line(raised)
-            send(Ended(each.name, result, error, time.monotonic() - began))
+    Large groups are divided, so that there are some for each of the workers.
+    """
+    chains: dict[str, list[Run]] = {}
+    for run in {each.name: each for each in runs}.values():
+        chains.setdefault(run.root.name, []).append(run)
+    most, groups, open_groups = math.ceil(len(chains) / (2 * workers)), [], {}
+    for chain in chains.values():
+        group = open_groups.get(chain[0].program)
+        if group is None or len(group) >= most:
+            group = open_groups[chain[0].program] = []
+            groups.append(group)
+        group.append(chain)
+    return [[run for chain in group for run in chain] for group in groups]
 
 
-def _in_one_line(error: Exception) -> str:
+def carry_out_runs(
+    folder: Path,
+    runs: Iterable[Run],
+    deadline: Deadline,
+    keep: bool,
+    send: Callable[[Event], None],
+    mesh: jax.sharding.Mesh | None = None,
+) -> Iterator[Event]:
+    """Carries out runs until the time is over, and yields their ends.
+
+    Args:
+      folder: of the folders of runs.
+      runs: the runs.
+      deadline: when to stop.
+      keep: whether to keep trained parameters.
+      send: called with the progress of a run, and with lines to show.
+      mesh: devices to train on; default: one.
+    """
+    for each in runs:
+        if deadline.over():
+            return
+        began, result, error = time.monotonic(), None, ""
+
+        def report(step: int, loss: list[float], name: str = each.name) -> None:
+            send(Step(name, step, sum(loss) / len(loss)))
+
+        try:
+            result = RunFolder(folder, each).carry_out(send, deadline, keep, mesh, report)
+        except OutOfTime:
+            return
+        except ExperimentError as raised:
+            yield raised
+            return
+        except Exception as raised:
+            error = in_one_line(raised)
+        yield Ended(each.name, result, error, time.monotonic() - began)
+
+
+_send: Callable[[Event], None] = print
+
+
+def _send_to(events: Any) -> None:
+    """Prepares a process: its events go into a queue."""
+    global _send
+    _send = events.put
+
+
+def _work(
+    runs: Sequence[Run], folder: Path, deadline: Deadline, keep: bool
+) -> tuple[list[Event], dict[str, bytes]]:
+    """Carries out runs in a process; after SIGTERM it ends with their states written."""
+    with deadline.of_sigterm():
+        for event in carry_out_runs(folder, runs, deadline, keep, _send):
+            _send(event)
+    if deadline.asked:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [], {}
+
+
+def _stop_processes() -> None:
+    for process in multiprocessing.active_children():
+        process.terminate()
+
+
+def _work_elsewhere(
+    runs: Sequence[Run], files: Mapping[str, bytes], deadline: Deadline, keep: bool
+) -> tuple[list[Event], dict[str, bytes]]:
+    """Carries out runs on a node of a cluster; returns the events and the files of their folders.
+
+    Args:
+      runs: the runs.
+      files: of their folders, as `files_of` returns them.
+      deadline, keep: as for `carry_out_runs`.
+    """
+    take_a_processor()
+    lines: list[Event] = []
+
+    def send(event: Event) -> None:
+        lines.extend([event] if isinstance(event, str) else [])
+
+    with tempfile.TemporaryDirectory() as place:
+        write_files(files, Path(place))
+        events = list(carry_out_runs(Path(place), runs, deadline, keep, send))
+        return lines + events, files_of(runs, Path(place))
+
+
+def files_of(runs: Iterable[Run], folder: Path) -> dict[str, bytes]:
+    """Returns the files of the folders of runs, and of the runs that they begin with, by path."""
+    folders = {run.name for each in runs for run in (each, each.root)}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for name in sorted(folders)
+        for path in sorted((folder / name).rglob("*"))
+        if path.is_file()
+    }
+
+
+def write_files(files: Mapping[str, bytes], folder: Path) -> None:
+    """Writes files to a folder, results last: a run that has one has ended."""
+    for path in sorted(files, key=lambda path: path.endswith(FILE)):
+        write_whole(folder / path, files[path])
+
+
+def in_one_line(error: BaseException) -> str:
     """Returns an exception, after the last line of the user's own code that it passed."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     users = (f for f in frames if not (is_project(f.filename) or is_installed(f.filename)))
@@ -286,8 +421,6 @@ def carry_out(
 ) -> Queue:
     """Carries out the runs of a command, and returns their queue.
 
-    Processes other than the first compute with it, and end here.
-
     Args:
       options: of `add_arguments`.
       folder: of the folders of runs.
@@ -302,21 +435,12 @@ def carry_out(
     """
     workers, mesh = number_of_workers(options), None
     if options.mesh:
-        sizes = [size for task in tasks for size in sharded(task)]
-        mesh = on_mesh.make(options.mesh, sizes)
-    if jax.process_index() > 0:
-        raise SystemExit(_follow(mesh))
-    try:
-        queue = Queue(folder, options.minutes, workers, mesh, keep, show)
-        for runs in stages:
-            waiting = [each for each in runs if RunFolder(folder, each).missing(keep)]
-            queue.work(waiting)
-            if queue.over:
-                break
-    except ExperimentError:
-        on_mesh.tell_others(None)
-        raise
-    on_mesh.tell_others(None)
+        mesh = on_mesh.make(options.mesh, [size for task in tasks for size in sharded(task)])
+    queue = Queue(folder, options.minutes, workers, mesh, keep, show, options.ray)
+    for runs in stages:
+        queue.work([each for each in runs if RunFolder(folder, each).missing(keep)])
+        if queue.over:
+            break
     if options.pack:
         say(f"Pack: {pack(folder)} results in {folder / PACK}")
     return queue
@@ -329,34 +453,6 @@ def sharded(task: Any) -> list[tuple[str, str, int]]:
         ("tensor", f"{task.name}.model.num_heads", task.model.num_heads),
         ("sequence", f"{task.name}.train_length", task.train_length),
     ]
-
-
-def _follow(mesh: jax.sharding.Mesh | None) -> int:
-    """Trains with process 0 until it has ended; returns the exit status."""
-    status = 0
-    while (message := on_mesh.heard()) is not None:
-        run, params = message
-        try:
-            run.train(load_data(run.task), params=params, mesh=mesh)
-        except Exception:  # Process 0 reports it.
-            status = 1
-    return status
-
-
-def _units(runs: Sequence[Run]) -> list[list[Run]]:
-    """Returns runs in groups that begin with the same run, so that one process has them."""
-    units: dict[str, list[Run]] = {}
-    for each in runs:
-        units.setdefault(each.root.name, []).append(each)
-    return list(units.values())
-
-
-@contextlib.contextmanager
-def _in_worker(folder: Path, minutes: float, keep: bool) -> Generator[Callable[..., None]]:
-    """Yields the function that a process calls with each unit."""
-    queue = Queue(folder, minutes, keep=keep)
-    with queue.deadline.of_sigterm():
-        yield queue.carry_out
 
 
 def say(line: str) -> None:

@@ -12,22 +12,18 @@ from experiments.runs.run import Run, RunFolder
 from experiments.runs.run_queue import (
     add_arguments,
     carry_out,
-    of_shard,
     refuse_other_versions,
     say,
-    shard,
 )
 from experiments.scoreboard.claims import Claim, load_all
 from experiments.scoreboard.outcomes import Outcome, judge
 from experiments.scoreboard.page import LIBRARY, Files, of_folder, page
 from experiments.scoreboard.speed import SpeedRun
 from experiments.settings.config_io import Parser
-from experiments.training.mesh import connect
 
 _EPILOG = """\
 python -m experiments scoreboard                          outcomes of all claims
 python -m experiments scoreboard R08 R10 --run            run these, with all their seeds
-python -m experiments scoreboard --run --shard 1/2        half of what this machine can run
 python -m experiments scoreboard R12 --run --minutes 9    stop in time; the next call continues
 python -m experiments scoreboard --folder mine --run      claims of your own: mine/RESULTS.md
 
@@ -60,8 +56,6 @@ def main(arguments: list[str]) -> int:
         "--page", type=Path, help=f"(default: {LIBRARY.page}; FOLDER/RESULTS.md of another folder)"
     )
     options = parser.parse_args(arguments)
-    connect(options)
-    part = shard(options.shard)
     if options.seeds is not None and options.seeds < 1:
         raise ConfigError(f"--seeds: must be at least 1, got {options.seeds}")
     if options.fresh and not (options.run and options.claims):
@@ -83,7 +77,7 @@ def main(arguments: list[str]) -> int:
             for run in claim.runs.values()
             if not isinstance(run, SpeedRun)
         ]
-        stages = _stages(chosen, files.results, options.seeds, part, options.fresh)
+        stages = _stages(chosen, files.results, options.seeds, options.fresh)
         status = carry_out(options, files.results, tasks, stages).status
     outcomes = [judge(claim, files.results) for claim in everything]
     write_whole(files.page, page(outcomes, files))
@@ -96,7 +90,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _stages(
-    claims: Sequence[Claim], folder: Path, seeds: int | None, part: tuple[int, int], fresh: bool
+    claims: Sequence[Claim], folder: Path, seeds: int | None, fresh: bool
 ) -> Iterator[list[Run]]:
     """Yields the runs that claims need.
 
@@ -104,10 +98,9 @@ def _stages(
       claims: the claims.
       folder: of the folders of runs.
       seeds: how many; None: as each claim states.
-      part: (i, n): the i-th of n parts, from 1.
       fresh: whether to remove earlier results first.
     """
-    plan = _plan(claims, seeds, part)
+    plan = _plan(claims, seeds)
     if fresh:
         for each in plan:
             RunFolder(folder, each).forget()
@@ -118,10 +111,11 @@ def _stages(
     yield plan
 
 
-def _plan(claims: Sequence[Claim], seeds: int | None, part: tuple[int, int]) -> list[Run]:
-    """Returns the runs of a shard, each once."""
+def _plan(claims: Sequence[Claim], seeds: int | None) -> list[Run]:
+    """Returns the runs, each once."""
     counts = [(claim, min(seeds or claim.about.seeds, claim.about.seeds)) for claim in claims]
-    return of_shard((run for claim, count in counts for run in _all(claim, count)), part)
+    runs = (run for claim, count in counts for run in _all(claim, count))
+    return list({run.name: run for run in runs}.values())
 
 
 def _all(claim: Claim, seeds: int) -> Iterator[Run]:

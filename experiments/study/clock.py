@@ -4,17 +4,16 @@
 
 Runs of a study share a machine with each other and with other programs, so their times do not
 compare. The clock alternates between the schemes of a size in one process: on one processor, as
-runs have one, or on an accelerator. Its file is `clock.json` in the
-folder of results. The share of the machine's time that other programs had meanwhile is measured
-too: above `BUSY`, nothing is concluded from times.
+runs have one, or on an accelerator. Its file is `clock.json` in the folder of results. The share of
+the machine's time that other programs had meanwhile is measured too: above `BUSY`, nothing is
+concluded from times.
 """
 
-import contextlib
 import dataclasses
 import json
 import os
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ import jax
 
 from experiments.errors import ResultsError
 from experiments.runs.environment import environment
+from experiments.runs.executors import processes
 from experiments.runs.files import to_json, write_whole
-from experiments.runs.workers import Workers
 from experiments.settings.config_io import convert
 
 BUSY = 0.05
@@ -92,10 +91,11 @@ def measure(cells: Mapping[str, Mapping[str, Any]], folder: Path, say: Any) -> C
         say(f"Measuring a step of {len(of_size)} schemes of {size} ...")
         unit = {name: (cell.task, cell.grid[0].position) for name, cell in of_size.items()}
         if jax.default_backend() == "cpu":
-            with Workers(1, _in_worker) as workers:
-                (measured,) = workers.answers([unit], lambda unit: None, lambda: True)
+            with processes(1) as pool:
+                measured = pool.submit(_measure, unit).result()
         else:
-            measured = _on_accelerator(of_size)
+            steps_per_call = next(iter(of_size.values())).task.train.steps_per_call
+            measured = _measure(unit, steps_per_call, rounds=CALLS - 2)
         steps[size], rounds[size], others[size] = measured
         share = "unknown" if others[size] is None else f"{others[size]:.1%}"
         say(f"{size}: {rounds[size]} rounds; time of other programs: {share}")
@@ -104,27 +104,10 @@ def measure(cells: Mapping[str, Mapping[str, Any]], folder: Path, say: Any) -> C
     return clock
 
 
-@contextlib.contextmanager
-def _in_worker() -> Generator[Any]:
-    yield _measure
-
-
-def _on_accelerator(cells: Mapping[str, Any]) -> Any:
-    """Returns what `_measure` sends, of the programs of the runs."""
-    unit = {name: (cell.task, cell.grid[0].position) for name, cell in cells.items()}
-    measured: list[Any] = []
-    steps = next(iter(cells.values())).task.train.steps_per_call
-    _measure(unit, measured.append, steps, rounds=CALLS - 2)
-    return measured[0]
-
-
 def _measure(
-    unit: Mapping[str, tuple[Any, Any]],
-    send: Any,
-    steps_per_call: int = 5,
-    rounds: int = 15,
-) -> None:
-    """Sends milliseconds of a step by scheme, the number of rounds, and the share of others."""
+    unit: Mapping[str, tuple[Any, Any]], steps_per_call: int = 5, rounds: int = 15
+) -> tuple[dict[str, float], int, float | None]:
+    """Returns milliseconds of a step by scheme, the number of rounds, and the share of others."""
     from experiments.bench.step import prepare
     from experiments.bench.timing import side_by_side
     from experiments.runs.run import load_data
@@ -139,7 +122,7 @@ def _measure(
     timings = side_by_side(cases, rounds=rounds, seconds=0.0)
     others = _share_of_others(before, _processor_seconds())
     steps = {each.name: round(1e3 * each.median / per_call[each.name], 4) for each in timings}
-    send((steps, timings[0].rounds, others))
+    return steps, timings[0].rounds, others
 
 
 def _processor_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float, float] | None:

@@ -12,7 +12,7 @@ from experiments.pages.scheme_results import Lookup, SchemeResults, collect
 from experiments.pages.tables import label
 from experiments.runs.files import write_whole
 from experiments.runs.run import Result, Run, RunFolder
-from experiments.runs.run_queue import add_arguments, carry_out, refuse_other_versions, say, shard
+from experiments.runs.run_queue import add_arguments, carry_out, refuse_other_versions, say
 from experiments.settings.config_io import Parser, names
 from experiments.study import clock
 from experiments.study.catalogue_page import catalogue_page, catalogue_picture
@@ -20,14 +20,12 @@ from experiments.study.gains import gains_picture
 from experiments.study.page import drawing, length_suffix, page
 from experiments.study.plan import Study, forecast, load
 from experiments.study.rows import Row, rows_of
-from experiments.training.mesh import connect
 
 _EPILOG = """\
 python -m experiments study                          the page with what is known so far
 python -m experiments study --clock                  time a step of each scheme, side by side
 python -m experiments study --run                    run what has no result, in stages
 python -m experiments study --run --minutes 9        stop in time; the next call continues
-python -m experiments study --run --shard 1/2        half of the schemes; another call has the rest
 
 Folders of runs are named by the hash of their settings: what has a result is not run again.
 """
@@ -58,8 +56,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--results", type=Path, help="folder (default: results/<name of the file>)")
     parser.add_argument("--page", type=Path, help="file to write (default: docs/<name>.md)")
     options = parser.parse_args(arguments)
-    connect(options)
-    part = shard(options.shard)
     study = load(options.file, options.also)
     folder = options.results or Path("results") / study.name
     target = options.page or Path("docs") / f"{study.name}.md"
@@ -70,7 +66,7 @@ def main(arguments: list[str]) -> int:
         clock.measure(study.timed_sizes, folder, say)
     if options.run:
         tasks = [cell.task for cells in study.cells.values() for cell in cells.values()]
-        stages = _stages(study, folder, part)
+        stages = _stages(study, folder)
         status = carry_out(options, folder, tasks, stages).status
     results, times = known(folder), clock.read(folder)
     rows = by_scheme(study, results)
@@ -124,15 +120,14 @@ def pages(
     }
 
 
-def _stages(study: Study, folder: Path, part: tuple[int, int]) -> Iterator[list[Run]]:
+def _stages(study: Study, folder: Path) -> Iterator[list[Run]]:
     """Yields runs without a result, one size after the other, until the results require no more.
 
     Args:
       study: the study.
       folder: of the folders of runs.
-      part: (i, n): the i-th of n parts of the schemes, from 1.
     """
-    schemes, failed = study.about.schemes[part[0] - 1 :: part[1]], set()
+    failed: set[str] = set()
     times = clock.read(folder)
     if jax.default_backend() == "cpu":
         say(forecast(study, known(folder), times))
@@ -146,7 +141,7 @@ def _stages(study: Study, folder: Path, part: tuple[int, int]) -> Iterator[list[
             waiting = [
                 each
                 for name, each in of_size.items()
-                if each.scheme in schemes and results(each) is None and name not in failed
+                if results(each) is None and name not in failed
             ]
             if waiting:
                 break

@@ -1,4 +1,4 @@
-"""Training on many devices: the mesh, how arrays are sharded on it, and processes on many hosts.
+"""Training on many devices: the mesh, and how arrays are sharded on it.
 
 data        sequences of a batch: each device draws and computes its own
 tensor      heads of attention, with a scheme's parameters per head; the MLP's inner width; logits,
@@ -10,18 +10,13 @@ derives all others. The training text of a task is whole on every device. Next t
 may draw all sequences of a batch on every device before each takes its part.
 """
 
-import argparse
 import math
-import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -33,39 +28,6 @@ from posenc_jax.sharding import SequenceParallel
 AXES = ("data", "tensor", "sequence")
 _AXIS_NAMES = {"num_heads": "tensor", "num_kv_heads": "tensor"}
 _OTHER_KERNELS = {"up": P(None, "tensor"), "down": P("tensor"), "head": P(None, "tensor")}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of a mesh and of several processes."""
-    parser.add_argument("--mesh", metavar="AXES", help="train on all devices: data=4,tensor=2")
-    parser.add_argument(
-        "--distributed", action="store_true", help="with --mesh: on the devices of all processes"
-    )
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of the processes")
-    parser.add_argument("--num-processes", type=int, metavar="N", help="number of processes")
-    parser.add_argument("--process-id", type=int, metavar="I", help="number of this process")
-
-
-def connect(options: argparse.Namespace) -> None:
-    """Connects this process with the others, before anything uses a device.
-
-    Raises:
-      ConfigError: for flags that do not belong together, or if the others are not reached.
-    """
-    of_process = options.coordinator, options.num_processes, options.process_id
-    if options.distributed and options.mesh is None:
-        raise ConfigError("--distributed: needs --mesh, such as --mesh data=8")
-    if not options.distributed and any(x is not None for x in of_process):
-        raise ConfigError("--coordinator, --num-processes and --process-id need --distributed")
-    if options.distributed:
-        try:
-            jax.distributed.initialize(*of_process)
-        except (TypeError, ValueError, RuntimeError) as error:
-            words = " ".join(str(error).split())
-            raise ConfigError(
-                f"--distributed: {words:.200} (where JAX does not know the cluster, give "
-                "--coordinator, --num-processes and --process-id)"
-            ) from None
 
 
 def make(text: str, sharded: Iterable[tuple[str, str, int]]) -> Mesh:
@@ -98,9 +60,9 @@ def make(text: str, sharded: Iterable[tuple[str, str, int]]) -> Mesh:
 
 
 def describe(mesh: Mesh) -> str:
-    """Returns a mesh in words."""
+    """Returns the axes of a mesh that are larger than 1."""
     axes = ",".join(f"{name}={size}" for name, size in mesh.shape.items() if size > 1)
-    return f"{axes or 'one device'}, processes: {jax.process_count()}"
+    return axes or "one device"
 
 
 def constrain(x: jax.Array, *axes: str) -> jax.Array:
@@ -190,28 +152,3 @@ def _spec(path: Any, leaf: Any, spec: P, mesh: Mesh) -> P:
         for size, axis in zip(leaf.shape[1:], spec, strict=False)
     )
     return spec if divides else P()
-
-
-def place(tree: Any, shardings: Any) -> Any:
-    """Returns arrays with other shardings; all processes have to call it."""
-    return jax.jit(lambda x: x, out_shardings=shardings)(tree)
-
-
-def gather(tree: Any, mesh: Mesh) -> Any:
-    """Returns sharded arrays whole, on the first device of each process."""
-    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), place(tree, NamedSharding(mesh, P())))
-
-
-def tell_others(message: Any) -> None:
-    """Sends an object from process 0 to `heard` in all others; without others it does nothing."""
-    if jax.process_count() > 1:
-        content = np.frombuffer(pickle.dumps(jax.device_get(message)), np.uint8)
-        multihost_utils.broadcast_one_to_all(np.int32(len(content)))
-        multihost_utils.broadcast_one_to_all(content)
-
-
-def heard() -> Any:
-    """Waits for the next object that process 0 sends by `tell_others`, and returns it."""
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(0)))
-    content = multihost_utils.broadcast_one_to_all(np.zeros(size, np.uint8))
-    return pickle.loads(np.asarray(content, np.uint8).tobytes())

@@ -314,7 +314,7 @@ def train(
     rates = rates_of(task, len(seeds)) if rates is None else rates
     call = compiled(task, position, len(seeds), data, mesh)
     if mesh is not None:
-        state, keys, rates, _, data = on_mesh.place(
+        state, keys, rates, _, data = jax.device_put(
             (state, keys, rates, jnp.int32(0), data), call.input_shardings[0]
         )
     begun, cpu = time.perf_counter(), time.process_time()
@@ -340,7 +340,7 @@ def train(
         report(curve["step"][-1], curve["loss"][-1])
     train_seconds, cpu_seconds = times()
     return Trained(
-        params=state[0] if mesh is None else on_mesh.gather(state[0], mesh),
+        params=state[0] if mesh is None else jax.tree.map(jnp.asarray, jax.device_get(state[0])),
         parameters=count_parameters(state[0]),
         memory=_memory(call),
         curve=curve,

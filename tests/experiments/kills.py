@@ -47,9 +47,9 @@ scheme = "t5"
 """
 RUN = """
 import sys
-from experiments.runs.checkpoints import OrbaxCheckpoint
+from experiments.runs.checkpoints import Checkpoints
 from experiments.__main__ import main
-OrbaxCheckpoint.__init__.__defaults__ = (0.2,)
+Checkpoints.__init__.__defaults__ = (0.2,)
 raise SystemExit(main(sys.argv[1:]))
 """
 

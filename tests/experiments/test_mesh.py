@@ -1,15 +1,9 @@
-"""Training on eight devices and in two processes: the losses of one device."""
+"""Training on eight devices: the losses of one device."""
 
-import contextlib
 import dataclasses
 import functools
-import json
-import os
 import pathlib
 import re
-import socket
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -17,9 +11,8 @@ import pytest
 
 from experiments.__main__ import main
 from experiments.errors import ConfigError
-from experiments.runs.checkpoints import Deadline, OrbaxCheckpoint
+from experiments.runs.checkpoints import Checkpoints, Deadline
 from experiments.runs.experiment import from_file
-from experiments.runs.run import RunFolder
 from experiments.runs.run_queue import sharded
 from experiments.settings.common import Train
 from experiments.training import mesh
@@ -121,64 +114,12 @@ def test_a_run_continues_on_another_number_of_devices(tmp_path):
         raise KeyboardInterrupt
 
     def checkpoint():
-        return OrbaxCheckpoint(tmp_path / "states", Deadline(), pytest.fail, every=0.0)
+        return Checkpoints(tmp_path / "states", Deadline(), pytest.fail, every=0.0)
 
     on, checkpoint_of_run = mesh.make("data=4,tensor=2", sharded(TASK)), checkpoint()
     with pytest.raises(KeyboardInterrupt):
         train(TASK, POSITION, SEEDS, None, stop, checkpoint=checkpoint_of_run, mesh=on)
-    checkpoint_of_run._manager.close()
     assert_equal_to_one_device(train(TASK, POSITION, SEEDS, None, checkpoint=checkpoint()))
-
-
-@slow
-def test_two_processes_equal_one_device(tmp_path):
-    """One is told which it is, the other reads the environment of Slurm."""
-    lines = [f"{k} = {json.dumps(v)}" for k, v in TABLES.items() if not isinstance(v, dict)]
-    lines += ["[schemes]", f"names = {json.dumps([SCHEME])}"]
-    for table in ("", ".model", ".train"):
-        values = TABLES["kback"] if not table else TABLES["kback"][table[1:]]
-        lines += [f"[kback{table}]"]
-        lines += [f"{k} = {json.dumps(v)}" for k, v in values.items() if not isinstance(v, dict)]
-    (tmp_path / "small.toml").write_text("\n".join(lines))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = os.environ | {"PYTHONPATH": path, "JAX_NUM_CPU_DEVICES": "4"}
-    env |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    command = [sys.executable, "-m", "experiments", "compare", "../small.toml"]
-    command += ["--mesh", "data=4,tensor=2", "--distributed"]
-    told = ["--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id", "0"]
-    slurm = {"JOB_ID": "1", "STEP_NODELIST": "localhost", "STEP_NUM_NODES": "1"}
-    slurm |= {"NTASKS": "2", "PROCID": "1", "LOCALID": "1"}
-    detected = {f"SLURM_{name}": value for name, value in slurm.items()}
-    detected |= {"JAX_COORDINATOR_PORT": str(port)}
-    with contextlib.ExitStack() as running:
-        processes = []
-        for number, flags, more in (("0", told, {}), ("1", [], detected)):
-            (tmp_path / number).mkdir()
-            process = subprocess.Popen(
-                [*command, *flags],
-                cwd=tmp_path / number,
-                env=env | more,
-                text=True,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-            )
-            processes.append(running.enter_context(process))
-            running.callback(process.kill)
-        for process in processes:
-            _, err = process.communicate(timeout=120)
-            assert process.returncode == 0, err
-    assert not list((tmp_path / "1").iterdir())
-    parent, expected = tmp_path / "0/results/small", on_one_device()
-    scores = TASK.evaluate(POSITION, expected.params, SEEDS, TASK.load())
-    for i, run in enumerate(EXPERIMENT.all_runs()):
-        result = RunFolder(parent, run).result()
-        assert result.environment["mesh"] == "data=4,tensor=2, processes: 2"
-        losses = [loss[i] for loss in expected.curve["loss"]]
-        np.testing.assert_allclose(result.curve["loss"], losses, atol=NOISE)
-        assert result.scores["plain"] == {str(e.length): e.values[i] for e in scores}
 
 
 @pytest.mark.parametrize(
@@ -198,18 +139,10 @@ def test_a_mesh_that_does_not_fit_is_refused(text, changes, message):
         mesh.make(text, sharded(dataclasses.replace(TASK, **changes)))
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--mesh data=4", "--mesh: data=4 is for 4 devices, there are 8"),
-        ("--distributed", "--distributed: needs --mesh"),
-        ("--mesh data=8 --process-id 1", "need --distributed"),
-    ],
-)
-def test_bad_flags_are_one_line(flags, message, capsys, tmp_path, monkeypatch):
+def test_a_bad_flag_is_one_line(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = str(ROOT / "configs" / "compare.toml")
-    assert main(["compare", file, *flags.split(), "--name", "mine"]) == 2
+    assert main(["compare", file, "--mesh", "data=4", "--name", "mine"]) == 2
     err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1
+    assert "--mesh: data=4 is for 4 devices, there are 8" in err and err.count("\n") == 1
     assert not list(tmp_path.iterdir())

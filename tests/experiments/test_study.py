@@ -5,6 +5,7 @@ import gzip
 import itertools
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -153,11 +154,7 @@ def test_stages_follow_from_results(timed, tmp_path):
     assert page.index("| rope | 0.901") < page.index("| kerple | 0.409") < page.index("| none | 0")
 
 
-def test_finished_runs_are_not_run_again_and_shards_share_the_work(call):
-    assert call("--run", "--shard", "1/2")[0] == 0
-    assert {run.scheme for run in call.carried_out} == {"none", "kerple"}
-    assert {run.seed for run in call.carried_out} == {0, 1, 100, 101, 102}
-    assert "| none | 0.3" not in call.page().partition("How the rates")[0]  # Without a baseline.
+def test_finished_runs_are_not_run_again(call):
     assert call("--run")[0] == 0
     before, count = call.page(), len(call.carried_out)
     assert count == len({run.name for run in call.carried_out})
@@ -354,32 +351,13 @@ def test_the_clock_measures_each_scheme(call, monkeypatch, tmp_path):
     study = STUDY.partition("[sizes.large]")[0].replace('["none", "rope", "kerple"]', '["rope"]')
     study += "kback.model = {model_dim = 8, num_layers = 1}\n"
     (tmp_path / "mine.toml").write_text(study)
-    monkeypatch.setattr(clock, "Workers", Here)
+    monkeypatch.setattr(clock, "processes", lambda count: ThreadPoolExecutor(count))
     status, out, _ = call("--clock")
     assert status == 0 and "Measuring a step of 1 schemes of small" in out
     times = clock.read(call.results)
     assert times.steps["small"]["rope"] > 0 and times.rounds == {"small": 15}
     (call.results / "clock.json").write_text("{")
     assert call()[0] == 2
-
-
-class Here:
-    """Stands for a worker process, in this one."""
-
-    def __init__(self, count, prepare):
-        self.prepare, self.sent = prepare, []
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        pass
-
-    def answers(self, units, kind, go_on):
-        with self.prepare() as work:
-            for unit in units:
-                work(unit, self.sent.append)
-        return self.sent
 
 
 def test_the_share_of_other_programs(monkeypatch, tmp_path):

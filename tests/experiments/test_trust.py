@@ -10,7 +10,7 @@ import posenc_jax as pe
 from experiments.__main__ import main
 from experiments.errors import ResultsError
 from experiments.models.schemes import find
-from experiments.runs.checkpoints import Deadline, OrbaxCheckpoint
+from experiments.runs.checkpoints import Checkpoints, Deadline
 from experiments.runs.experiment import find_task
 from experiments.runs.files import locked, write_whole
 from experiments.settings import trust
@@ -157,5 +157,5 @@ def test_folders_of_runs_and_of_states_are_no_links(folder):
     with pytest.raises(ResultsError, match="cannot be written"), locked(folder / "run"):
         pass
     with pytest.raises(ResultsError, match="is a symbolic link"):
-        OrbaxCheckpoint(folder / "run", Deadline(), print).load({"x": jnp.ones(1)})
+        Checkpoints(folder / "run", Deadline(), print).load({"x": jnp.ones(1)})
     assert (folder / "mine" / "7").exists()

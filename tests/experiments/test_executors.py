@@ -1,0 +1,153 @@
+"""Runs in processes of this machine and on the nodes of a cluster."""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from experiments.errors import ConfigError, ResultsError
+from experiments.runs.experiment import Experiment
+from experiments.runs.run import Run, RunFolder
+from experiments.runs.run_queue import Queue, add_arguments, grouped, number_of_workers
+from tests.obedient import TASK, order
+from tests.support import slow
+
+
+class Quiet:
+    """Shows nothing, and calls a function when a run has ended."""
+
+    def __init__(self, then=lambda ended: None):
+        self.messages, self.ended, self.then = [], {}, then
+
+    def start(self, runs):
+        pass
+
+    def update(self, step):
+        pass
+
+    def finish(self, ended):
+        self.ended[ended.run] = ended
+        self.then(ended)
+
+    def message(self, text):
+        self.messages.append(text)
+
+
+def make_run(seed, scheme="t5", rate=1e-3):
+    task = dataclasses.replace(TASK, train=dataclasses.replace(TASK.train, learning_rate=rate))
+    position = Experiment(tasks={"kback": task}).scheme("kback", scheme)
+    return Run(task, scheme, {}, position, seed)
+
+
+def test_runs_of_one_program_are_one_group():
+    t5 = [make_run(seed, rate=rate) for seed in (0, 1) for rate in (1e-3, 2e-3)]
+    rope = [make_run(seed, "rope") for seed in range(3)]
+    late = dataclasses.replace(make_run(4), start=rope[0])
+    mixed = [rope[0], t5[0], late, rope[1], *t5[1:], rope[2], t5[0]]
+    assert grouped(mixed, 1) == [[rope[0], late, *rope[1:]], t5]
+    assert grouped(mixed, 2) == [[rope[0], late, rope[1]], t5[:2], t5[2:], [rope[2]]]
+    assert sorted(map(len, grouped(mixed, 99))) == [1, 1, 1, 1, 1, 1, 2]
+
+
+def test_each_process_has_a_processor_of_its_own(tmp_path):
+    show = Quiet()
+    queue = Queue(tmp_path, workers=2, show=show)
+    queue.work([order(seed) for seed in range(4)] + [order(4, "raise")])
+    scores = [show.ended[order(seed).name].result.scores["plain"] for seed in range(4)]
+    assert [each["seed"] for each in scores] == [0, 1, 2, 3]
+    assert {each["others"] for each in scores} == {0}
+    if len(os.sched_getaffinity(0)) > 1:
+        pairs = {(each["process"], each["processor"]) for each in scores}
+        assert len(pairs) == len(dict(pairs)) == len({processor for _, processor in pairs})
+    assert show.ended[order(4).name].error.endswith("RuntimeError: no memory")
+    assert queue.status == 1 and not queue.over and not show.messages
+    # The last run has one processor too: with all it would round differently.
+    queue.work([order(5)])
+    assert show.ended[order(5).name].result.scores["plain"]["others"] == 0
+
+
+def test_a_process_that_dies_loses_no_result(tmp_path):
+    runs = [order(seed, "die" if seed == 3 else "") for seed in range(4)]
+    with pytest.raises(ResultsError, match=r"ended \(.*; the same command continues") as caught:
+        Queue(tmp_path, workers=2, show=Quiet()).work(runs)
+    assert "\n" not in str(caught.value)
+    known = [RunFolder(tmp_path, run).result() for run in runs]
+    assert known[0] and known[3] is None
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
+def test_processes_that_are_stopped_write_their_states(tmp_path, how):
+    number = signal.SIGTERM if how == "SIGTERM" else signal.SIGINT
+    stop = Quiet(lambda ended: os.kill(os.getpid(), number))
+    runs = [order(0, "wait"), order(1), order(2, "wait"), order(3)]
+    queue = Queue(tmp_path, workers=2, show=stop)
+    with pytest.raises(KeyboardInterrupt) if how == "Ctrl-C" else contextlib.nullcontext():
+        queue.work(runs)
+    assert queue.over == (how == "SIGTERM")
+    assert list(stop.ended) == [order(1).name]
+    files = {path.name for path in (tmp_path / order(0).name).glob("checkpoints/*")}
+    assert files == {"2.npz"}
+
+
+def test_the_number_of_processes(monkeypatch):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+
+    def count(*words):
+        return number_of_workers(parser.parse_args(words))
+
+    assert count("--workers", "3") == 3 and count() >= 1 == count("--mesh", "data=8")
+    for words, message in (
+        (("--mesh", "data=8", "--workers", "2"), "--workers: must be 1 with --mesh"),
+        (("--workers", "0"), "--workers: must be at least 1"),
+        (("--ray", "auto", "--workers", "2"), "--ray: excludes --mesh and --workers"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            count(*words)
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    assert count() == count("--workers", "1") == 1
+    with pytest.raises(ConfigError, match="--workers: processes would share one gpu"):
+        count("--workers", "2")
+
+
+@slow
+@pytest.mark.needs("ray")
+@pytest.mark.filterwarnings("ignore")  # Ray's own.
+def test_a_cluster_that_loses_a_node_has_the_results_of_one_machine(tmp_path, monkeypatch):
+    """Two nodes with two processes each; one is killed when the first run has ended."""
+    from ray.cluster_utils import Cluster
+
+    for name, value in (("DISABLE_MOST_OPTIMIZATIONS", "1"), ("NUM_CPU_DEVICES", "8")):
+        monkeypatch.setenv(f"JAX_{name}", value)  # As here.
+    first, late = make_run(0), make_run(9)
+    runs = [first, dataclasses.replace(late, start=first)]
+    runs += [make_run(seed, name) for name in ("rope", "none", "alibi") for seed in range(2)]
+    alone = Queue(tmp_path / "alone", workers=2, keep=True, show=Quiet())
+    alone.work(runs)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
+    cluster.wait_for_nodes()
+
+    def kill(ended):
+        if len(show.ended) == 1:
+            cluster.remove_node(nodes[0], allow_graceful=False)
+
+    show = Quiet(kill)
+    queue = Queue(tmp_path / "cluster", keep=True, show=show, ray=cluster.address)
+    try:
+        queue.work(runs)
+    finally:
+        cluster.shutdown()
+    assert (queue.status, queue.over) == (0, False) and len(show.ended) == len(runs) == 8
+    for run in runs:
+        one, other = (RunFolder(tmp_path / part, run) for part in ("alone", "cluster"))
+        a, b = one.result(), other.result()
+        assert (a.curve, a.scores, a.status) == (b.curve, b.scores, b.status)
+        with np.load(one.path / "parameters.npz") as a, np.load(other.path / "parameters.npz") as b:
+            assert a.files == b.files
+            for name in a.files:
+                np.testing.assert_array_equal(a[name], b[name])
