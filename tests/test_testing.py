@@ -211,6 +211,12 @@ def test_broken_scheme_fails_the_property(scheme, name):
     assert prop.cause in message
 
 
+def test_a_function_made_anew_is_named():
+    message = "LogitBias.rule is another function in each call: <function Remade.rules"
+    with pytest.raises(AssertionError, match=message):
+        testing.PROPERTIES["second_eager_call_does_not_compile"].check(testing.Case(Remade(8)))
+
+
 @dataclasses.dataclass(frozen=True)
 class NaN(Rotary):
     """RoPE with NaN in one place."""
@@ -352,7 +358,7 @@ SUMMARIES = [
     (
         FailsWhenLong(6),
         ["tiles_equal_the_reference", "tiles_equal_the_reference_in_an_encoder"],
-        ["raised RuntimeError: 130 tokens are too many", "Fail too, perhaps for the same reason"],
+        ["without causality: raised RuntimeError: 130 tokens are too many"],
     ),
     (
         KeyMisspelt(8),

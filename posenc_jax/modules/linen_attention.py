@@ -19,11 +19,13 @@ from posenc_jax.functional.attention import self_attention
 from posenc_jax.functional.cross_attention import cross_attention
 from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.modules.attention_fn import check_acts_in_attention
-from posenc_jax.modules.axis_names import KERNELS, AxisNames, check_axis_names
 from posenc_jax.modules.linen_encoding import HeadNorm, PositionEncoding, named
 from posenc_jax.modules.shared import (
+    KERNELS,
     AttentionLayer,
+    AxisNames,
     CallOptions,
+    check_axis_names,
     check_use,
     has_bias,
     init_of_projection,

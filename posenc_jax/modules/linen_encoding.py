@@ -7,8 +7,7 @@ import jax
 from flax import linen as nn
 from flax import struct
 
-from posenc_jax.modules.axis_names import AxisNames, check_axis_names, names
-from posenc_jax.modules.shared import EncodingLayer, new_params
+from posenc_jax.modules.shared import AxisNames, EncodingLayer, check_axis_names, names, new_params
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.scheme import Params, Scheme, check_scheme, param_axes
 

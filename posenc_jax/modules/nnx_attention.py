@@ -20,11 +20,13 @@ from posenc_jax.functional.cross_attention import cross_attention
 from posenc_jax.functional.new_cache import CacheOptions
 from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.modules.attention_fn import check_acts_in_attention
-from posenc_jax.modules.axis_names import KERNELS, AxisNames, check_axis_names
 from posenc_jax.modules.nnx_encoding import HeadNorm, PositionEncoding, metadata_of
 from posenc_jax.modules.shared import (
+    KERNELS,
     AttentionLayer,
+    AxisNames,
     CallOptions,
+    check_axis_names,
     check_encoding,
     check_use,
     has_bias,

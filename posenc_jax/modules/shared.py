@@ -1,7 +1,7 @@
 """Common parts of the modules of NNX and Linen: arguments, settings and caches."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -20,6 +20,19 @@ from posenc_jax.functional.pipeline import Norm, Norms, Pipeline
 from posenc_jax.schemes.additive.none import NoPE
 from posenc_jax.schemes.layer_spec import LayerSpec, in_chunks
 from posenc_jax.schemes.scheme import Params, Scheme, call_hint, check_direction
+
+AxisNames = Mapping[str, str | tuple[str, ...] | None]
+"""Maps sizes of a model to names of the axes with these sizes."""
+
+SIZES = ("num_heads", "num_kv_heads", "head_dim", "model_dim")
+
+KERNELS = {
+    "query": ("model_dim", "num_heads", "head_dim"),
+    "key": ("model_dim", "num_kv_heads", "head_dim"),
+    "value": ("model_dim", "num_kv_heads", "head_dim"),
+    "out": ("num_heads", "head_dim", "model_dim"),
+}
+"""The sizes of the axes of kernels. Biases have the axes of the output."""
 
 
 class CallOptions(TokenOptions, total=False):
@@ -390,3 +403,17 @@ def zeros_are_empty(cache: KVCache) -> KVCache:
     """Marks unused slots as empty: Flax makes caches of zeros from their shapes alone."""
     unused = jnp.arange(cache.capacity, dtype=jnp.int32)[None] >= cache.written[:, None]
     return dataclasses.replace(cache, segment_ids=jnp.where(unused, -1, cache.segment_ids))
+
+
+def check_axis_names(caller: str, axis_names: AxisNames | None) -> None:
+    """Raises `ValueError` for keys other than sizes."""
+    unknown = sorted(set(axis_names or ()) - set(SIZES))
+    require(
+        not unknown,
+        f"{caller}: axis_names names axes by their size, {', '.join(SIZES)}; got {unknown}.",
+    )
+
+
+def names(axis_names: AxisNames, sizes: Sequence[str]) -> tuple:
+    """Returns the name of each axis, None for an axis of another size."""
+    return tuple(axis_names.get(size) for size in sizes)

@@ -58,14 +58,12 @@ class Property:
         apply. Raises AssertionError for violations without a number.
       tolerance: the largest error that passes.
       cause: the usual cause of a violation.
-      presumes: properties, by their functions, without which this one cannot be expected to hold.
     """
 
     name: str
     measure: Callable[[Case], float | list[float] | None]
     tolerance: float
     cause: str
-    presumes: tuple[str, ...] = ()
 
     def check(self, case: Case) -> float | None:
         """Returns the largest error, or None where the property does not apply.
@@ -110,13 +108,13 @@ _STOP = {"hashable_and_equal_by_value", "jit_equals_eager"}
 """Those that all others need."""
 
 
-def _holds(cause: str, tolerance: float = 2e-5, presumes: tuple[str, ...] = ()):
+def _holds(cause: str, tolerance: float = 2e-5):
     """Registers a function as the measure of the property that its docstring names."""
     cause = " ".join(cause.split())
 
     def register(measure):
         name = measure.__doc__.removesuffix(".")
-        PROPERTIES[measure.__name__] = Property(name, measure, tolerance, cause, presumes)
+        PROPERTIES[measure.__name__] = Property(name, measure, tolerance, cause)
         return measure
 
     return register
@@ -208,25 +206,16 @@ def _first_calls(case: Case) -> None:
 
 
 def _summary(case: Case, violations: dict[str, Violation]) -> str:
-    """Returns the violations, grouped by their usual cause.
-
-    Violations of properties that presume others which fail are only named.
-    """
+    """Returns the violations, grouped by their usual cause."""
     count = f"{len(violations)} of {len(PROPERTIES)} properties fail"
     rest = "; the others need it and were not measured" if violations.keys() & _STOP else ""
     lines = [f"{count}{rest}.", f"{case.scheme!r:.200}", *_hints(case)]
     groups: dict[str | None, list[str]] = {}
-    followers = []
     for key, violation in violations.items():
-        prop = PROPERTIES[key]
-        if violations.keys() & set(prop.presumes):
-            followers.append(prop.name)
-        else:
-            groups.setdefault(violation.cause, []).append(f"- {prop.name}: {violation}.")
+        text = f"- {PROPERTIES[key].name}: {violation}."
+        groups.setdefault(violation.cause, []).append(text)
     for cause, texts in groups.items():
         lines += [*texts, *([f"  Usual cause: {cause}"] if cause else [])]
-    if followers:
-        lines.append(f"- Fail too, perhaps for the same reason: {'; '.join(followers)}.")
     return "\n".join(lines)
 
 
@@ -408,25 +397,25 @@ _TILES = """`relative=True` on a rule that depends on more than q - k, `bounds` 
     rule still varies, or a rule that sees other numbers than one query's and one key's."""
 
 
-@_holds(_TILES, tolerance=1e-4, presumes=("parameters_are_deterministic_and_float32",))
+@_holds(_TILES, tolerance=1e-4)
 def tiles_equal_the_reference(case: Case) -> float:
     """Tiles equal the reference, with gradients."""
     return _tiles(case)
 
 
-@_holds(_TILES, tolerance=1e-4, presumes=("tiles_equal_the_reference",))
+@_holds(_TILES, tolerance=1e-4)
 def tiles_equal_the_reference_padded(case: Case) -> float:
     """Tiles equal the reference for padded rows, with gradients."""
     return _tiles(case, case.padded)
 
 
-@_holds(_TILES, tolerance=1e-4, presumes=("tiles_equal_the_reference",))
+@_holds(_TILES, tolerance=1e-4)
 def tiles_equal_the_reference_packed(case: Case) -> float:
     """Tiles equal the reference for packed rows, with gradients."""
     return _tiles(case, case.packed)
 
 
-@_holds(_TILES, presumes=("tiles_equal_the_reference",))
+@_holds(_TILES)
 def tiles_equal_the_reference_in_an_encoder(case: Case) -> float:
     """Tiles equal the reference without causality."""
     expected, tiled = (
@@ -505,7 +494,6 @@ def right_padded_rows_equal_rows_alone(case: Case) -> list[float]:
 @_holds(
     """a hook or rule that reads the index of a slot instead of coordinates. Caches store keys
     in any order.""",
-    presumes=("steps_from_an_empty_cache_equal_the_whole",),
 )
 def storage_order_does_not_matter(case: Case) -> float:
     """The order in which tokens are stored does not matter."""
@@ -618,19 +606,19 @@ _LEFT = np.arange(PROMPT)[None] >= np.array([[0], [7]])
 _RIGHT = np.arange(PROMPT)[None] < np.array([[PROMPT], [5]])
 
 
-@_holds(_SUMS, presumes=("steps_from_an_empty_cache_equal_the_whole",))
+@_holds(_SUMS)
 def steps_after_left_padding_equal_rows_alone(case: Case) -> list[float]:
     """Steps after a prompt padded on the left equal rows alone."""
     return _continued(case, _LEFT, 3.0)
 
 
-@_holds(_SUMS, presumes=("steps_from_an_empty_cache_equal_the_whole",))
+@_holds(_SUMS)
 def steps_after_right_padding_equal_rows_alone(case: Case) -> list[float]:
     """Steps after a prompt padded on the right equal rows alone."""
     return _continued(case, _RIGHT, 3.0)
 
 
-@_holds(_SUMS, presumes=("steps_from_an_empty_cache_equal_the_whole",))
+@_holds(_SUMS)
 def nan_in_the_padding_of_a_prompt_stays_there(case: Case) -> list[float]:
     """NaN in the padding of a prompt stays there."""
     return _continued(case, _LEFT, np.nan) + _continued(case, _RIGHT, np.nan)
@@ -638,7 +626,6 @@ def nan_in_the_padding_of_a_prompt_stays_there(case: Case) -> list[float]:
 
 @_holds(
     "a hook that makes the coordinates of cached keys itself instead of reading them.",
-    presumes=("steps_from_an_empty_cache_equal_the_whole",),
 )
 def coordinates_travel_with_the_cache(case: Case) -> float:
     """Coordinates travel with the cache."""
@@ -656,7 +643,6 @@ def coordinates_travel_with_the_cache(case: Case) -> float:
 @_holds(
     """`rules` or `attend` that read keys outside the window, or the slot of a key. First
     tokens that stay visible are declared by num_sink_tokens.""",
-    presumes=("steps_from_an_empty_cache_equal_the_whole",),
 )
 def ring_cache_equals_the_whole(case: Case) -> float:
     """A ring cache of a window equals the whole."""
