@@ -23,7 +23,7 @@ from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.dropout import make_dropout_seeds
 from posenc_jax.engine.jax_nn import CuDNN, JaxNN
 from posenc_jax.engine.mask import Window, window_sides
-from posenc_jax.engine.mesh import placement_is_known
+from posenc_jax.engine.mesh import placement_is_known, platform_of
 from posenc_jax.engine.pallas import Pallas
 from posenc_jax.engine.problem import Implementation, LogSumExp, Problem, with_sinks, zero_where
 from posenc_jax.engine.reference import Reference
@@ -277,7 +277,7 @@ def run(
       NotImplementedError: if the implementation does not support the problem.
     """
     if implementation is None:
-        chosen = choose(problem, _platform(problem.q))
+        chosen = choose(problem)
     else:
         chosen = find(implementation)
         reason = _symbolic(problem, chosen) or chosen.supports(problem)
@@ -296,17 +296,6 @@ def _symbolic(problem: Problem, chosen: Implementation | None = None) -> str | N
     if exports or all(isinstance(size, int) for size in sizes):
         return None
     return f'B, T and S are {sizes}, and symbolic sizes need "reference", "jax" or None'
-
-
-def _platform(q: jax.Array) -> str:
-    """Returns the platform of q if it is known, else of `jax.default_device` or the backend.
-
-    It is known of JAX's arrays that are committed to devices, but not of tracers.
-    """
-    if isinstance(q, jax.Array) and not isinstance(q, Tracer) and q.committed:
-        return next(iter(q.devices())).platform
-    device = jax.config.jax_default_device
-    return device.platform if isinstance(device, jax.Device) else device or jax.default_backend()
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -354,7 +343,7 @@ def find(implementation: str | Implementation) -> Implementation:
     return IMPLEMENTATIONS[implementation]
 
 
-def choose(problem: Problem, platform: str) -> Implementation:
+def choose(problem: Problem) -> Implementation:
     """Returns the implementation that `None` stands for.
 
     Decode steps and sizes below the smallest tile use whole rows, all others use tiles: measured
@@ -364,14 +353,10 @@ def choose(problem: Problem, platform: str) -> Implementation:
     the kernels of this package on the chips of `posenc_jax.engine.chips`, from 2**18 pairs and a
     tile of queries on: on an H100 they take a sixth to a thirteenth of the time of tiles, and as
     much as cuDNN. Decode steps never take them: on an H100 whole rows take a third of their time.
-
-    Args:
-      problem: the problem.
-      platform: "cpu", "gpu" or "tpu".
     """
     if _symbolic(problem) is not None:
         return IMPLEMENTATIONS["reference"]
-    pairs = problem.length * problem.keys
+    platform, pairs = problem.platform, problem.length * problem.keys
     small = problem.length == 1 or pairs < 32 * 32
     order = ("dense", "xla") if small else ("xla", "dense")
     if platform in ("gpu", "tpu") and placement_is_known(problem) and pairs >= _KERNEL_PAIRS:
@@ -437,6 +422,7 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
         scale=dim**-0.5 if call.scale is None else float(call.scale),
         softcap=None if call.softcap is None else float(call.softcap),
         dropout_rate=float(call.dropout_rate),
+        platform=platform_of(q),
         **tokens,
     )
 

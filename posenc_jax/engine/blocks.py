@@ -52,6 +52,7 @@ def make_plan(
     heads: int,
     forward: Blocks | None = None,
     backward: Blocks | None = None,
+    platform: str = "cpu",
 ) -> Plan:
     """Returns the blocks for T queries and S keys, and `heads` = B * N heads.
 
@@ -70,7 +71,7 @@ def make_plan(
         steps = math.lcm(first.q, second.q), math.lcm(first.k, second.k)
         padded = (-(-n // step) * step for n, step in zip((length, keys), steps, strict=True))
         return Plan(first, second, *padded)
-    first, second = _measured(length, keys, heads)
+    first, second = _measured(length, keys, heads, platform)
     fq, bq, padded = _divide(length, (first.q, second.q))
     fk, bk, padded_keys = _divide(keys, (first.k, second.k))
     return Plan(Blocks(fq, fk), Blocks(bq, bk), padded, padded_keys)
@@ -79,11 +80,11 @@ def make_plan(
 _GPU_PAIRS = 2**25  # Of a tile of all heads, 128 MiB in float32.
 
 
-def _measured(length: int, keys: int, heads: int) -> tuple[Blocks, Blocks]:
-    if jax.default_backend() == "gpu":
+def _measured(length: int, keys: int, heads: int, platform: str) -> tuple[Blocks, Blocks]:
+    if platform == "gpu":
         size = next((n for n in (1024, 512, 256) if heads * n * n <= _GPU_PAIRS), 128)
         return Blocks(size, size), Blocks(size, size)
-    if jax.default_backend() == "tpu":
+    if platform == "tpu":
         return Blocks(512, 256) if length >= 1024 else Blocks(256, 256), Blocks(256, 512)
     longest = max(length, keys)
     small = heads >= 16 or (heads >= 8 and longest <= 512)

@@ -65,9 +65,9 @@ def kernels_by_default(value: bool | None) -> contextlib.AbstractContextManager[
     return _by_default(value)
 
 
-def here() -> tuple[str, str, str]:
+def here(platform: str | None = None) -> tuple[str, str, str]:
     """Returns kind, version of jax and runtime of the device, as rows of `CHIPS` begin."""
-    device = jax.local_devices()[0]
+    device = jax.local_devices(backend=platform)[0]
     described = jax.sharding.get_abstract_mesh().abstract_device
     runtime = " ".join(device.client.platform_version.split())
     return (described or device).device_kind, jax.__version__, runtime
@@ -79,5 +79,5 @@ def are_default(problem: Problem) -> bool:
         return _by_default.value
     # No step has values of another head dim, or another jaxlib than jax.
     same = problem.q.shape[3] == problem.v.shape[3] and jax.__version__ == jaxlib.__version__
-    dtype, device = problem.q.dtype.name, here()
+    dtype, device = problem.q.dtype.name, here(problem.platform)
     return same and any(chip[:3] == device and dtype in chip.dtypes for chip in CHIPS)

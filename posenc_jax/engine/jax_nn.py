@@ -119,8 +119,8 @@ class CuDNN(JaxNN):
             p.q.dtype == p.k.dtype == p.v.dtype
         ):
             return "q, k and v must all be bfloat16 or all float16"
-        if (capability := _compute_capability()) is None:
-            return f"it needs an NVIDIA GPU, and the platform is {jax.default_backend()}"
+        if (capability := _compute_capability(p.platform)) is None:
+            return f"it needs an NVIDIA GPU, and the platform is {p.platform}"
         if capability < 8.0:
             return f"it needs compute capability 8.0 or later, and this is {capability}"
         largest = 256 if capability >= 9.0 else 128
@@ -133,9 +133,9 @@ class CuDNN(JaxNN):
         return None
 
 
-def _compute_capability() -> float | None:
+def _compute_capability(platform: str) -> float | None:
     """Returns the compute capability of the GPU, or None where there is no NVIDIA GPU."""
-    if jax.default_backend() != "gpu":
+    if platform != "gpu":
         return None
-    device = jax.local_devices()[0]
+    device = jax.local_devices(backend=platform)[0]
     return float(device.compute_capability) if "cuda" in device.client.platform_version else None

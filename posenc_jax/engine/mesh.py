@@ -7,10 +7,22 @@ import math
 from typing import Any, ClassVar
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec
 
 from posenc_jax.checks import require
 from posenc_jax.engine.problem import Implementation, Problem, vary_over
+
+
+def platform_of(q: jax.Array) -> str:
+    """Returns the platform of q if it is known, else of `jax.default_device` or the backend.
+
+    It is known of JAX's arrays that are committed to devices, but not of tracers.
+    """
+    if isinstance(q, jax.Array) and not isinstance(q, Tracer) and q.committed:
+        return next(iter(q.devices())).platform
+    device = jax.config.jax_default_device
+    return device.platform if isinstance(device, jax.Device) else device or jax.default_backend()
 
 
 def mesh_of(problem: Problem) -> Any:
@@ -152,10 +164,10 @@ class ShardMapped(Implementation):
 
     def supports(self, problem: Problem) -> str | None:
         anywhere = self.interpret or self.cross_compile
-        if not anywhere and jax.default_backend() != self.platform:
+        if not anywhere and problem.platform != self.platform:
             return (
                 f"{type(self).__name__} has kernels for the platform {self.platform}, and the "
-                f"platform is {jax.default_backend()}"
+                f"platform is {problem.platform}"
             )
         automatic = open_axes(mesh_of(problem), AxisType.Auto)
         if automatic and self.batch_axes is None and self.head_axes is None:

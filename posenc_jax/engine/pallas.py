@@ -11,14 +11,13 @@ from posenc_jax.engine.problem import Implementation, Problem
 
 @dataclasses.dataclass(frozen=True)
 class Pallas(Implementation):
-    """`PallasGPU()` where the default backend is a GPU, `PallasTPU()` elsewhere."""
+    """`PallasGPU()` on GPUs, `PallasTPU()` elsewhere."""
 
     name = "pallas"
 
-    @property
-    def _kernels(self) -> Any:
+    def _kernels(self, platform: str) -> Any:
         # Imported here: Pallas takes half of the time that this package adds to `import jax`.
-        if jax.default_backend() == "gpu":
+        if platform == "gpu":
             from posenc_jax.kernels.gpu.implementation import PallasGPU
 
             return PallasGPU()
@@ -26,21 +25,20 @@ class Pallas(Implementation):
 
         return PallasTPU()
 
-    def unfit(self) -> str | None:
-        """Returns why the chip that is there has no kernels, whatever the problem, or None."""
-        platform = jax.default_backend()
+    def unfit(self, platform: str) -> str | None:
+        """Returns why the chip of a platform has no kernels, whatever the problem, or None."""
         if platform not in ("tpu", "gpu"):
             return f"there are kernels for TPUs and NVIDIA GPUs, and the platform is {platform}"
-        return self._kernels.unfit()
+        return self._kernels(platform).unfit()
 
     def supports(self, problem: Problem) -> str | None:
-        if (reason := self.unfit()) is not None:
+        if (reason := self.unfit(problem.platform)) is not None:
             return reason
-        kernels, mesh = self._kernels, mesh_of(problem)
+        kernels, mesh = self._kernels(problem.platform), mesh_of(problem)
         return kernels.supports(problem) or unshardable(problem, mesh, *kernels.axes(problem))
 
     def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, Any]:
-        return self._kernels.on_mesh(problem, mesh, spec)
+        return self._kernels(problem.platform).on_mesh(problem, mesh, spec)
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, Any]:
-        return self._kernels(problem)
+        return self._kernels(problem.platform)(problem)

@@ -64,6 +64,7 @@ class Problem:
       finite_values: v is finite, also where no query sees it.
       window: `window_sides` of the argument.
       is_causal, scale, softcap, dropout_rate: as in `attention`.
+      platform: "cpu", "gpu" or "tpu", on which it is computed as far as is known.
       needs_lse: whether the log-sum-exp is used.
     """
 
@@ -92,6 +93,7 @@ class Problem:
     scale: float = dataclasses.field(metadata=STATIC)
     softcap: float | None = dataclasses.field(metadata=STATIC)
     dropout_rate: float = dataclasses.field(metadata=STATIC)
+    platform: str = dataclasses.field(metadata=STATIC)
     needs_lse: bool = dataclasses.field(default=True, metadata=STATIC)
 
     @property

@@ -106,7 +106,7 @@ class XLA(Implementation):
             halves = {n: x.astype(jnp.float32) for n, x in arrays if x.dtype.itemsize == 2}
             p = dataclasses.replace(p, **halves)
         heads = p.q.shape[0] * p.num_heads
-        plan = make_plan(p.length, p.keys, heads, self.forward, self.backward)
+        plan = make_plan(p.length, p.keys, heads, self.forward, self.backward, p.platform)
         lowered = lower(p, max_table=plan.max_table, pairs_at_once=self.pairs_at_once)
         diff, nondiff = partition(_prepare(p, lowered, plan))
         out, lse = _attend(diff, nondiff)

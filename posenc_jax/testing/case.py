@@ -45,7 +45,7 @@ class Recorder(Implementation):
             if field.metadata.get("static")
         )
         self.traced.append([(name, value) for name, value in static if callable(value)])
-        return choose(problem, jax.default_backend())(problem)
+        return choose(problem)(problem)
 
 
 class Case:

@@ -91,7 +91,7 @@ def test_the_choice_goes_by_size(length, keys, name):
     q, k = jnp.ones((1, length, 2, 4)), jnp.ones((1, keys, 2, 4))
     places = {"q_positions": jnp.arange(length), "k_positions": jnp.arange(keys)}
     problem = make_problem(q, k, k, (), pe.AttentionCall(is_causal=True, **places))
-    assert choose(problem, "cpu").name == name
+    assert choose(problem).name == name
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import posenc_jax as pe
 from posenc_jax.engine import api
 from posenc_jax.engine.api import choose, make_problem
+from posenc_jax.engine.mesh import platform_of
 from posenc_jax.engine.rules import as_tuple
 from posenc_jax.engine.splash import Splash
 from posenc_jax.kernels.tpu.splash import _CausalMask, _LocalMask
@@ -273,8 +274,10 @@ def test_inside_shard_map():
 @pytest.fixture
 def on_tpu(monkeypatch):
     """One TPU, as far as the choice of an implementation asks."""
+    devices = jax.local_devices()
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
+    monkeypatch.setattr(jax, "local_devices", lambda **_: devices)
     return monkeypatch
 
 
@@ -293,7 +296,8 @@ def _chosen(
     def ask(q):
         k = jnp.zeros((1, options.pop("keys", length), 2, dim), dtype)
         problem = make_problem(q, k, k, rules, pe.AttentionCall(**options))
-        words.append(choose(dataclasses.replace(problem, needs_lse=needs_lse), "tpu").name)
+        problem = dataclasses.replace(problem, needs_lse=needs_lse, platform="tpu")
+        words.append(choose(problem).name)
 
     with contextlib.nullcontext() if kind is None else described(kind):
         jax.eval_shape(ask, jax.ShapeDtypeStruct((1, length, 2, dim), dtype, sharding=sharding))
@@ -356,8 +360,13 @@ def test_none_takes_it_where_the_devices_are_known(on_tpu):
 def test_programs_of_another_device_take_its_default(on_tpu):
     q = jnp.zeros((1, 512, 2, 64))
     committed = jax.device_put(q, jax.devices("cpu")[0])
-    assert api._platform(q) == api._platform(np.zeros(q.shape)) == "tpu"
-    assert api._platform(committed) == "cpu"
+    assert platform_of(q) == platform_of(np.zeros(q.shape)) == "tpu"
+    for word in ("pallas", "splash", "cudnn"):  # Whatever the default is.
+        call = pe.AttentionCall(is_causal=True)
+        half = committed.astype(jnp.bfloat16)
+        problem = api.make_problem(half, half, half, (), call)
+        problem = dataclasses.replace(problem, needs_lse=False)
+        assert api.IMPLEMENTATIONS[word].supports(problem).endswith("the platform is cpu")
     for device in ("cpu", jax.devices("cpu")[0]):
         with jax.default_device(device), described("TPU v5 lite"):
             text = str(jax.make_jaxpr(lambda q: pe.attention(q, q, q))(q))

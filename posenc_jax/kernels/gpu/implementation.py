@@ -31,8 +31,8 @@ class PallasGPU(Kernels):
     def unfit(self) -> str | None:
         if jax.__version_info__ < (0, 11, 2):
             return f"kernels for GPUs need jax 0.11.2 or later, and this is {jax.__version__}"
-        if jax.default_backend() == "gpu" and not (self.interpret or self.cross_compile):
-            capability = jax.local_devices()[0].compute_capability
+        if not (self.interpret or self.cross_compile):
+            capability = jax.local_devices(backend="gpu")[0].compute_capability
             if capability != _CAPABILITY:
                 return (
                     f"kernels for GPUs need compute capability {_CAPABILITY}, and this is "
@@ -46,7 +46,7 @@ class PallasGPU(Kernels):
         return None
 
     def supports(self, problem: Problem) -> str | None:
-        return self.unfit() or super().supports(problem)
+        return super().supports(problem) or self.unfit()
 
     def refuses(self, problem: Problem) -> str | None:
         p = problem
