@@ -1,6 +1,6 @@
 """Compares `from_hf` with transformers on random configs of every model type.
 
-    python -m tests.makers hf_fuzz --seed 1 --draws 10 [--types llama,phi3]
+    python -m tests.makers hf_fuzz --seed 1 --draws 10 [--types llama,phi3] [--rotations]
 
 needs the group `parity`. A draw is the raw config of a small model, most of whose keys are left
 out, under the names of transformers 4 or 5. transformers completes it, builds a model with random
@@ -10,7 +10,8 @@ its scheme; sizes, biases and causality are from `attention_options_from_hf`. Dr
 transformers refuses do not count, draws that `from_hf` refuses are listed by message.
 
 First, every other model type of transformers must be refused by name. The command ends with code 1
-if anything differs. With `--golden` it writes `attention_layers.npz`, layers for the suite.
+if anything differs. `--rotations` compares frequencies alone, of the mutated configs of
+`hf_fuzz_rotations`. With `--golden` it writes `attention_layers.npz`, layers for the suite.
 """
 
 import argparse
@@ -30,7 +31,7 @@ import transformers
 
 import posenc_jax as pe
 from tests.hf.model_types_table import NOT_FUZZED
-from tests.makers import hf_draw, hf_fuzz_layers, hf_fuzz_models
+from tests.makers import hf_draw, hf_fuzz_layers, hf_fuzz_models, hf_fuzz_rotations
 
 TOLERANCE = 2e-4  # Of the greatest number of an output; float32 against float64.
 FILE = pathlib.Path(__file__).parents[1] / "hf" / "attention_layers.npz"
@@ -178,6 +179,7 @@ def main(argv):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--types", help="model types, with commas between them; default: all")
+    parser.add_argument("--rotations", action="store_true")
     parser.add_argument("--golden", action="store_true")
     args = parser.parse_args(argv)
     logging.disable(logging.CRITICAL)
@@ -188,9 +190,10 @@ def main(argv):
     kinds, refused = model_types()
     print(f"{len(kinds)} model types run; {refused} are refused by name")
     total, messages = collections.Counter(), collections.Counter()
+    drawn = hf_fuzz_rotations.draws if args.rotations else draws
     for kind in args.types.split(",") if args.types else kinds:
         counts = collections.Counter()
-        for raw, offset, outcome, text in draws(kind, args.seed, args.draws):
+        for raw, offset, outcome, text in drawn(kind, args.seed, args.draws):
             counts[outcome] += 1
             if outcome in ("differs", "error"):
                 print(outcome, kind, f"offset {offset}", json.dumps(raw), text, flush=True)

@@ -1,27 +1,21 @@
 """Compares the rotations of `from_hf` with the rotary modules of transformers on mutated configs.
 
-    python -m tests.makers hf_fuzz_rotations --seed 1 --draws 100 [--types llama,olmo3]
-
-A draw is a raw config of `fuzz_draw`, with null, zero, missing and moved keys of its rope
-parameters: under the names of transformers 4 or 5 or both, for all layers or by their kind.
+`hf_fuzz --rotations` runs it. A draw is a raw config of `hf_draw`, with null, zero, missing and
+moved keys of its rope parameters: under the names of transformers 4 or 5 or both, for all layers
+or by their kind.
 """
 
-import argparse
-import collections
 import copy
 import importlib
 import inspect
 import json
-import logging
 import random
 import re
-import warnings
 
 import numpy as np
 from transformers import CONFIG_MAPPING
 
 import posenc_jax as pe
-from posenc_jax.hf.model_types import MODEL_TYPES
 from posenc_jax.schemes.rotary.frequencies import rope_frequencies
 from tests.makers import hf_draw
 
@@ -141,32 +135,8 @@ def compare(kind, raw):
     return "same" if want.keys() & got.keys() else "nothing", ""
 
 
-def run(kinds, seed, count):
-    """Yields (model type, raw config, outcome, text) of `count` draws of each model type."""
-    logging.disable(logging.CRITICAL)
-    for kind in kinds:
-        for i in range(count if rotary_class(kind) else 0):
-            raw = draw(kind, random.Random(f"{seed} {kind} {i}"))
-            yield kind, raw, *compare(kind, raw)
-
-
-def main(argv):
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--draws", type=int, default=20)
-    parser.add_argument("--types", help="model types, with commas between them; default: all")
-    args = parser.parse_args(argv)
-    warnings.simplefilter("ignore")
-    total, kinds = collections.Counter(), collections.defaultdict(collections.Counter)
-    for kind, raw, outcome, text in run(
-        args.types.split(",") if args.types else MODEL_TYPES, args.seed, args.draws
-    ):
-        total[outcome] += 1
-        kinds[kind][outcome] += 1
-        if outcome == "differs":
-            print(kind, json.dumps(raw), text, flush=True)
-    for kind, counts in kinds.items():
-        if not counts["same"]:
-            print(kind, dict(counts))
-    print(dict(total))
-    return 1 if total["differs"] else 0
+def draws(kind, seed, count):
+    """Yields (raw config, offset, outcome, text) of `count` draws of a model type that rotates."""
+    for i in range(count if rotary_class(kind) else 0):
+        raw = draw(kind, random.Random(f"{seed} {kind} {i}"))
+        yield raw, 0, *compare(kind, raw)

@@ -67,7 +67,7 @@ def mistral_large4(layer=0):
     attend = randomize(file.MistralLarge4TextAttention(config, layer))
     attend.indexer = Everything()
     emb = file.MistralLarge4TextRotaryEmbedding(config)
-    emb.alpha = torch.tensor([0.5, -0.5, 0.25, 0.125, -0.25, 0.5, -0.125, 1.0])
+    emb.alpha.data = torch.tensor([0.5, -0.5, 0.25, 0.125, -0.25, 0.5, -0.125, 1.0])
     x = tokens(1, 6, 64)
     RECORDS.clear()
     with (
