@@ -17,7 +17,7 @@ python -m experiments <command> [file.toml] [changes]
   study      the same question at learning rates chosen for
              each scheme, with seeds and intervals           configs/study.toml
   scoreboard test claims of the literature, write their
-             outcomes to RESULTS.md                          configs/scoreboard/
+             outcomes to docs/results.md                     configs/scoreboard/
   report     write report.html again from results of runs    a folder of results
   bench      measure speed as ratios
   gallery    draw the effect of every scheme

@@ -20,7 +20,7 @@ import tomli_w
 from experiments.errors import ConfigError, ResultsError
 from experiments.pages import plots, tables
 from experiments.pages.progress import Progress, by_scheme
-from experiments.pages.report import render, waiting
+from experiments.pages.report import render
 from experiments.runs.experiment import Experiment, from_file, objects_in
 from experiments.runs.files import locked, write_whole
 from experiments.runs.results import PACK
@@ -153,15 +153,14 @@ def write_report(
       ConfigError: if there are no results, or none of the baseline.
       ResultsError: if results cannot be read, or the report cannot be written.
     """
-    experiment, everything = _results(folder, errors, trusted)
-    results = [row for row in everything if not row.waiting]
-    schemes = tables.schemes(results)
+    experiment, results = _results(folder, errors, trusted)
+    schemes = tables.schemes([row for row in results if not row.waiting])
     if baseline and baseline not in schemes:
         hint = near(baseline, schemes)
         raise ConfigError(f"--baseline: {baseline!r} is not among the runs{hint}")
     command = f"python -m experiments compare {folder / 'config.toml'}"
     settings = experiment.to_tables()
-    page = render(experiment.name, results, command, settings, baseline, waiting(everything))
+    page = render(experiment.name, results, command, settings, baseline)
     write_whole(folder / "report.html", page)
     return folder / "report.html"
 

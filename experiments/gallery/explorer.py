@@ -15,7 +15,7 @@ import numpy as np
 from markupsafe import Markup
 
 import posenc_jax as pe
-from experiments.pages.report import fill
+from experiments.pages.page import fill
 from experiments.runs.files import to_json
 
 HEAD_DIM = 128

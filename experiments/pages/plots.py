@@ -284,7 +284,6 @@ def differences(
         return drawing(figure, name, title)
 
 
-_RATIOS = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0)
 _DIFFERENCES = (-2.0, -1.0, -0.5, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 
@@ -293,19 +292,16 @@ def by_parameters(
     unit: str,
     title: str,
     name: str,
-    level: float,
-    ends: tuple[float, float] | None = None,
 ) -> str:
-    """Returns a plot of means with their intervals against parameters.
+    """Returns a plot of differences with their intervals against parameters.
+
+    The axis of differences is linear up to 0.1 and logarithmic beyond.
 
     Args:
       points: by scheme: parameters in millions with mean, lower and upper bound.
       unit: of the numbers.
       title: for readers who do not see it.
       name: of the plot, unique on its page.
-      level: at which there is a line: 0 for differences, whose axis is linear up to 0.1 and
-        logarithmic beyond; 1 for ratios, whose axis is logarithmic.
-      ends: of the axis of the numbers; by default all are in it.
     """
     with mpl.rc_context({**STYLE, "svg.hashsalt": title}):
         figure = Figure(figsize=(6.2, 3.4))
@@ -313,10 +309,7 @@ def by_parameters(
         axes = figure.add_axes((0.11, 0.18, 0.66, 0.78))
         axes.patch.set_alpha(0.0)
         axes.set_xscale("log")
-        if level == 1.0:
-            axes.set_yscale("log", base=2)
-        else:
-            axes.set_yscale("symlog", linthresh=0.1)
+        axes.set_yscale("symlog", linthresh=0.1)
         for i, (scheme, row) in enumerate(points.items()):
             x = [parameters * (1 + 0.02 * i) for parameters, _ in row]
             middle, *bounds = np.array([bounds for _, bounds in row]).T
@@ -329,12 +322,12 @@ def by_parameters(
                 label=tables.label(scheme),
                 elinewidth=1.4,
             )
-        axes.axhline(level, color=INK, linewidth=0.8, alpha=0.6)
-        low, high = ends or axes.get_ylim()
+        axes.axhline(0.0, color=INK, linewidth=0.8, alpha=0.6)
+        low, high = axes.get_ylim()
         axes.set_ylim(low, high)
         ticks = tables.ordered(parameters for row in points.values() for parameters, _ in row)
         axes.set_xticks(ticks, [f"{x:.0f}" if x >= 10 else f"{x:.1f}" for x in ticks], minor=False)
-        heights = [y for y in (_RATIOS if level else _DIFFERENCES) if low <= y <= high]
+        heights = [y for y in _DIFFERENCES if low <= y <= high]
         axes.set_yticks(heights, [f"{y:g}" for y in heights], minor=False)
         axes.minorticks_off()
         axes.set_xlabel("million parameters")

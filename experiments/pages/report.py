@@ -1,24 +1,24 @@
-"""report.html: the tables and plots of a comparison or a study, on one self-contained page.
+"""report.html: the tables and plots of a comparison, on one page.
 
-Captions are computed from the results. The page loads nothing, and its script only sorts and
-filters; equal results give equal bytes.
+Captions are computed from the results. The page loads nothing; equal results give equal bytes.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from markupsafe import Markup
-
 from experiments.pages import plots, tables
 from experiments.pages.intervals import in_words, interval
+from experiments.pages.page import as_html, fill, plain
 from experiments.pages.scheme_results import SchemeResults, mean
 from experiments.pages.tables import Results
-from experiments.runs.files import to_json
 from experiments.settings.config_io import flatten
+
+_COSTS = (
+    *("task", "scheme", "parameters", "ms a step", "relative to none", "memory MiB"),
+    *("compile s", "train s", "CPU s", "final loss in nats"),
+)
 
 
 def render(
@@ -27,25 +27,41 @@ def render(
     command: str,
     settings: Mapping[str, Any] | None = None,
     baseline: str | None = None,
-    missing: Sequence[str] = (),
 ) -> str:
     """Returns the page.
 
     Args:
       name: of the comparison.
-      results: a row per scheme and section.
+      results: a row per scheme and task, of runs that have ended and others.
       command: that makes the results.
       settings: of all runs, nested tables.
       baseline: the scheme of the paired differences; default: rope, or else the first.
-      missing: runs that have not ended, in words.
     """
+    missing = waiting(results)
+    results = [row for row in results if not row.waiting]
     schemes, sections = tables.schemes(results), tables.sections(results)
     baseline = baseline or ("rope" if "rope" in schemes else next(iter(schemes), ""))
     seeds = max((len(row.seeds) for row in results), default=1)
     everything = [result for row in results for _, result in row.ended]
     environment = everything[0].environment if everything else {}
-    return fill(
-        Path(__file__).with_name("report.html.jinja"),
+    pictures: dict[str, str] = {}
+
+    def draw(name: str, svg: str) -> str:
+        """Adds a picture, and returns its file."""
+        pictures[f"{name}.svg"] = svg
+        return f"{name}.svg" if svg else ""
+
+    def drawn(plot: Any) -> list[tuple[str, str]]:
+        return [
+            (s, draw(f"{plot.__name__}-{s}", svg)) for s in sections if (svg := plot(results, s))
+        ]
+
+    costs = list(_costs(results))
+    definitions = [
+        f"{row.section}: {row.first.scheme_repr}" for row in results if row.done and row.first
+    ]
+    text = fill(
+        Path(__file__).with_name("report.md.jinja"),
         mark=tables.note_mark,
         name=name,
         created=max((result.finished for result in everything), default=""),
@@ -61,26 +77,21 @@ def render(
         summaries=[
             summary
             for section in sections
-            if seeds > 1 and (summary := _summary(results, section, baseline))
+            if seeds > 1 and (summary := _summary(results, section, baseline, draw))
         ],
-        tasks=[_section(results, section) for section in sections],
-        curves=[(s, Markup(svg)) for s in sections if (svg := plots.curves(results, s))],
-        cost=[(s, Markup(svg)) for s in sections if (svg := plots.cost(results, s))],
-        costs=list(_costs(results)),
+        tasks=[_section(results, section, draw) for section in sections],
+        curves=drawn(plots.curves),
+        cost=drawn(plots.cost),
+        costs=[_COSTS, *costs] if costs else [],
         processor=environment.get("processor", "an unnamed processor"),
         footnotes=tables.footnotes(results),
-        config=_rows(settings or {}),
-        machine=_rows(environment),
-        data=Markup(_json([dataclasses.asdict(result) for result in everything])),
+        facts=[
+            ("Configuration", _lines(settings or {})),
+            ("Environment", _lines(environment)),
+            ("Schemes", definitions),
+        ],
     )
-
-
-def fill(template: Path, **values: object) -> str:
-    """Returns a page made from a template; undefined names are errors."""
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    return environment.from_string(template.read_text(encoding="utf-8")).render(**values)
+    return as_html(text, pictures)
 
 
 def waiting(results: Results) -> list[str]:
@@ -112,8 +123,9 @@ def _overview(results: Results) -> dict | None:
     for grid in grids:
         trained = [i for i, column in enumerate(grid.columns) if column.trained][-1:]
         columns += [(grid, i) for i in tables.ordered([*trained, len(grid.columns) - 1])]
-        better = "higher" if grid.labels.higher_is_better else "lower"
-        units.setdefault(f"{grid.labels.unit} ({better} is better)", []).append(grid.section)
+        units.setdefault(f"{grid.labels.unit} ({grid.labels.better} is better)", []).append(
+            grid.section
+        )
     by_scheme = [{row.scheme: row for row in grid.rows if not row.variant} for grid, _ in columns]
     rows = [
         dict(
@@ -125,16 +137,16 @@ def _overview(results: Results) -> dict | None:
         )
         for scheme in tables.schemes(results)
     ]
-    heads = [
-        dict(section=grid.section, length=column.length, trained=column.trained)
-        for grid, i in columns
-        for column in [grid.columns[i]]
-    ]
+    heads = [f"{grid.section}<br>{_head(grid.columns[i])}" for grid, i in columns]
     texts = [f"{', '.join(names)}: {unit}" for unit, names in units.items()]
-    return dict(columns=heads, rows=rows, units=texts)
+    return dict(heads=heads, rows=rows, units=texts)
 
 
-def _summary(results: Results, section: str, baseline: str) -> dict | None:
+def _head(column: tables.Column) -> str:
+    return f"{column.length}{' (trained)' if column.trained else ''}"
+
+
+def _summary(results: Results, section: str, baseline: str, draw: Any) -> dict | None:
     """Scores and paired differences at the trained length and at the longest one."""
     mode = next(iter(tables.modes(results, section)), "")
     rows = list(tables.of_section(results, section).values())
@@ -146,62 +158,60 @@ def _summary(results: Results, section: str, baseline: str) -> dict | None:
     columns = [tables.paired(results, section, mode, length, baseline) for length in shown]
 
     def order(scheme: str) -> float:
-        return mean(columns[0][scheme][0]) * (-1 if labels.higher_is_better else 1)
+        return mean(columns[0][scheme][0]) * labels.sign
 
-    digits, schemes = max(labels.digits, 3), sorted(columns[0], key=order)
-    lines = []
-    for scheme in schemes:
-        cells = []
+    def cell(values: Sequence[float], sign: str = "") -> str:
+        middle, _, bounds = in_words(values, max(labels.digits, 3), sign).partition(" ")
+        return f"{middle}<br><small>{bounds}</small>" if bounds else middle
+
+    lines, differences = [], {}
+    for scheme in sorted(columns[0], key=order):
+        lines.append([tables.label(scheme)])
         for column in columns:
             values, against = column.get(scheme, ([], []))
-            cells.append(in_words(values, digits) if values else "")
             paired = against and scheme != baseline
-            cells.append(in_words(against, digits, "+") if paired else "")
-        cells = [(middle, bounds) for middle, _, bounds in (cell.partition(" ") for cell in cells)]
-        lines.append(dict(label=tables.label(scheme), cells=cells))
-    differences = {
-        scheme: {"": interval(columns[0][scheme][1])}
-        for scheme in schemes
-        if columns[0][scheme][1] and scheme != baseline
-    }
-    unit = f"{labels.unit} at {trained}, difference to {tables.label(baseline)}"
-    svg = ""
+            lines[-1] += [cell(values) if values else "", cell(against, "+") if paired else ""]
+        if columns[0][scheme][1] and scheme != baseline:
+            differences[scheme] = {"": interval(columns[0][scheme][1])}
+    name = tables.label(baseline)
+    unit = f"{labels.unit} at {trained}, difference to {name}"
+    picture = ""
     if differences:
-        svg = plots.differences(differences, unit, f"{section}: {unit}", f"differences-{section}")
+        file = f"differences-{section}"
+        picture = draw(file, plots.differences(differences, unit, f"{section}: {unit}", file))
+    seeds = max((len(values) for values, _ in columns[0].values()), default=0)
     return dict(
-        name=section,
-        unit=labels.unit,
-        better="higher" if labels.higher_is_better else "lower",
-        seeds=max((len(values) for values, _ in columns[0].values()), default=0),
-        lengths=shown,
+        title=f"{section}: {labels.unit}, {labels.better} is better, {seeds} seeds",
+        heads=["scheme", *(text for n in shown for text in (str(n), f"minus {name}"))],
         rows=lines,
-        svg=Markup(svg),
+        picture=picture,
     )
 
 
-def _section(results: Results, section: str) -> dict:
+def _section(results: Results, section: str, draw: Any) -> dict:
     """The section on one task."""
     rows = list(tables.of_section(results, section).values())
     labels, done = rows[0].labels, [row for row in rows if row.done]
-    views = [
-        dict(
-            mode=mode,
-            grid=tables.grid(results, section, mode),
-            svg=Markup(plots.lengths(results, section, mode)),
-            explanation=labels.modes.get(mode, ""),
-            findings=" ".join(_findings(results, section, mode)),
+    views = []
+    for mode in tables.modes(results, section):
+        grid = tables.grid(results, section, mode)
+        svg = plots.lengths(results, section, mode)
+        views.append(
+            dict(
+                mode=mode,
+                grid=grid,
+                heads=[_head(column) for column in grid.columns] if grid else [],
+                picture=draw(f"lengths-{section}-{mode}", svg),
+                explanation=labels.modes.get(mode, ""),
+            )
         )
-        for mode in tables.modes(results, section)
-    ]
     return dict(
         name=section,
-        about=_sentence(labels.about),
+        about=" ".join(filter(None, (_sentence(labels.about), _setting(done), *_fits(done)))),
         views=views,
-        map=Markup(plots.maps(results, section)),
+        map=draw(f"maps-{section}", plots.maps(results, section)),
         places=labels.places,
-        fits=" ".join(_fits(done)),
         fitted=not done or any(row.fitted for row in done),
-        setting=_setting(done),
     )
 
 
@@ -256,35 +266,13 @@ def _fits(rows: list[SchemeResults]) -> Iterator[str]:
     others = [tables.label(row.scheme) for row in rows if not row.fitted]
     if not others:
         return
-    rule = f" ({'; '.join(rules)})" if rules else ""
+    rule = f" ({plain('; '.join(rules))})" if rules else ""
     yield f"Fitted{rule}: {', '.join(fitted) or 'no scheme'}."
     yield f"Not fitted: {', '.join(others)}; drawn dashed. Their numbers beyond the training length"
     yield "say nothing, since the task was not learned there."
 
 
-def _findings(results: Results, section: str, mode: str) -> Iterator[str]:
-    """The change of each score beyond the training length, in words."""
-    grid = tables.grid(results, section, mode)
-    trained = [i for i, column in enumerate(grid.columns) if column.trained] if grid else []
-    if not grid or not trained or trained[-1] == len(grid.columns) - 1:
-        return
-    near, far = trained[-1], len(grid.columns) - 1
-    changes = []
-    for row in grid.rows:
-        a, b = (row.cells[i] for i in (near, far))
-        if a.kind == b.kind == "value" and "nan" not in (a.text, b.text) and not row.variant:
-            changes.append((float(b.text) - float(a.text), row.label))
-    if not changes:
-        return
-    labels = grid.labels
-    changes.sort(reverse=labels.higher_is_better)
-    listed = ", ".join(f"{name} {change:+.{labels.digits}f}" for change, name in changes)
-    better = "higher is better" if labels.higher_is_better else "lower is better"
-    span = f"{grid.columns[near].length} to {grid.columns[far].length}"
-    yield f"Change in {labels.unit} ({better}) from {span}: {listed}."
-
-
-def _costs(results: Results) -> Iterator[dict]:
+def _costs(results: Results) -> Iterator[list[str]]:
     """The rows of the table of costs."""
     for section in tables.sections(results):
         times = tables.step_times(results, section)
@@ -292,19 +280,16 @@ def _costs(results: Results) -> Iterator[dict]:
             if not row.done or row.first is None:
                 continue
             ms, base = times.get(scheme), times.get("none")
-            yield dict(
-                task=section,
-                scheme=tables.label(scheme),
-                definition=row.first.scheme_repr,
-                parameters=_number(row.first.parameters, ",d"),
-                ms=_number(ms, ".1f"),
-                relative=_number(ms / base if ms and base else None, ".2f"),
-                memory=_number((row.first.memory_bytes or math.nan) / 2**20, ".1f"),
-                compile=_number(row.mean_of("compile_seconds"), ".1f"),
-                train=_number(row.mean_of("train_seconds"), ".1f"),
-                cpu=_number(row.mean_of("cpu_seconds"), ".1f"),
-                loss=_number(row.final_loss, ".3f"),
-            )
+            yield [
+                section,
+                tables.label(scheme),
+                _number(row.first.parameters, ",d"),
+                _number(ms, ".1f"),
+                _number(ms / base if ms and base else None, ".2f"),
+                _number((row.first.memory_bytes or math.nan) / 2**20, ".1f"),
+                *(_number(row.mean_of(f"{x}_seconds"), ".1f") for x in ("compile", "train", "cpu")),
+                _number(row.final_loss, ".3f"),
+            ]
 
 
 def _number(value, form: str) -> str:
@@ -313,13 +298,7 @@ def _number(value, form: str) -> str:
     return format(int(value) if form.endswith("d") else value, form)
 
 
-def _rows(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Nested settings as (dotted name, value)."""
+def _lines(settings: Mapping[str, Any]) -> list[str]:
+    """Nested settings as lines with a dotted name and its value."""
     rows = flatten(settings).items()
-    return [(k, ", ".join(map(str, v)) if isinstance(v, list) else str(v)) for k, v in rows]
-
-
-def _json(value) -> str:
-    """JSON that any parser reads and that cannot end its script element."""
-    text = to_json(value, ensure_ascii=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return [f"{k} = {', '.join(map(str, v)) if isinstance(v, list) else v}" for k, v in rows]

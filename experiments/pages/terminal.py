@@ -75,8 +75,7 @@ def _notes(results: tables.Results, grids: list[tables.Grid]):
     units: dict[str, list[str]] = {}
     for grid in grids:
         mode = "" if grid.mode == "plain" else f" ({grid.mode})"
-        better = "higher" if grid.labels.higher_is_better else "lower"
-        unit = f"{grid.labels.unit}{mode} at each length, {better} is better"
+        unit = f"{grid.labels.unit}{mode} at each length, {grid.labels.better} is better"
         units.setdefault(unit, []).append(grid.section)
     for unit, names in units.items():
         yield Text(f"{', '.join(names)}: {unit}.", "dim")

@@ -25,7 +25,7 @@
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -132,23 +132,25 @@ def load(path: Path) -> Claim:
     return Claim(path.stem, about, gate, criteria, runs)
 
 
-def load_all(folder: Path, chosen: list[str]) -> list[Claim]:
+def load_all(folder: Path) -> list[Claim]:
     """Returns the claims of a folder in alphabetical order.
 
-    Args:
-      folder: of the files.
-      chosen: names of claims; all if empty.
-
     Raises:
-      ConfigError: for an unknown name or a file that is wrong.
+      ConfigError: if there are none, or a file is wrong.
     """
-    files = {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    files = sorted(folder.glob("*.toml"))
     if not files:
         raise ConfigError(f"{folder}: has no files of claims")
-    for name in chosen:
-        if name not in files:
-            raise ConfigError(f"unknown claim {name!r}{near(name, files)}")
-    return [load(path) for name, path in files.items() if not chosen or name in chosen]
+    return [load(path) for path in files]
+
+
+def named(claims: Sequence[Claim], names: Sequence[str]) -> list[Claim]:
+    """Returns the claims with these names, all for none; raises ConfigError for an unknown one."""
+    known = {claim.name: claim for claim in claims}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"unknown claim {name!r}{near(name, known)}")
+    return [claim for claim in claims if not names or claim.name in names]
 
 
 def _runs(tables: Mapping[str, dict[str, Any]], common: dict[str, Any]) -> dict[str, Run]:

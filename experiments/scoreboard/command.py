@@ -15,9 +15,9 @@ from experiments.runs.run_queue import (
     refuse_other_versions,
     say,
 )
-from experiments.scoreboard.claims import Claim, load_all
+from experiments.scoreboard.claims import Claim, load_all, named
 from experiments.scoreboard.outcomes import Outcome, judge
-from experiments.scoreboard.page import LIBRARY, Files, of_folder, page
+from experiments.scoreboard.page import LIBRARY, Files, numbers, of_folder, page
 from experiments.scoreboard.speed import SpeedRun
 from experiments.settings.config_io import Parser
 
@@ -25,7 +25,7 @@ _EPILOG = """\
 python -m experiments scoreboard                          outcomes of all claims
 python -m experiments scoreboard R08 R10 --run            run these, with all their seeds
 python -m experiments scoreboard R12 --run --minutes 9    stop in time; the next call continues
-python -m experiments scoreboard --folder mine --run      claims of your own: mine/RESULTS.md
+python -m experiments scoreboard --folder mine --run      claims of your own: mine/results.md
 
 Folders of runs are named by the hash of their settings: what has a result is not run again. Claims
 with equal runs share them.
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
         help=f"(default: {LIBRARY.results}; FOLDER/results of another folder)",
     )
     parser.add_argument(
-        "--page", type=Path, help=f"(default: {LIBRARY.page}; FOLDER/RESULTS.md of another folder)"
+        "--page", type=Path, help=f"(default: {LIBRARY.page}; FOLDER/results.md of another folder)"
     )
     options = parser.parse_args(arguments)
     if options.seeds is not None and options.seeds < 1:
@@ -63,9 +63,8 @@ def main(arguments: list[str]) -> int:
     folder = Path(os.path.relpath(options.folder))
     default = LIBRARY if folder == LIBRARY.folder else of_folder(folder)
     files = Files(folder, options.results or default.results, options.page or default.page)
-    everything = load_all(folder, [])
-    load_all(folder, options.claims)  # Raises for unknown names.
-    chosen = [c for c in everything if not options.claims or c.name in options.claims]
+    everything = load_all(folder)
+    chosen = named(everything, options.claims)
     if not options.claims and options.run:
         device = "cpu" if jax.default_backend() == "cpu" else "gpu"
         chosen = [claim for claim in chosen if claim.about.device == device]
@@ -80,12 +79,12 @@ def main(arguments: list[str]) -> int:
         stages = _stages(chosen, files.results, options.seeds, options.fresh)
         status = carry_out(options, files.results, tasks, stages).status
     outcomes = [judge(claim, files.results) for claim in everything]
+    if mixed := [outcome for outcome in outcomes if outcome.mixed]:
+        raise ResultsError("; ".join(f"{o.claim.name}: {o.reason}" for o in mixed))
     write_whole(files.page, page(outcomes, files))
+    write_whole(files.page.with_suffix(".csv"), numbers(outcomes))
     _show([outcome for outcome in outcomes if outcome.claim in chosen])
     print(f"Page: {files.page}")
-    mixed = [o for o in outcomes if o.mixed]
-    if mixed:
-        raise ResultsError("; ".join(f"{o.claim.name}: {o.reason}" for o in mixed))
     return status
 
 

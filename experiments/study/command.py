@@ -1,5 +1,6 @@
 """`python -m experiments study`: runs a study, and writes its page and plot."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,19 +8,18 @@ import jax
 
 from experiments.errors import ConfigError
 from experiments.pages import plots
-from experiments.pages.report import render
-from experiments.pages.scheme_results import Lookup, SchemeResults, collect
-from experiments.pages.tables import label
+from experiments.pages.page import as_html
+from experiments.pages.scheme_results import Lookup, collect
 from experiments.runs.files import write_whole
 from experiments.runs.run import Result, Run, RunFolder
 from experiments.runs.run_queue import add_arguments, carry_out, refuse_other_versions, say
 from experiments.settings.config_io import Parser, names
 from experiments.study import clock
-from experiments.study.catalogue_page import catalogue_page, catalogue_picture
-from experiments.study.gains import gains_picture
+from experiments.study.catalogue import catalogue_page, catalogue_picture
+from experiments.study.numbers import numbers
 from experiments.study.page import drawing, length_suffix, page
 from experiments.study.plan import Study, forecast, load
-from experiments.study.rows import Row, rows_of
+from experiments.study.rows import Row, Rows, rows_of
 
 _EPILOG = """\
 python -m experiments study                          the page with what is known so far
@@ -68,56 +68,68 @@ def main(arguments: list[str]) -> int:
         tasks = [cell.task for cells in study.cells.values() for cell in cells.values()]
         stages = _stages(study, folder)
         status = carry_out(options, folder, tasks, stages).status
-    results, times = known(folder), clock.read(folder)
-    rows = by_scheme(study, results)
-    for path, text in pages(study, rows, results, times, options.file, folder, target).items():
+    for path, text in pages(study, options.file, folder, target).items():
         write_whole(path, text)
     say(f"Page: {target}")
-    if options.run:
-        command = f"python -m experiments study {options.file} --run"
-        report = render(study.name, rows, command, missing=missing(study, results))
-        write_whole(folder / "report.html", report)
-        say(f"Report: {folder / 'report.html'}")
     return status
 
 
-def pages(
-    study: Study,
-    rows: list[SchemeResults],
-    results: Lookup,
-    times: clock.Clock | None,
-    file: Path,
-    folder: Path,
-    target: Path,
-) -> dict[Path, str]:
-    """Returns the texts of the page and of its pictures, by path.
+def pages(study: Study, file: Path, folder: Path, target: Path) -> dict[Path, str]:
+    """Returns the texts of the page, of its numbers and of its pictures, by path.
+
+    The page is there as HTML too, with its pictures inside: `report.html` in the folder of results.
 
     Args:
       study: the study.
-      rows: of `by_scheme`.
-      results: of its runs.
-      times: of steps, None before they are measured.
       file, folder: where the study and its results are.
       target: of the page.
     """
-    if study.about.layout == "catalogue":
-        pictures = {"": catalogue_picture(study, results, times)}
+    results, times = known(folder), clock.read(folder)
+    rows = {size: _rows(study, size, results, times) for size in study.cells}
+    is_catalogue = study.about.layout == "catalogue"
+    if is_catalogue:
+        pictures = {"": catalogue_picture(study, rows)}
     else:
-        pictures = {
-            "": drawing(study, results, times),
-            **{length_suffix(study, size): lengths(study, rows, size) for size in study.cells},
-            "-maps": maps(study, rows),
-            "-gains": gains_picture(study, results, times),
-        }
-    files = {suffix: f"{target.stem}{suffix}.svg" for suffix, svg in pictures.items() if svg}
-    places = str(file), str(folder)
-    if study.about.layout == "catalogue":
-        text = catalogue_page(study, results, times, *places, files.get("", ""))
-    else:
-        text = page(study, results, times, *places, files, earlier(study, folder.parent))
-    return {target: text} | {
-        target.with_name(name): plots.standalone(pictures[suffix]) for suffix, name in files.items()
+        pictures = {"": drawing(study, rows), **_plots(study, results)}
+    pictures = {suffix: svg for suffix, svg in pictures.items() if svg}
+    files = {suffix: f"{target.stem}{suffix}.svg" for suffix in pictures}
+    places = {
+        "file": str(file),
+        "folder": str(folder),
+        "numbers": f"{target.stem}.csv",
+        "guide": os.path.relpath("docs/experiments.md", target.parent) + "#a-study",
     }
+    if is_catalogue:
+        text = catalogue_page(study, rows, results, times, files, **places)
+    else:
+        text = page(study, rows, results, times, files, earlier(study, folder.parent), **places)
+    inside = {files[suffix]: svg for suffix, svg in pictures.items()}
+    return {
+        target: text,
+        target.with_suffix(".csv"): numbers(study, rows, results),
+        folder / "report.html": as_html(text, inside),
+        **{target.with_name(name): plots.standalone(svg) for name, svg in inside.items()},
+    }
+
+
+def _rows(study: Study, size: str, results: Lookup, times: clock.Clock | None) -> dict[str, Row]:
+    compared = study.compared(size, results)
+    return rows_of(compared, study.about.baseline, results, times) if compared else {}
+
+
+def _plots(study: Study, results: Lookup) -> dict[str, str]:
+    """Returns the plots of scores against length, and the maps of the last size that has them."""
+    out = {}
+    for size, cells in study.cells.items():
+        seeds = [cell.finals(results) for cell in cells.values()]
+        rows = [collect(size, runs, results) for runs in seeds if runs]
+        rows = [row for row in rows if len(row.ended) == len(row.runs)]
+        task = cells[study.about.baseline].task
+        if len(task.test_lengths) > 1:
+            suffix = length_suffix(study, size)
+            out[suffix] = plots.lengths(rows, size, task.views[0], split=True)
+        out["-maps"] = plots.maps(rows, size) or out.get("-maps", "")
+    return out
 
 
 def _stages(study: Study, folder: Path) -> Iterator[list[Run]]:
@@ -127,44 +139,31 @@ def _stages(study: Study, folder: Path) -> Iterator[list[Run]]:
       study: the study.
       folder: of the folders of runs.
     """
-    failed: set[str] = set()
+    failed: set[Run] = set()
     times = clock.read(folder)
     if jax.default_backend() == "cpu":
         say(forecast(study, known(folder), times))
     while True:
         results = known(folder)
-        runs = list(study.runs(results, times))
+        by_size = {size: list(study.runs_of(size, results, times)) for size in study.cells}
+        runs = [run for of_size in by_size.values() for run in of_size]
         refuse_other_versions(runs, folder, study.name)
-        ended = sum(results(each) is not None for each in runs)
-        for size in study.cells:
-            of_size = {each.name: each for each in study.runs_of(size, results, times)}
-            waiting = [
-                each
-                for name, each in of_size.items()
-                if results(each) is None and name not in failed
-            ]
-            if waiting:
-                break
-        else:
+        waiting = {
+            size: [r for r in of_size if not results(r) and r not in failed]
+            for size, of_size in by_size.items()
+        }
+        size, stage = next(((s, r) for s, r in waiting.items() if r), ("", []))
+        if not stage:
             return
-        say(f"{ended} runs have ended, {len(waiting)} of {size} are next.")
-        yield waiting
+        stage = list(dict.fromkeys(stage))
+        ended = sum(bool(results(run)) for run in runs)
+        say(f"{ended} runs have ended, {len(stage)} of {size} are next.")
+        yield stage
         results = known(folder)
-        failed |= {each.name for each in waiting if results(each) is None}
+        failed |= {run for run in stage if not results(run)}
 
 
-def by_scheme(study: Study, results: Lookup) -> list[SchemeResults]:
-    """Returns the results of schemes whose seeds have all ended, each size as a section."""
-    rows = [
-        collect(size, runs, results)
-        for size in study.cells
-        for cell in study.compared(size, results).values()
-        if (runs := cell.finals(results))
-    ]
-    return [row for row in rows if len(row.ended) == len(row.runs)]
-
-
-def earlier(study: Study, folder: Path) -> dict[str, dict[str, Row]]:
+def earlier(study: Study, folder: Path) -> Rows:
     """Returns the rows of the study that a study repeats, by size; none if it repeats none.
 
     Args:
@@ -178,36 +177,6 @@ def earlier(study: Study, folder: Path) -> dict[str, dict[str, Row]]:
         size: rows_of(other.cells[size], other.about.baseline, results, None)
         for size in study.cells
     }
-
-
-def missing(study: Study, results: Lookup) -> list[str]:
-    """Returns a text per size: schemes that `by_scheme` leaves out, how many runs have ended."""
-    texts = []
-    for size in study.cells:
-        parts = []
-        for name, cell in study.compared(size, results).items():
-            seeds = cell.finals(results)
-            runs = seeds or cell.selection(results).runs
-            kind = "seeds" if seeds else "runs to choose settings"
-            ended = sum(results(run) is not None for run in runs)
-            if not seeds or ended < len(runs):
-                parts.append(f"{label(name)} ({ended} of {len(runs)} {kind})")
-        texts += [f"{size}: {', '.join(parts)}"] if parts else []
-    return texts
-
-
-def lengths(study: Study, rows: list[SchemeResults], size: str) -> str:
-    """Returns the plot of scores against length at a size, as <svg>, or nothing."""
-    task = study.cells[size][study.about.baseline].task
-    if len(task.test_lengths) == 1:
-        return ""
-    return plots.lengths(rows, size, task.views[0], split=True)
-
-
-def maps(study: Study, rows: list[SchemeResults]) -> str:
-    """Returns the maps of scores by length and place at the last size that has them, as <svg>."""
-    drawn = (plots.maps(rows, size) for size in list(study.cells)[::-1])
-    return next((svg for svg in drawn if svg), "")
 
 
 def known(folder: Path) -> Lookup:

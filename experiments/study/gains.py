@@ -1,21 +1,17 @@
 """Compute gains of a study: the time in which the baseline reaches a score, relative to equal time.
 
 A gain is read off the mean scores of the baseline with more and fewer steps; it is 0 or infinite
-where these do not reach far enough. With several sizes, gains are drawn against parameters.
+where these do not reach far enough.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
-from experiments.pages import plots
 from experiments.pages.intervals import interval
 from experiments.pages.scheme_results import Lookup, mean
-from experiments.pages.tables import label
-from experiments.study.clock import Clock
-from experiments.study.plan import Study
-from experiments.study.rows import Bounds, Row, ended, rows_of
+from experiments.study.rows import Bounds, Row, ended
 from experiments.study.selection import score
 
 
@@ -61,60 +57,3 @@ def gain(row: Row, curve: Mapping[float, float]) -> Bounds | None:
 
     middle, low, high = map(budget, interval(against, row.shifts_against))
     return (middle, low, high) if sign > 0 else (middle, high, low)
-
-
-def by_scheme(
-    study: Study, results: Lookup, clock: Clock | None
-) -> dict[str, dict[str, tuple[float, Bounds]]]:
-    """Returns the baseline's parameters in millions and gains, by scheme and size."""
-    gains: dict[str, dict[str, tuple[float, Bounds]]] = {}
-    for size, cells in study.cells.items():
-        rows = rows_of(cells, study.about.baseline, results, clock)
-        curve = curve_of(rows[study.about.baseline], results) if rows else {}
-        for scheme, row in rows.items():
-            bounds = gain(row, curve) if curve and row.timed else None
-            if bounds and not math.isnan(bounds[1]):
-                parameters = mean(result.parameters for result in row.baseline) / 1e6
-                gains.setdefault(scheme, {})[size] = parameters, bounds
-    return gains
-
-
-def trends(study: Study, results: Lookup, clock: Clock | None) -> Iterator[str]:
-    """Yields for each scheme whether its gain changes from the first to the last size."""
-    for scheme, gains in by_scheme(study, results, clock).items():
-        if len(gains) > 1 and set(gains) == set(study.cells):
-            (_, first), *_, (_, last) = gains.values()
-            words = f"in equal time {trend(first, last)} from the first to the last size"
-            yield f"* The gain of {label(scheme)} {words}."
-
-
-def trend(first: Bounds, last: Bounds) -> str:
-    """Returns in a word how a gain changes between sizes, by the criteria of a study's file.
-
-    >>> trend((1.3, 1.2, 1.4), (1.6, 1.5, 1.7)), trend((1.3, 1.2, 1.4), (1.0, 0.9, 1.1))
-    ('grows', 'vanishes')
-    >>> trend((1.3, 1.2, 1.4), (1.35, 1.3, 1.5)), trend((1.3, 1.2, 1.4), (1.1, 0.9, 1.3))
-    ('stays', 'is not resolved')
-    """
-    if last[1] > first[2]:
-        return "grows"
-    if last[2] < first[1]:
-        return "vanishes" if first[1] > 1 >= last[1] else "shrinks"
-    return "stays" if min(first[1], last[1]) > 1 else "is not resolved"
-
-
-def gains_picture(study: Study, results: Lookup, clock: Clock | None) -> str:
-    """Returns the plot of gains against parameters, as <svg>; nothing for fewer than two sizes."""
-    gains = by_scheme(study, results, clock)
-    if max(map(len, gains.values()), default=0) < 2:
-        return ""
-    points = {scheme: list(row.values()) for scheme, row in gains.items()}
-    finite = [x for row in points.values() for _, b in row for x in b if 0 < x < math.inf]
-    ends = min([*finite, 1.0]) / 1.1, max([*finite, 1.0]) * 1.1
-    clipped = {
-        scheme: [(at, tuple(np.clip(bounds, *ends))) for at, bounds in row]
-        for scheme, row in points.items()
-    }
-    name = label(study.about.baseline)
-    unit = f"time of {name} / equal time"
-    return plots.by_parameters(clipped, unit, f"Compute gain over {name}", "gains", 1.0, ends)

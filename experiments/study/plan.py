@@ -27,59 +27,26 @@ translate into time.
 """
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
-from pydantic import Field, NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeInt
 
 from experiments.errors import ConfigError
 from experiments.models.model import initialize, of_scheme, seed_keys
 from experiments.models.schemes import check_names, plain
-from experiments.pages.scheme_results import Lookup, mean
+from experiments.pages.scheme_results import Lookup
 from experiments.pages.tables import ordered
 from experiments.runs.experiment import from_file
 from experiments.runs.run import Run, duration
-from experiments.settings.common import Seeds
 from experiments.settings.config_io import STRICT, convert, merge, near, read_toml
+from experiments.study.cell import Cell
 from experiments.study.clock import Clock
-from experiments.study.selection import Selection, score, variant
-
-
-@dataclasses.dataclass(frozen=True)
-class _Size:
-    """Settings of a size without settings of runs."""
-
-    __pydantic_config__: ClassVar[Any] = STRICT
-
-    rates: tuple[PositiveFloat, ...] = ()
-    """Learning rates, at least three, growing."""
-    rates_of: str = ""
-    """In place of `rates`: the size whose chosen settings this one has, see `Train.base_width`."""
-    task: str = ""
-    """The task; empty: that of the study."""
-    seeds: Seeds = 5
-    """Paired seeds at the best rate: 0, 1, ..."""
-    selection_seeds: Annotated[int, Field(ge=1, le=6)] = 3
-    """Seeds by which settings are chosen: `first_selection_seed` and the next ones."""
-    tries: Annotated[int, Field(ge=0, le=2)] = 0
-    """Further settings of each scheme at its best rate: with parameters of its own, other learning
-    rates for these, 10 and 3 times that of the rest; without, rates half a step up and down."""
-    unstable: PositiveFloat = 0.1
-    """A rate is unstable, and not chosen, if the scores of its selection seeds have a greater
-    standard deviation, or its score with other rounding differs by more."""
-    equal_time: bool | tuple[str, ...] = False
-    """Whether to run with the baseline's training time too, or the schemes that do."""
-    budgets: tuple[Annotated[float, Field(gt=0, le=1000)], ...] = ()
-    """Other numbers of steps for the baseline, relative to its own, growing."""
-    best: NonNegativeInt = 0
-    """With `rates_of`: the number of schemes with the best mean scores there that run; 0: all. If
-    this size has more selection seeds, these choose their settings anew."""
-    always: tuple[str, ...] = ()
-    """With `best`: further schemes that run, besides the baseline."""
+from experiments.study.selection import variant
+from experiments.study.size import Size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,95 +73,6 @@ class _File:
     """The file, beside this one, of a study that this one repeats with other selection seeds."""
     remark: str = ""
     """A change of the protocol after the first run, shown on the page."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """A scheme at a size.
-
-    Attributes:
-      size, scheme: their names.
-      about: settings of the size.
-      grid: a run at each learning rate with the first selection seed, measured at the trained
-        length.
-      task: with the whole evaluation.
-      has_parameters: whether the scheme has parameters of its own.
-      source: the scheme at the size that chooses its settings; None: this one.
-    """
-
-    size: str
-    scheme: str
-    about: _Size
-    grid: tuple[Run, ...]
-    task: Any
-    has_parameters: bool
-    source: "Cell | None" = None
-
-    @property
-    def has_equal_time(self) -> bool:
-        """Whether the scheme runs with the baseline's training time too."""
-        schemes = self.about.equal_time
-        return schemes if isinstance(schemes, bool) else self.scheme in schemes
-
-    def rank(self, results: Lookup) -> float | None:
-        """Returns the mean score at the trained length, negative where higher is better.
-
-        Infinite if a seed diverged; None before all seeds have ended.
-        """
-        known = [results(run) for run in self.finals(results)]
-        if not known or None in known:
-            return None
-        scores = [score(result) for result in known]
-        sign = -1.0 if self.task.labels.higher_is_better else 1.0
-        return math.inf if None in scores else sign * mean(scores)
-
-    @property
-    def chooses(self) -> bool:
-        """Whether runs of this size choose its settings."""
-        return self.source is None or self.about.best > 0
-
-    def selection(self, results: Lookup) -> "Selection":
-        """Returns the choice of the settings, as far as results determine it."""
-        if self.source is None:
-            return Selection(self, results)
-        if not self.about.best:
-            return Selection(self.source, results)
-        of_source = self.source.about
-        seeds = max(self.about.selection_seeds, of_source.selection_seeds)
-        about = dataclasses.replace(of_source, selection_seeds=seeds)
-        return Selection(dataclasses.replace(self.source, about=about), results)
-
-    def chosen(self, results: Lookup) -> Run | None:
-        """Returns the chosen run of the first selection seed, None before the choice is made."""
-        return self.selection(results).chosen
-
-    def finals(self, results: Lookup) -> tuple[Run, ...]:
-        """Returns the runs that are reported, one per seed; none before settings are chosen."""
-        if (best := self.chosen(results)) is None:
-            return ()
-        chosen = best.task.train
-        rates = {"learning_rate": chosen.learning_rate, "scheme_rate": chosen.scheme_rate}
-        whole = variant(dataclasses.replace(self.grid[0], task=self.task), 0, **rates)
-        return tuple(variant(whole, seed) for seed in range(self.about.seeds))
-
-    def timed(self, results: Lookup, baseline: "Cell", clock: Clock | None) -> tuple[Run, ...]:
-        """Returns the runs that train as long as the baseline; none without times of both."""
-        if not self.has_equal_time or self.scheme == baseline.scheme or clock is None:
-            return ()
-        if (ratio := clock.ratio(self.size, self.scheme, baseline.scheme)) is None:
-            return ()
-        return self._longer(self.finals(results), 1 / ratio)
-
-    def budgeted(self, results: Lookup, budget: float) -> tuple[Run, ...]:
-        """Returns the runs with `budget` times the steps; none before settings are chosen."""
-        return self._longer(self.finals(results), budget)
-
-    def _longer(self, runs: tuple[Run, ...], ratio: float) -> tuple[Run, ...]:
-        """Returns runs with other numbers of steps, in whole calls and longer than the warm-up."""
-        train = self.task.train
-        calls = max(1, round(train.steps * ratio / train.steps_per_call))
-        steps = max(calls * train.steps_per_call, train.warmup + train.steps_per_call)
-        return tuple(variant(run, run.seed, steps=steps) for run in runs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,11 +213,11 @@ def _cells(
 ) -> dict[str, Cell]:
     try:
         table = convert(dict[str, Any], table, "")
-        settings = {f.name for f in dataclasses.fields(_Size)}
+        settings = {f.name for f in dataclasses.fields(Size)}
         if ("rates" in table) == ("rates_of" in table):
             words = "and rates_of exclude each other" if "rates" in table else "is missing"
             raise ConfigError(f"rates: {words}")
-        about_size = convert(_Size, {k: v for k, v in table.items() if k in settings}, "")
+        about_size = convert(Size, {k: v for k, v in table.items() if k in settings}, "")
         rates, source = about_size.rates, about_size.rates_of
         if source and source not in sizes_above:
             raise ConfigError(f"rates_of: must be a size above{near(source, sizes_above)}")
@@ -383,7 +261,7 @@ def _cell(
     size: str,
     scheme: str,
     about: _File,
-    about_size: _Size,
+    about_size: Size,
     experiment: Any,
     source: Cell | None,
 ) -> Cell:

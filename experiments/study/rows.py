@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from experiments.pages.intervals import in_words, interval
 from experiments.pages.scheme_results import Lookup
 from experiments.runs.run import Result, Run
+from experiments.study.cell import Cell
 from experiments.study.clock import Clock
-from experiments.study.plan import Cell
 from experiments.study.selection import Selection, score
 
 Bounds = tuple[float, float, float]
@@ -92,6 +92,10 @@ class Row:
     def difference_in_words(self, results: Sequence[Result] | None = None) -> str:
         """Returns the difference with its interval, in equal time with other results."""
         return in_words(self.against(results), sign="+", shifts=self.shifts_against)
+
+
+Rows = Mapping[str, Mapping[str, Row]]
+"""Rows by size, then by scheme."""
 
 
 def rows_of(

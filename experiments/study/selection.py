@@ -3,7 +3,7 @@
 The grid runs once, with the first selection seed. Its best rate and the neighbours of this run with
 all selection seeds; while the best mean has a neighbour that has not, so does this one. A rate is
 unstable if its seeds spread, or if the same run with other rounding (a rate higher by a millionth)
-ends elsewhere; the best stable rate is chosen. Then `_Size.tries` further settings run at this rate
+ends elsewhere; the best stable rate is chosen. Then `Size.tries` further settings run at this rate
 with the first seed, and the improvements with all seeds; the best mean is chosen.
 """
 
@@ -12,13 +12,11 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from experiments.pages.scheme_results import Lookup, mean
 from experiments.runs.run import Result, Run
-
-if TYPE_CHECKING:
-    from experiments.study.plan import Cell
+from experiments.study.size import Size
 
 _SCHEME_RATES = (10.0, 3.0)
 _HALF_STEP = math.sqrt(2.0)
@@ -41,6 +39,12 @@ def score(result: Result | None) -> float | None:
 class Selection:
     """The choice for one scheme at one size.
 
+    Args:
+      grid: a run at each learning rate, with the first selection seed.
+      about: settings of the size.
+      has_parameters: whether the scheme has parameters of its own.
+      results: as far as runs have ended.
+
     Attributes:
       runs: all runs that it needs, as far as results determine them.
       first: the runs of the grid.
@@ -52,10 +56,10 @@ class Selection:
       chosen: the chosen run, of the first selection seed; None before it is known.
     """
 
-    def __init__(self, cell: "Cell", results: Lookup):
-        self._cell, self._results = cell, results
-        self._sign = 1.0 if cell.grid[0].task.labels.higher_is_better else -1.0
-        self.first, self.runs = cell.grid, list(cell.grid)
+    def __init__(self, grid: tuple[Run, ...], about: Size, has_parameters: bool, results: Lookup):
+        self._about, self._has_parameters, self._results = about, has_parameters, results
+        self._sign = -float(grid[0].task.labels.sign)
+        self.first, self.runs = grid, list(grid)
         self.tried: dict[Run, tuple[Run, ...]] = {}
         self.unstable: dict[Run, str] = {}
         self.tries: tuple[Run, ...] = ()
@@ -76,6 +80,15 @@ class Selection:
         """Returns the means over the selection seeds for runs in `tried`."""
         return {run: _mean([self.score(each) for each in self.tried[run]]) for run in runs}
 
+    def is_edge(self, rate: float) -> bool:
+        """Returns whether a rate is the least or the greatest of the grid."""
+        return rate in {self.first[i].task.train.learning_rate for i in (0, -1)}
+
+    @property
+    def is_at_edge(self) -> bool:
+        """Whether the best rate of the grid is its least or greatest."""
+        return self.best_of_grid in (self.first[0], self.first[-1])
+
     def optimum(self) -> float | None:
         """Returns how far the parabola through three rates lies beyond the best rate's mean.
 
@@ -91,7 +104,7 @@ class Selection:
         below, middle, above = self.means(around).values()
         bend = below - 2 * middle + above
         reach = max(abs(below - middle), abs(above - middle))
-        if not reach <= 2 * self._cell.about.unstable or bend * self._sign >= 0:
+        if not reach <= 2 * self._about.unstable or bend * self._sign >= 0:
             return None
         return -((above - below) ** 2) / (8 * bend)
 
@@ -121,7 +134,7 @@ class Selection:
     @property
     def _seeds(self) -> Sequence[int]:
         first = self.first[0].seed
-        return range(first, first + self._cell.about.selection_seeds)
+        return range(first, first + self._about.selection_seeds)
 
     def _choose_rate(self) -> Run | None:
         """Chooses a rate of the grid, and returns its run; None before it is known."""
@@ -143,7 +156,7 @@ class Selection:
             self.runs.append(again)
             if not self._ended([again]):
                 return None
-            if abs(self.score(again) - self.score(best)) > self._cell.about.unstable:
+            if abs(self.score(again) - self.score(best)) > self._about.unstable:
                 self.unstable[best] = "rounding"
                 if any(run not in self.unstable for run in self.tried):
                     continue
@@ -167,8 +180,8 @@ class Selection:
             self.chosen = self._best(self.means([best, *better]))
 
     def _tries(self, best: Run) -> list[Run]:
-        count, rate = self._cell.about.tries, best.task.train.learning_rate
-        if self._cell.has_parameters:
+        count, rate = self._about.tries, best.task.train.learning_rate
+        if self._has_parameters:
             settings = [{"scheme_rate": factor} for factor in _SCHEME_RATES[:count]]
         else:
             factors = (_HALF_STEP, 1 / _HALF_STEP)[:count]
@@ -184,7 +197,7 @@ class Selection:
                 self.unstable[run] = "spread"
 
     def _spreads(self, scores: Sequence[float]) -> bool:
-        return len(scores) > 1 and statistics.stdev(scores) > self._cell.about.unstable
+        return len(scores) > 1 and statistics.stdev(scores) > self._about.unstable
 
     def _stable(self) -> list[Run]:
         """Returns the runs that may be chosen: the lowest rate if none is stable."""

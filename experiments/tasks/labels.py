@@ -36,3 +36,13 @@ class Labels:
     every_length: bool = False
     modes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     places: str = "place in the row"
+
+    @property
+    def better(self) -> str:
+        """Which scores are better: higher or lower."""
+        return "higher" if self.higher_is_better else "lower"
+
+    @property
+    def sign(self) -> int:
+        """The sign of a change for the worse."""
+        return -1 if self.higher_is_better else 1

@@ -1,0 +1,100 @@
+"""Pages: Markdown from Jinja templates, which is also shown as HTML with its pictures inside."""
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import jinja2
+from markdown_it import MarkdownIt
+from markupsafe import escape
+
+from experiments.pages.tables import label, ordered
+from experiments.runs.run import Result, duration
+
+_SHELL = Path(__file__).with_name("page.html.jinja")
+
+
+def fill(template: Path, **values: object) -> str:
+    """Returns the text of a template; undefined names are errors.
+
+    Templates have the filters `plain`, `label` and `duration`, and the function `table`.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(template.parent),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {"plain": plain, "label": label, "duration": duration}
+    text = environment.get_template(template.name).render(table=table, **values)
+    return re.sub(r"\n{3,}", "\n\n", text.strip()) + "\n"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
+    """Returns a table as Markdown.
+
+    Args:
+      heads: of the columns.
+      rows: of cells.
+      words: number of columns at the left that hold words; the others hold numbers.
+
+    >>> print(table(["scheme", "32"], [["rope", "0.9"]]))
+    | scheme | 32 |
+    |---|---:|
+    | rope | 0.9 |
+    """
+    rule = f"|{'---|' * words}{'---:|' * (len(heads) - words)}"
+    lines = (f"| {' | '.join(cells).lstrip()} |" for cells in [heads, *rows])
+    return "\n".join([next(lines), rule, *lines])
+
+
+def as_csv(lines: Sequence[Mapping[str, str]]) -> str:
+    """Returns rows as CSV, with the columns of all in order of first appearance."""
+    columns = list(dict.fromkeys(name for line in lines for name in line))
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, columns, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return buffer.getvalue()
+
+
+def plain(text: object) -> str:
+    r"""Returns Markdown that shows a text as it is, in a line.
+
+    >>> plain("<b> a|b\nc_d"), plain("KERPLE (f32[2])")
+    ('\\<b\\> a\\|b c\\_d', 'KERPLE (f32\\[2\\])')
+    """
+    return re.sub(r"([\\`*_{}\[\]<>#|~&$])", r"\\\1", " ".join(str(text).split()))
+
+
+def as_html(text: str, pictures: Mapping[str, str]) -> str:
+    """Returns a page that loads nothing.
+
+    Args:
+      text: the page as Markdown, with its title in the first line.
+      pictures: <svg> elements by the files that the page names.
+    """
+    parser = MarkdownIt("commonmark").enable("table")
+
+    def picture(self, tokens, i, options, env):
+        svg, caption = pictures[str(tokens[i].attrs["src"])], escape(tokens[i].content)
+        return f'<span class="picture">{svg}<span>{caption}</span></span>'
+
+    parser.add_render_rule("image", picture)
+    title = text.partition("\n")[0].removeprefix("# ")
+    return fill(_SHELL, title=escape(title), body=parser.render(text))
+
+
+def provenance(results: Sequence[Result]) -> dict[str, str]:
+    """Returns the distinct versions, processors and commits of results, each as text."""
+    commits = ordered(result.commit for result in results)
+    changed = " (+: with uncommitted changes)" if any(x.endswith("+") for x in commits) else ""
+    python = ordered(str(result.environment.get("python")) for result in results)
+    return {
+        "versions": "; ".join(ordered(", ".join(result.versions) for result in results)),
+        "python": ", ".join(python),
+        "processors": "; ".join(ordered(result.processor for result in results)),
+        "commits": ", ".join(commits) + changed,
+    }

@@ -1,0 +1,187 @@
+"""The page of a study with many schemes: a picture, a summary and the best with more seeds."""
+
+import math
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+from experiments.pages import plots
+from experiments.pages.intervals import in_words
+from experiments.pages.page import fill
+from experiments.pages.plot_labels import label_ends
+from experiments.pages.scheme_results import Lookup, mean
+from experiments.pages.tables import label
+from experiments.study.clock import Clock
+from experiments.study.comparison import FLAT
+from experiments.study.page import origin
+from experiments.study.plan import Study
+from experiments.study.rows import Row, Rows
+
+_SHOWN = 0.1
+"""How far beyond the baseline's score a scheme may be to be in the picture."""
+_RISES = (
+    (-math.inf, f"at most {FLAT:g}", plots.PALETTE[2]),
+    (FLAT, "to 0.5", plots.PALETTE[4]),
+    (0.5, "more", plots.PALETTE[1]),
+)
+"""Classes of the rise of a score beyond the trained length: above which, in words, the colour."""
+
+
+def catalogue_page(
+    study: Study,
+    rows: Rows,
+    results: Lookup,
+    clock: Clock | None,
+    pictures: Mapping[str, str],
+    **places: str,
+) -> str:
+    """Returns the page: a summary of the first size, and a table of each further size.
+
+    Args:
+      study: the study.
+      rows: of `rows_of`, by size.
+      results: of its runs.
+      clock: the times of steps, None before they are measured.
+      pictures: the file of the picture by "", if there is one.
+      **places: as for `page`.
+    """
+    baseline, (first, *further) = study.about.baseline, study.cells
+    cell, screen = study.cells[first][baseline], rows[first]
+    task, about = cell.task, cell.about
+    spreads = [_spread(row.at_trained_length) for row in screen.values()]
+    runs = list({run.name: run for run in study.runs(results, clock)}.values())
+    validated = task.selection_view != task.views[0]
+    return fill(
+        Path(__file__).with_name("catalogue.md.jinja"),
+        about=study.about,
+        baseline=label(baseline),
+        schemes=len(study.cells[first]),
+        ended=len(screen),
+        model=task.model,
+        train=task.train,
+        length=task.train_length,
+        longest=task.longest,
+        times=f"{task.longest / task.train_length:g}",
+        rates=len(about.rates),
+        seeds=about.seeds,
+        unit=task.labels.unit,
+        on="validation text" if validated else "data of the report",
+        spread=f"{statistics.median_high(spreads) if spreads else math.nan:.3f}",
+        limit=f"{FLAT:g}",
+        shown=f"{_SHOWN:g}",
+        picture=pictures.get("", ""),
+        finalists=[_finalists(study, size, rows[size], results) for size in further if rows[size]],
+        origin=origin([result for run in runs if (result := results(run))], clock),
+        **(_summary(screen, [rows[size] for size in further], baseline) if screen else {}),
+        **places,
+    )
+
+
+def _summary(screen: Mapping[str, Row], finalists: list, baseline: str) -> dict[str, Any]:
+    """Schemes that are better than the baseline, by its most exact results."""
+    sign = screen[baseline].cell.task.labels.sign
+    reference = next(of_size[baseline] for of_size in [*finalists, screen] if of_size)
+    trained = {scheme: mean(row.at_trained_length) for scheme, row in screen.items()}
+    longest = {scheme: mean(_longest(row)) for scheme, row in screen.items()}
+    score = mean(reference.at_trained_length)
+    ahead = [s for s in screen if s != baseline and sign * trained[s] < sign * score]
+    flat = [s for s in ahead if sign * (longest[s] - trained[s]) <= FLAT]
+    steps = {s: step for s in flat if (step := screen[s].step)}
+    cheapest = 1.1 * min(steps.values(), default=0.0)
+
+    def best(scores: Mapping[str, float], count: int = 6) -> list[str]:
+        names = sorted(scores, key=lambda scheme: sign * scores[scheme])[:count]
+        return [f"{label(scheme)} {scores[scheme]:.3f}" for scheme in names]
+
+    return {
+        "ahead": ahead,
+        "flat": flat,
+        "score": f"{score:.3f}",
+        "exact_seeds": len(reference.results),
+        "best": best(trained),
+        "best_beyond": best(longest),
+        "cheap": [label(s) for s, step in steps.items() if step <= cheapest],
+    }
+
+
+def _finalists(study: Study, size: str, rows: Mapping[str, Row], results: Lookup) -> dict[str, Any]:
+    """The table of a size with more seeds."""
+    baseline = study.about.baseline
+    screen = next(iter(study.cells.values()))[baseline].about.seeds
+    lines = []
+    for scheme, row in rows.items():
+        differences = [row.against(), row.against()[screen:]]
+        run = row.run.task.train.learning_rate
+        lines.append([label(scheme), in_words(row.at_trained_length, shifts=row.shifts)])
+        lines[-1] += [
+            "" if scheme == baseline else in_words(x, 3, "+", row.shifts_against)
+            for x in differences
+        ]
+        edge = "*" if row.selection.is_edge(run) else ""
+        lines[-1] += [in_words(_longest(row)), f"{run:g}{edge}"]
+    about, count = rows[baseline].cell.about, len(study.compared(size, results))
+    return {"name": size, "about": about, "rows": lines, "schemes": count}
+
+
+def catalogue_picture(study: Study, rows: Rows) -> str:
+    """Returns the plot of scores against times of a step, as <svg>; colours are rises by length.
+
+    Scores are of the last size that has them, with most seeds.
+    """
+    screen, *further = rows.values()
+    best = dict(screen)
+    for of_size in further:
+        best |= of_size
+    none = screen.get("none")
+    if none is None or none.step is None:
+        return ""
+    task, baseline = none.cell.task, study.about.baseline
+    sign = task.labels.sign
+    limit = sign * mean(best[baseline].at_trained_length) + _SHOWN
+    points = {
+        scheme: (step / none.step, mean(row.at_trained_length), mean(_longest(row)))
+        for scheme, row in best.items()
+        if (step := screen[scheme].step)
+    }
+    points = {scheme: point for scheme, point in points.items() if sign * point[1] <= limit}
+    with mpl.rc_context({**plots.STYLE, "svg.hashsalt": study.name, "axes.grid.axis": "both"}):
+        figure, axes = plots.new_figure(0.9 + 0.175 * max(16, len(points)), right=1.8, bottom=0.95)
+        axes.set_xscale("log")
+        kinds = [(words, colour) for _, words, colour in _RISES]
+        for words, colour in kinds:
+            axes.plot([], [], "o", color=colour, label=words)
+        for x, y, longest in points.values():
+            axes.plot([x], [y], "o", color=_colour(sign * (longest - y)), markersize=6.5, zorder=3)
+        axes.margins(0.05)
+        axes.set_xlim(axes.get_xlim())
+        ticks = [tick for tick in (1, 1.5, 2, 3, 4, 6, 8, 12) if tick <= axes.get_xlim()[1]]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.set_xticks([], minor=True)
+        edge = axes.get_xlim()[1]
+        for x, y, longest in points.values():
+            axes.plot(
+                (x, edge), (y, y), color=_colour(sign * (longest - y)), alpha=0.25, linewidth=0.6
+            )
+        axes.set_xlabel("time of a training step, relative to no encoding")
+        axes.set_ylabel(f"{task.labels.unit} at {task.train_length}")
+        ends = [(x, y, plots.INK, 1.0, label(scheme)) for scheme, (x, y, _) in points.items()]
+        label_ends(axes, ends)
+        title = f"rise at {task.longest / task.train_length:g} times the length"
+        figure.legend(loc="lower left", frameon=False, ncols=3, title=title, alignment="left")
+        return plots.drawing(figure, study.name, "Loss against the time of a step")
+
+
+def _colour(rise: float) -> str:
+    return next(colour for least, _, colour in _RISES[::-1] if rise > least)
+
+
+def _longest(row: Row) -> list[float]:
+    return row.values(row.run.task.views[0], row.cell.task.longest)
+
+
+def _spread(values: list[float]) -> float:
+    """Returns the standard deviation, 0 for one value."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0

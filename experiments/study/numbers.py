@@ -1,0 +1,137 @@
+"""All numbers of a study, a row per size and scheme: the file beside its page."""
+
+import math
+import statistics
+from collections.abc import Mapping
+
+from experiments.pages.intervals import in_words
+from experiments.pages.page import as_csv
+from experiments.pages.scheme_results import Lookup, mean
+from experiments.pages.tables import label
+from experiments.runs.run import Run
+from experiments.study.cell import Cell
+from experiments.study.gains import curve_of, gain
+from experiments.study.plan import Study
+from experiments.study.rows import Row, Rows
+from experiments.study.selection import Selection
+
+
+def numbers(study: Study, rows: Rows, results: Lookup) -> str:
+    """Returns a table as CSV, best schemes first.
+
+    The last columns say how settings were chosen. At each rate there is the score of one seed, or
+    the mean and the standard deviation over the selection seeds, in brackets if they are unstable,
+    with * at the best. Relative to the best rate's are the optimum of a parabola through it and its
+    neighbours if these are near, the same run with other rounding, and the tries, with * if chosen.
+
+    Args:
+      study: the study.
+      rows: of `rows_of`, by size.
+      results: of its runs.
+    """
+    lines = []
+    for size, of_size in rows.items():
+        cells = study.compared(size, results)
+        curve = curve_of(of_size[study.about.baseline], results) if of_size else {}
+        none = of_size.get("none")
+        for scheme in [*of_size, *(scheme for scheme in cells if scheme not in of_size)]:
+            line = {"size": size, "scheme": label(scheme)}
+            if scheme in of_size:
+                line |= _scores(of_size[scheme], scheme, study.about.baseline, none, curve)
+            lines.append(line | _choice(cells[scheme], results))
+    return as_csv(lines)
+
+
+def _scores(
+    row: Row, scheme: str, baseline: str, none: Row | None, curve: Mapping[float, float]
+) -> dict[str, str]:
+    task, first, name = row.cell.task, row.results[0], label(baseline)
+    validation = [] if scheme == baseline else row.on_validation
+    shifts = row.shifts_against
+    line = {
+        "unit": task.labels.unit,
+        "score": in_words(row.at_trained_length, shifts=row.shifts),
+        f"difference to {name}": "" if scheme == baseline else row.difference_in_words(),
+        "on validation text": in_words(validation, 3, "+", shifts) if validation else "",
+        "rate": row.rate_in_words(),
+        f"step relative to {name}": _ratio(row.step, 1.0),
+        "in equal time, difference": row.difference_in_words(row.timed) if row.timed else "",
+        "compute gain": _gain(row, curve) if curve and row.timed else "",
+        "parameters": f"{first.parameters:,}" if first.parameters else "",
+    }
+    if none:
+        line["step relative to none"] = _ratio(row.step, none.step)
+        line["memory relative to none"] = _ratio(first.memory_bytes, none.results[0].memory_bytes)
+    for view in task.views:
+        for length in task.test_lengths:
+            if values := row.values(view, length):
+                line[f"{view} {length}"] = f"{mean(values):.3f}"
+    return line
+
+
+def _ratio(number: float | None, whole: float | None) -> str:
+    return f"{number / whole:.2f}" if number and whole else ""
+
+
+def _gain(row: Row, curve: Mapping[float, float]) -> str:
+    """Returns in words the budgets at which a curve reaches the scores in equal time."""
+    if (bounds := gain(row, curve)) is None:
+        return "-"
+    words = []
+    for budget in bounds:
+        beyond = {0.0: f"< {min(curve):g}", math.inf: f"> {max(curve):g}"}
+        words.append(beyond.get(budget, f"{budget:.2f}"))
+    middle, low, high = words
+    return middle if low == high or len(row.timed) < 2 else f"{middle} [{low}, {high}]"
+
+
+def _choice(cell: Cell, results: Lookup) -> dict[str, str]:
+    """Returns how the settings of a scheme were chosen at its size, as far as runs have ended."""
+    if cell.source is not None:
+        return {}
+    selection = cell.selection(results)
+    line = {
+        f"rate {run.task.train.learning_rate:g}": _score(run, selection, results)
+        for run in selection.first
+    }
+    best = selection.best_of_grid
+    if best is None:
+        return line
+    optimum, again = selection.optimum(), selection.other_rounding
+    line["optimum"] = "-" if optimum is None else f"{optimum:+.3f}"
+    if again:
+        line["other rounding"] = f"{selection.score(again) - selection.score(best):+.3f}"
+    middle = selection.means([best])[best]
+    for i, run in enumerate(selection.tries, 1):
+        if run in selection.tried:
+            change = selection.means([run])[run] - middle
+        else:
+            change = selection.score(run) - selection.score(best)
+        text = f"{_setting(run, best)}: {f'{change:+.3f}' if math.isfinite(change) else '-'}"
+        text = f"({text})" if run in selection.unstable else text
+        line[f"try {i}"] = f"{text} *" if run == selection.chosen else text
+    return line
+
+
+def _score(run: Run, selection: Selection, results: Lookup) -> str:
+    """Returns the score of a rate in words, nothing before its run has ended."""
+    if results(run) is None:
+        return ""
+    runs = selection.tried.get(run, (run,))
+    scores = [selection.score(each) for each in runs if results(each)]
+    if not all(map(math.isfinite, scores)):
+        return "diverged"
+    text = f"{statistics.fmean(scores):.3f}"
+    if len(scores) == len(runs) > 1:
+        text += f" ± {statistics.stdev(scores):.3f}"
+    if run in selection.unstable:
+        return f"({text})"
+    return f"{text} *" if run == selection.best_of_grid else text
+
+
+def _setting(run: Run, best: Run) -> str:
+    """Returns in words how the setting of a try differs from the best rate's."""
+    train = run.task.train
+    if train.scheme_rate != best.task.train.scheme_rate:
+        return f"{train.scheme_rate:g} x"
+    return f"{train.learning_rate:.2g}"
