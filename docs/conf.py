@@ -40,7 +40,8 @@ smartquotes_action = "D"  # Dashes; quotes of strings stay as they are.
 default_role = "code_link"
 
 repository = PROJECT["urls"]["Repository"]
-included = {"README.md": "index", "RESULTS.md": "results"} | {
+included = {
+    "README.md": "index",
     "CHANGELOG.md": "changelog",
     "CONTRIBUTING.md": "contributing",
 }

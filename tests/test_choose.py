@@ -1,8 +1,9 @@
 """Every number of docs/choose.md, and of the decision table of README.md, is a committed result.
 
-docs/study.md and RESULTS.md are compared with the results themselves in tests/experiments.
+The numbers of studies and claims are compared with the results themselves in tests/experiments.
 """
 
+import csv
 import math
 import re
 
@@ -30,20 +31,33 @@ def rows(text):
     return cells
 
 
-STUDY = pages.read("docs/study.md")
-SMALL = rows(STUDY.partition("\n## Small\n")[2])
+def cells_of(name, size):
+    """The numbers of a study at a size: {(scheme, column): text}."""
+    lines = csv.DictReader(pages.read(f"docs/{name}.csv").splitlines())
+    of_size = {line["scheme"]: line for line in lines if line["size"] == size}
+    return {(s, c): v for s, line in of_size.items() for c, v in line.items() if v}
+
+
+def numbers_of(name, size):
+    return {key: number(text) for key, text in cells_of(name, size).items()}
+
+
+SMALL, SCREEN = numbers_of("study", "small"), numbers_of("study_catalogue", "small")
 CATALOGUE = pages.read("docs/study_catalogue.md")
-SCREEN = rows(CATALOGUE.partition("\n## Finalists\n")[0])
 BEST = rows(CATALOGUE.partition("\n## Finalists\n")[2])
-SECTIONS = re.split(r"(?m)^## (R\w+)\n", pages.read("RESULTS.md"))
-CLAIMS = {name: rows(text) for name, text in zip(SECTIONS[1::2], SECTIONS[2::2], strict=True)}
+SCORES = {
+    (line["claim"], line["name"]): line
+    for line in csv.DictReader(pages.read("docs/results.csv").splitlines())
+    if line["kind"] == "score"
+}
 MODELS = rows(pages.read("docs/models.md"))
-TRAINED, LONGEST = "bits per byte", "nonoverlapping 1024"
+TRAINED, LONGEST, STEP = "score", "nonoverlapping 1024", "step relative to rope"
+TO_NONE, BITS, DIFFERENCE = "step relative to none", "bits per byte", "difference to rope"
 ERROR = "greatest difference of logits"
 
 
 def claim(name, run, length):
-    return CLAIMS[name][run, str(length)]
+    return number(SCORES[name, run][f"at {length}"])
 
 
 def undone(length):
@@ -53,26 +67,25 @@ def undone(length):
     return round(100 * (1 - left / rise))
 
 
-def difference(scheme, column="difference to rope"):
+def difference(scheme):
     """The difference of a scheme to RoPE with its interval, in words."""
-    (line,) = re.findall(rf"(?m)^\| {scheme} \| \S+ \[.*", STUDY)
-    (head,) = re.findall(r"(?m)^\| scheme \| bits per byte \|.*", STUDY)
-    cells, heads = ([c.strip() for c in text.split("|")] for text in (line, head))
-    return cells[heads.index(column)]
+    return cells_of("study", "small")[scheme, DIFFERENCE]
 
 
-((LEAST, MOST),) = re.findall(r"(?m)^([\d.]+) to ([\d.]+) million parameters", STUDY)
+((LEAST, MOST),) = re.findall(
+    r"([\d.]+) to ([\d.]+) million parameters", pages.read("docs/study.md")
+)
 FACTS = [
     f"Models have {LEAST} to {MOST} million parameters",
     f"{len(MODEL_TYPES)} model types",
     f"a training step takes {claim('R18b', 'rope', 2048):.3f} times as long as without",
-    f"in {SCREEN['rope+short_conv', 'step'] / SCREEN['rope', 'step']:.2f} times RoPE's time",
-    f"{SMALL['t5', TRAINED]:.3f} and {BEST['rope+short_conv', TRAINED]:.3f} bits per byte "
-    f"against RoPE's {SMALL['rope', TRAINED]:.3f} and {BEST['rope', TRAINED]:.3f}",
+    f"in {SCREEN['rope+short_conv', TO_NONE] / SCREEN['rope', TO_NONE]:.2f} times RoPE's time",
+    f"{SMALL['t5', TRAINED]:.3f} and {BEST['rope+short_conv', BITS]:.3f} bits per byte "
+    f"against RoPE's {SMALL['rope', TRAINED]:.3f} and {BEST['rope', BITS]:.3f}",
     f"KERPLE goes from {SMALL['kerple', TRAINED]:.3f} to {SMALL['kerple', LONGEST]:.3f} and "
     f"RoPE from {SMALL['rope', TRAINED]:.3f} to {SMALL['rope', LONGEST]:.3f}; "
     f"T5 from {SMALL['t5', TRAINED]:.3f} to {SMALL['t5', LONGEST]:.3f} at the rates that were "
-    f"chosen, and from {BEST['t5', TRAINED]:.3f} to {BEST['t5', 'at 1024']:.3f} at half the rate",
+    f"chosen, and from {BEST['t5', BITS]:.3f} to {BEST['t5', 'at 1024']:.3f} at half the rate",
     f"{SMALL['rope', 'ntk 256']:.3f} with NTK, {SMALL['rope', 'nonoverlapping 256']:.3f} without",
     f"{claim('R05', 'rope_100', 512):.3f} after 100 steps with RoPE as it was, "
     f"{claim('R05', 'pi_100', 512):.3f} with interpolation",
@@ -92,7 +105,7 @@ FACTS = [
     f"{claim('R23', 'convolved', 128):.3f} bits per byte, without the convolutions "
     f"{claim('R23', 'none', 128):.3f}, in another protocol than the study's. RoPE has "
     f"{claim('R23', 'rope', 128):.3f} there",
-    f"from {SMALL['t5', '0.001']:.3f} to {SMALL['t5', '0.016']:.3f} bits per byte "
+    f"from {SMALL['t5', 'rate 0.001']:.3f} to {SMALL['t5', 'rate 0.016']:.3f} bits per byte "
     "between the rates 0.001 and 0.016",
     f"NTK undoes {undone(256)} % of RoPE's rise at twice the length, {undone(1024)} % at eight",
     f"T5's bias ({difference('t5')}), Inkling's ({difference('inkling')}) and FIRE's "
@@ -110,22 +123,18 @@ NEW = dict(
 )
 """Differences to RoPE of the best schemes of the catalogue, of seeds that did not choose these."""
 FACTS += [f"({NEW[name]})" for name in ("rope+short_conv", "stick_breaking", "bam")]
-CORPORA = pages.read("docs/study_corpora.md")
 NAMES = ("speeches", "code", "wordings", "tunes")
 
 
 def on(corpus, scheme):
     """The difference to RoPE on a corpus with its interval, in words."""
-    lines = CORPORA.partition("\n## Answer\n")[2].partition("**")[0].splitlines()
-    table = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines if line]
-    (row,) = (cells for cells in table if cells[0] == scheme)
-    return row[table[0].index(f"difference on {corpus}")]
+    return cells_of("study_corpora", corpus)[scheme, DIFFERENCE]
 
 
 def losses(scheme, longest=LONGEST, trained=TRAINED):
     """What a scheme loses at 8 times the length, or between two columns, on each corpus."""
     for name in NAMES:
-        of_corpus = rows(CORPORA.partition(f"\n## {name.capitalize()}\n")[2].partition("\n## ")[0])
+        of_corpus = numbers_of("study_corpora", name)
         yield of_corpus[scheme, longest] - of_corpus[scheme, trained]
 
 
@@ -150,13 +159,10 @@ LADDER = pages.read("docs/study_sizes.md")
 
 def at_size(size, scheme):
     """The difference to RoPE at a size with its interval, in words."""
-    section = LADDER.partition(f"\n## {size} million\n")[2].partition("\n## ")[0]
-    (line,) = re.findall(rf"(?m)^\| {scheme} \| \S+ \[[^|]*\| ([+-][^|]*) \|", section)
-    return line
+    return cells_of("study_sizes", f"{size} million")[scheme, DIFFERENCE]
 
 
-CHANGES = re.findall(r"(?m)^From 0.1 million to 2.5 million these change: (.*)", LADDER)
-assert [words.split()[0] for words in CHANGES[0].split("; ")] == ["t5"]  # Its lead alone shrinks.
+assert "From 0.1 million to 2.5 million these change: t5." in LADDER  # Its lead alone shrinks.
 
 
 def rises_of_rope():
@@ -181,7 +187,7 @@ COLUMNS = {
     "128, trained": (SMALL, TRAINED),
     "256": (SMALL, "nonoverlapping 256"),
     "1024": (SMALL, LONGEST),
-    "step": (SMALL, "step"),
+    "step": (SMALL, STEP),
     "compute gain": (SMALL, "compute gain"),
 }
 

@@ -97,7 +97,7 @@ def pages(study: Study, file: Path, folder: Path, target: Path) -> dict[Path, st
         "file": str(file),
         "folder": str(folder),
         "numbers": f"{target.stem}.csv",
-        "guide": os.path.relpath("docs/experiments.md", target.parent) + "#a-study",
+        "guide": os.path.relpath("experiments/study/selection.py", target.parent),
     }
     if is_catalogue:
         text = catalogue_page(study, rows, results, times, files, **places)

@@ -1,11 +1,13 @@
 """Studies: stages, choices and pages, of runs that are not trained."""
 
+import csv
 import dataclasses
 import gzip
 import itertools
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,9 +20,7 @@ from experiments.runs.results import packed
 from experiments.runs.run import Result, RunFolder
 from experiments.settings.config_io import convert
 from experiments.study import clock, plan
-from experiments.study.catalogue_page import catalogue_page
-from experiments.study.command import earlier, known
-from experiments.study.page import page
+from experiments.study.command import earlier, known, pages
 from experiments.study.rows import rows_of
 
 STUDY = """
@@ -92,8 +92,18 @@ def call(tmp_path, capsys, monkeypatch):
     call.carried_out, call.raises, call.diverges, call.measured = carried_out, None, (), measured
     call.results = tmp_path / "results" / "mine"
     call.page = lambda: (tmp_path / "docs" / "mine.md").read_text()
+    call.table = lambda: table(tmp_path / "docs" / "mine.csv")
     call.plot = tmp_path / "docs" / "mine.svg"
     return call
+
+
+def table(path):
+    """The numbers of a study: rows by scheme, for each size."""
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    by_size = {row["size"]: {} for row in rows}
+    for row in rows:
+        by_size[row["size"]][row["scheme"]] = row
+    return by_size
 
 
 @pytest.fixture
@@ -145,13 +155,16 @@ def test_stages_follow_from_results(timed, tmp_path):
     assert large["kerple"].finals(results)[0].task.train.learning_rate == 4e-3
     assert large["kerple"].finals(results)[0].task.model.num_layers == 3
     # Paired differences: 0.409 - 0.9 - 0.002 seed, and with 80 steps 0.002 less.
-    row = next(line for line in page.split("\n") if line.startswith("| kerple | 0.409"))
-    words = [text.strip() for text in row.split("|")]
-    assert words[3].startswith("-0.492 [-0.505") and words[4:6] == ["0.008 (10 x)", "1.25"]
-    assert words[6].startswith("-0.494 [-0.507")
+    rows = call.table()["small"]
+    row = rows["kerple"]
+    assert row["score"].startswith("0.409") and row["rate"] == "0.008 (10 x)"
+    assert row["difference to rope"].startswith("-0.492 [-0.505")
+    assert row["step relative to rope"] == "1.25" and row["step relative to none"] == "2.00"
+    assert row["in equal time, difference"].startswith("-0.494 [-0.507")
+    assert (row["try 1"], row["try 2"]) == ("10 x: +0.009 *", "3 x: +0.002")
     assert "lies at the edge of the grid for kerple" in page
-    assert "| **10 x: +0.009** | 3 x: +0.002 |" in page
-    assert page.index("| rope | 0.901") < page.index("| kerple | 0.409") < page.index("| none | 0")
+    assert [*rows] == ["rope", "kerple", "none"] and rows["none"]["parameters"] == "1,000"
+    assert row["plain 48"] == "0.273"
 
 
 def test_finished_runs_are_not_run_again(call):
@@ -168,12 +181,13 @@ def test_time_limits_and_failures_lose_nothing(call):
     call.raises = ("none", 1e-3)
     status, out, _ = call("--run")
     assert status == 1 and "failed: test_study.py:" in out and "RuntimeError: no memory" in out
-    assert "| rope | 0.901" in call.page() and "known so far have ended" in call.page()
+    assert call.table()["small"]["rope"]["score"].startswith("0.901")
+    assert "known so far have ended" in call.page()
     report = call.results / "report.html"
-    assert "small: none (3 of 4 runs to choose settings); large: " in report.read_text()
+    assert "known so far have ended" in report.read_text()
     call.raises = None
     assert call("--run")[0] == 0 and "known so far" not in call.page()
-    assert "so far" not in report.read_text()
+    assert "so far" not in report.read_text() and report.read_text().count("<svg") == 3
 
 
 def scores_by(table):
@@ -206,7 +220,9 @@ def test_the_mean_of_the_seeds_decides_and_its_neighbours_are_tried(call):
     selection = cell(call, "rope").selection(known(call.results))
     assert [run.task.train.learning_rate for run in selection.tried] == [1e-3, 2e-3, 4e-3, 8e-3]
     assert selection.best_of_grid.task.train.learning_rate == 8e-3
-    assert "**0.863 ± 0.006**" in call.page() and "| 0.833 ± 0.058 | 0.853 ± 0.023 |" in call.page()
+    row = call.table()["small"]["rope"]
+    scores = ["0.833 ± 0.058", "0.853 ± 0.023", "0.863 ± 0.006 *"]
+    assert [row[f"rate {rate}"] for rate in ("0.002", "0.004", "0.008")] == scores
     # Without parameters, the tries are rates half a step away: both are worse here.
     assert [f"{run.task.train.learning_rate:.2g}" for run in selection.tries] == ["0.011", "0.0057"]
     assert selection.chosen == selection.best_of_grid
@@ -230,8 +246,9 @@ def test_unstable_rates_are_not_chosen(call, reason):
         assert set(selection.unstable.values()) == {"rounding"}
         return
     assert selection.chosen.task.train.learning_rate == 2e-3
+    row = call.table()["small"]["rope"]
     words = {"spread": "(0.900 ± 0.173)", "diverged": "diverged"}[reason]
-    assert re.search(rf"\| rope \|.*\*\*0\.803 ± 0\.006\*\* \| {re.escape(words)} \|", call.page())
+    assert (row["rate 0.002"], row["rate 0.004"]) == ("0.803 ± 0.006 *", words)
 
 
 def test_unstable_tries_are_not_chosen(call):
@@ -243,7 +260,8 @@ def test_unstable_tries_are_not_chosen(call):
     assert call("--run")[0] == 0
     assert cell(call, "kerple").chosen(known(call.results)).task.train.scheme_rate == 3
     # 0.3 in two of three seeds, and 0.001 for each rate more.
-    assert "| (10 x: +0.209) | **3 x: +0.002** |" in call.page()
+    row = call.table()["small"]["kerple"]
+    assert (row["try 1"], row["try 2"]) == ("(10 x: +0.209)", "3 x: +0.002 *")
     # It is stable in 9 of 27 draws: of the two seeds alone, or of the third alone.
     shifts = cell(call, "kerple").selection(known(call.results)).shifts()
     assert np.allclose(sorted(shifts), [0.0] * 18 + [0.207] * 9)
@@ -256,8 +274,8 @@ def test_the_optimum_is_that_of_the_parabola(call):
     a, b, c = np.polyfit([1.0, 2.0, 3.0], [0.84, 0.90, 0.89], 2)
     expected = np.polyval([a, b, c], -b / (2 * a)) - 0.90
     assert cell(call, "rope").selection(known(call.results)).optimum() == pytest.approx(expected)
-    row = re.findall(r"\| rope \| (\S+) \| .0\.000 \|", call.page())
-    assert row[:1] == [f"{expected:+.3f}"]
+    row = call.table()["small"]["rope"]
+    assert row["optimum"] == f"{expected:+.3f}" and row["other rounding"][1:] == "0.000"
 
 
 def test_intervals_hold_the_choice(call):
@@ -299,12 +317,13 @@ def test_intervals_with_shifts_are_those_of_the_mixture():
 def test_seeds_that_diverge_are_counted_and_a_score_of_zero_is_one(call, monkeypatch):
     monkeypatch.setitem(HEIGHT, "none", 0.0)
     assert call("--run")[0] == 0
-    page = call.page()
-    assert re.search(r"\| none \| 0\.000 \[.* \| -0\.901 \[", page)
+    row = call.table()["small"]["none"]
+    assert row["score"].startswith("0.000 [") and row["difference to rope"].startswith("-0.901 [")
     for path in call.results.glob("kback-none-s1-*/result.json"):
         content = json.loads(path.read_text())
         path.write_text(json.dumps(content | {"status": "diverged", "scores": {}}))
-    assert call()[0] == 0 and re.search(r"\| none \|.*\| diverged in 1 of 2 \|", call.page())
+    assert call()[0] == 0
+    assert call.table()["small"]["none"]["difference to rope"] == "diverged in 1 of 2"
     assert "Seeds that diverged: none in 1 of 2." in call.page()
 
 
@@ -330,11 +349,10 @@ def test_compute_gains(timed, monkeypatch, tmp_path):
     assert "by training time, at the rate that is best for 1 x: 0.5 x: 0.896, 1 x: 0.901" in (
         call.page()
     )
-    row = next(line for line in call.page().split("\n") if line.startswith("| none | 0.893"))
     gain = 2 ** (-0.002 / 0.005)
-    assert row.endswith(f" | {gain:.2f} [< 0.5, > 2] |")
-    row = next(line for line in call.page().split("\n") if line.startswith("| kerple | 0.409"))
-    assert row.endswith(" | < 0.5 |")
+    rows = call.table()["small"]
+    assert rows["none"]["compute gain"] == f"{gain:.2f} [< 0.5, > 2]"
+    assert rows["kerple"]["compute gain"] == "< 0.5"
 
 
 @pytest.mark.parametrize("others", [0.06, None])
@@ -342,8 +360,9 @@ def test_nothing_is_concluded_from_a_busy_clock(timed, others):
     call = timed
     (call.results / "clock.json").write_text(json.dumps(call.clock | {"others": {"small": others}}))
     assert call("--run")[0] == 0
-    small = call.page().partition("## Small")[2].partition("## Large")[0]
-    assert "**Criterion 2 fails**" in small and "compute gain" not in small
+    (small,) = re.findall(r"\* \*\*Small\*\*: .*", call.page())
+    assert "**Criterion 2 fails**" in small
+    assert not call.table()["small"]["kerple"]["compute gain"]
     assert not {run.task.train.steps for run in call.carried_out} & {160, 80}
 
 
@@ -382,7 +401,7 @@ def test_training_time_is_wall_time_on_accelerators(call):
 
 def test_the_answer_names_what_is_resolved(call):
     assert call("--run")[0] == 0
-    answer = call.page().partition("## Answer")[2].partition("## Small")[0]
+    answer = call.page().partition("## Answer")[2].partition("## Protocol")[0]
     assert "**Small.** rope has 0.90 accuracy at the trained length. * Behind it: kerple -0.4" in (
         " ".join(answer.split())
     )
@@ -393,11 +412,9 @@ def test_a_size_may_have_another_task(call, tmp_path):
     change = 'seeds = 1\ntask = "kth"\nkth.train.steps = 100\nkth.model.num_layers = 3'
     file.write_text(STUDY.replace("seeds = 1\nkback.model.num_layers = 3", change))
     assert call("--run")[0] == 0
-    large = call.page().partition("## Large")[2]
-    assert "Task kth: " in large and "Task k" not in call.page().partition("## Large")[0]
+    assert "* **Large**: task kth, " in call.page() and "* **Small**: 0.00 million" in call.page()
     assert {run.task.name for run in call.carried_out} == {"kback", "kth"}
     assert "small" not in (tmp_path / "docs" / "mine.svg").read_text()  # One size: no legend.
-    assert "<h2>large</h2>" in (tmp_path / "results" / "mine" / "report.html").read_text()
 
 
 def test_three_sizes_are_a_ladder(call, tmp_path):
@@ -418,10 +435,14 @@ def test_three_sizes_are_a_ladder(call, tmp_path):
     assert call("--run")[0] == 0
     text = " ".join(call.page().split())
     assert "2. A difference changes with size if" in text and "in equal time" not in text
-    answer = text.partition("## Answer")[2].partition("## Small")[0]
-    words = re.escape("change: kerple -0.692 [-0.705, -0.679] to -0.981 [-0.994, -0.968]. From")
-    assert re.search(f"From small to larger these {words}", answer)
-    assert "no change is resolved for: none -0.601 [" in answer
+    answer = text.partition("## Answer")[2].partition("**Small.**")[0]
+    assert "| scheme | small | large | larger |" in answer
+    words = (
+        "| kerple | -0.692 [-0.705, -0.679] | -0.798 [-0.811, -0.785] | -0.981 [-0.994, -0.968] |"
+    )
+    assert words.split("|")[2] in answer and words.split("|")[4] in answer
+    assert "From small to larger these change: kerple." in answer
+    assert "From small to larger no change is resolved for: none." in answer
     picture = call.plot.read_text()
     assert "million parameters" in picture and "difference to rope" in picture
 
@@ -481,8 +502,8 @@ def test_a_scheme_is_added_with_one_command(call):
     HEIGHT["alibi"], BEST["alibi"] = 0.5, 4e-3
     assert call("--run", "--also", "alibi", "--page", "more.md")[0] == 0
     assert {run.scheme for run in call.carried_out[before:]} == {"alibi"}
-    assert "| alibi | 0.500" in (call.results.parents[1] / "more.md").read_text()
-    assert "| alibi |" not in call.page()
+    more = table(call.results.parents[1] / "more.csv")["small"]
+    assert more["alibi"]["score"].startswith("0.500") and "alibi" not in call.table()["small"]
 
 
 def test_a_catalogue_is_one_table(timed, tmp_path):
@@ -496,8 +517,7 @@ def test_a_catalogue_is_one_table(timed, tmp_path):
     page = " ".join(call.page().split())
     assert "0 of 3 have a better mean than rope's 0.901 over 2 seeds at the trained length" in page
     assert "Best at the trained length: rope 0.901, kerple 0.409, none 0.300." in page
-    assert "| kerple | 0.409 | 0.273 | 2.00 |" in page and "| 1,000 | 0.008* |" in page
-    assert page.count("| none | 0.300 |") == 1 and "Lowest" not in page
+    assert ":file: mine.csv" in page and "kerple" in call.table()["small"]
     svg = call.plot.read_text()
     assert ">rope<" in svg and "rise at 1.5 times the length" in svg
 
@@ -527,8 +547,6 @@ def test_the_best_run_with_more_seeds(call, tmp_path):
     always = more.replace("best = 2", 'best = 1\nalways = ["none"]')
     (tmp_path / "mine.toml").write_text(study + always)
     assert call()[0] == 0 and "1 of 2 schemes with 4 seeds" in call.page()
-    call("--run", "--minutes", "0")
-    assert "finalists: none (2 of 4 seeds)" in (call.results / "report.html").read_text()
 
 
 def test_the_best_have_rates_chosen_anew(call, tmp_path):
@@ -556,9 +574,10 @@ def test_the_best_have_rates_chosen_anew(call, tmp_path):
     assert rates == {"small": {8e-3}, "finalists": {4e-3}}
     others = {run.scheme for run in call.carried_out if run.seed in (101, 102)}
     assert others == {"rope"}
-    table, finalists = (call.page().split("## Finalists")[i] for i in (0, 1))
-    assert "than rope's 0.901 over 2 seeds" in " ".join(table.split())
-    assert "| 0.008* |" in table and finalists.partition("##")[0].count("| 0.004 |") == 1
+    screen, finalists = (call.page().split("## Finalists")[i] for i in (0, 1))
+    assert "than rope's 0.901 over 2 seeds" in " ".join(screen.split())
+    assert call.table()["small"]["rope"]["rate"] == "0.008"
+    assert finalists.partition("##")[0].count("| 0.004 |") == 1
 
 
 @pytest.mark.parametrize(
@@ -604,23 +623,17 @@ def test_the_committed_study_is_read(request):
 @pytest.mark.parametrize(
     "name", ["study", "study_catalogue", "study_corpora", "study_repeat", "study_sizes"]
 )
-def test_the_committed_page_is_that_of_the_committed_results(request, name):
+def test_the_committed_page_is_that_of_the_committed_results(request, name, monkeypatch):
     root, folder = request.config.rootpath, f"results/{name}"
     file = f"configs/{name}.toml"
     study, times = plan.load(root / file), clock.read(root / folder)
     results = known(root / folder)
-    if study.about.layout == "catalogue":
-        expected = catalogue_page(study, results, times, file, folder, f"{name}.svg")
-    else:
-        drawn = (path.name for path in (root / "docs").glob(f"{name}*.svg"))
-        files = {
-            suffix: file for file in drawn if (suffix := file[len(name) : -4])[:1] in ("", "-")
-        }
-        before = earlier(study, root / "results")
-        expected = page(study, results, times, file, folder, files, before)
-        drawn = "".join(path.read_text() for path in (root / "docs").glob(f"{name}-*.svg"))
-        assert not re.search(r'(\bid="|href="#)[^"]* |url\(#[^)]* ', drawn)
-    assert (root / "docs" / f"{name}.md").read_text() == expected
+    monkeypatch.chdir(root)
+    for path, text in pages(study, Path(file), Path(folder), Path(f"docs/{name}.md")).items():
+        if path.suffix in (".md", ".csv"):
+            assert path.read_text() == text, path
+        elif path.suffix == ".svg":
+            assert path.exists() and not re.search(r'(\bid="|href="#)[^"]* |url\(#[^)]* ', text)
     names = {run.name for run in study.runs(results, times)}
     assert (
         packed(root / folder).keys() <= names
