@@ -18,8 +18,8 @@ from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.problem import _AXES, Problem
 from posenc_jax.engine.rules import DotBias, LogitBias, Rule
 from posenc_jax.kernels.tpu.implementation import PallasTPU, tile_size
-from posenc_jax.kernels.tpu.schedule import tile_order
-from posenc_jax.kernels.tpu.strip import Strip, shear, sum_diagonals
+from posenc_jax.kernels.tpu.spec import tile_order
+from posenc_jax.kernels.tpu.tile import Strip, shear, sum_diagonals
 from tests.engine.rules import KINDS
 from tests.kernels.kernel_cases import (
     B,

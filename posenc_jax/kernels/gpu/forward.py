@@ -5,22 +5,240 @@ take turns: while one has the tensor cores, the other computes its softmax. A tu
 copies: values are waited for before it, and the next keys while it multiplies.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.mask import LEAST_LOGIT
 from posenc_jax.engine.problem import LogSumExp
-from posenc_jax.kernels.gpu.by_query import ByQuery
-from posenc_jax.kernels.gpu.pipe import Warpgroup, launch, matrix, most_slots, operand, vector
-from posenc_jax.kernels.gpu.spec import ROW, ROWS, TILE, GPUSpec, Int
-from posenc_jax.kernels.gpu.tile import rows_to_tile, zeros
+from posenc_jax.kernels.gpu.bands import Bands
+from posenc_jax.kernels.gpu.pipe import Warpgroup, launch, matrix, most_slots, operand, pipe, vector
+from posenc_jax.kernels.gpu.spec import (
+    ROW,
+    ROWS,
+    TILE,
+    GPUSpec,
+    Int,
+    Ref,
+    bias_line,
+    column_of,
+    direct_operands,
+    kind_of,
+)
+from posenc_jax.kernels.gpu.tile import Pairs, Tile, rows_to_tile, zeros
 from posenc_jax.kernels.operands import Operands, out_struct
+
+
+@dataclasses.dataclass(frozen=True)
+class TiledKernel(abc.ABC):
+    """A kernel whose blocks of threads go through tiles.
+
+    Attributes:
+      spec: the static part.
+      x: the operands.
+      blocks: queries and keys per tile.
+      tiles: entries and counts, of `spec.tiles`.
+    """
+
+    spec: GPUSpec
+    x: Operands
+    blocks: Blocks
+    tiles: tuple[jax.Array, jax.Array]
+    q_axis: ClassVar[int] = 0
+    """The axis of the queries in tiles."""
+    keep_rows: ClassVar[bool] = True
+    """Whether a block of threads keeps its rows, so that their features are read once."""
+
+    @property
+    @abc.abstractmethod
+    def grid(self) -> dict[str, int]:
+        """The numbers of blocks of threads, by the names of indices."""
+
+    @property
+    @abc.abstractmethod
+    def scratch_types(self) -> dict[str, Any]:
+        """The scratch types of the kernel, by name."""
+
+    @abc.abstractmethod
+    def compute(self, wg: Warpgroup) -> None:
+        """Computes 64 rows."""
+
+    @abc.abstractmethod
+    def copy(self, wg: Warpgroup) -> None:
+        """Copies the tokens and rules of all tiles."""
+
+    def launch(self, name: str, out_types: Any, **inputs: Any) -> Any:
+        """Runs the kernel with its operands and further inputs, and returns its results."""
+        x = self.x
+        inputs |= {"x": direct_operands(x), "entries": self.tiles[0], "counts": self.tiles[1]}
+        inputs["distances"] = self.bands.inputs
+        if x.bias is not None:
+            inputs["line"] = bias_line(self.spec, x.bias, x.first, self.blocks)
+        return launch(
+            f"attention_{name}",
+            self.compute,
+            self.copy,
+            grid=self.grid,
+            inputs=inputs,
+            out_types=out_types,
+            scratch_types=self.scratch_types,
+            interpret=self.spec.interpret,
+        )
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Queries and keys per tile."""
+        return self.blocks.q, self.blocks.k
+
+    @property
+    def bands(self) -> Bands:
+        """The products of vectors."""
+        return Bands(self.spec, self.x, self.blocks, self.q_axis, self.keep_rows)
+
+    @property
+    def pairs(self) -> Pairs:
+        """The array of all pairs."""
+        return Pairs(self.spec, self.x, self.blocks, self.q_axis)
+
+    @property
+    def bias_block(self) -> dict[str, tuple[int]]:
+        """The shape of the bias of a tile, for `pipe`."""
+        return {} if self.x.bias is None else {"bias": (sum(self.sizes),)}
+
+    def distance(self, q: Int, k: Int) -> Int:
+        """Returns where the vectors and the bias of a tile start, of its first query and key."""
+        low, high = self.spec.reach(self.blocks)
+        return pl.multiple_of(jnp.clip(q - k, low, high) - low, min(self.sizes))
+
+    def rules(
+        self, wg: Warpgroup, b: Int, head: Int, q: Int, k: Int, distance: Int
+    ) -> dict[str, Ref]:
+        """Returns the rules of a tile in global memory, for `Pipe.fill`."""
+        rules = self.pairs.source(wg, b, head, q, k)
+        if self.x.bias is not None:
+            line = self.spec.line_of(wg.refs["line"], head)
+            rules["bias"] = line.at[pl.ds(distance, sum(self.sizes))]
+        return rules
+
+    def part(
+        self,
+        wg: Warpgroup,
+        b: Int,
+        head: Int,
+        q: Int,
+        k: Int,
+        kind: jax.Array,
+        rules: dict[str, Ref],
+        bias: Any,
+    ) -> Tile:
+        """Returns a warpgroup's part of a tile.
+
+        Args:
+          wg: the warpgroup.
+          b, head: row of the batch and query head.
+          q, k: the first query and the first key of the part.
+          kind: of the tile.
+          rules: the blocks of a pipe.
+          bias: the slice of the warpgroup's part of the bias.
+        """
+        columns = self.sizes[1 - self.q_axis]
+        return Tile(
+            spec=self.spec,
+            x=wg.refs["x"],
+            shape=(ROWS, columns),
+            q_axis=self.q_axis,
+            b=b,
+            head=head,
+            q=q,
+            k=k,
+            kind=kind,
+            bias=rules["bias"].at[bias] if self.x.bias is not None else None,
+            origin=columns if self.q_axis == 0 else ROWS,
+            band_logits=self.bands.logits(wg),
+            pairs=self.pairs.reader(wg, rules),
+        )
+
+
+class ByQuery(TiledKernel):
+    """A kernel whose blocks of threads have queries, and go through tiles of keys and values."""
+
+    @property
+    def grid(self) -> dict[str, int]:
+        spec = self.spec
+        return {"b": spec.batch, "head": spec.heads, "i": spec.length // self.blocks.q}
+
+    def pipes(self, slots: int, band_slots: int) -> dict[str, Any]:
+        """Returns scratch types for keys, for values and for rules."""
+        spec, blocks, dtype = self.spec, self.blocks, self.x.q.dtype
+        pipes = {
+            "keys": pipe(spec, slots, dtype, k=(blocks.k, spec.dim)),
+            "values": pipe(spec, slots, dtype, v=(blocks.k, spec.value_dim)),
+        }
+        if self.bias_block or self.x.pairs:
+            # In the forward pass, the first warpgroup waits for the next tile's bias before the
+            # second one may finish this tile and release its bias: one slot is not enough.
+            pipes["bias"] = pipe(spec, 2, dtype, self.pairs.type, **self.bias_block)
+        return pipes | self.bands.scratch_types(band_slots)
+
+    def _tiles(self, wg: Warpgroup) -> tuple[Int, Int, Callable[[Int], jax.Array]]:
+        """Returns the first query of a block, the number of its tiles, and their entries.
+
+        The last queries, which see most keys, come first.
+        """
+        i = self.grid["i"] - 1 - wg.grid["i"]
+        row = wg.grid["b"] if self.tiles[0].shape[0] > 1 else 0
+        entries = wg.refs["entries"]
+        return i * self.blocks.q, wg.refs["counts"][row, i], lambda n: entries[row, i, n]
+
+    def queries(self, wg: Warpgroup) -> tuple[Int, Int]:
+        """Returns the first query of a warpgroup, and the number of tiles."""
+        first, count, _ = self._tiles(wg)
+        return first + wg.number * ROWS, count
+
+    def tile(self, wg: Warpgroup, n: Int) -> Tile:
+        """Waits for the bias of tile n, and returns a warpgroup's part of the tile."""
+        first, _, entry = self._tiles(wg)
+        rows = pl.multiple_of(wg.number * ROWS, ROWS)
+        rules = wg.scratch["bias"].wait(n) if "bias" in wg.scratch else {}
+        return self.part(
+            wg,
+            wg.grid["b"],
+            wg.grid["head"],
+            first + rows,
+            column_of(entry(n)) * self.blocks.k,
+            kind_of(entry(n)),
+            rules,
+            pl.ds(rows, ROWS + self.blocks.k),
+        )
+
+    def release_bias(self, wg: Warpgroup, n: Int) -> None:
+        """Releases the bias of tile n."""
+        if "bias" in wg.scratch:
+            wg.scratch["bias"].release(n)
+
+    def copy(self, wg: Warpgroup) -> None:
+        first, count, entry = self._tiles(wg)
+        bk, b, head = self.blocks.k, wg.grid["b"], wg.grid["head"]
+
+        def fill(n, ruled):
+            k0 = column_of(entry(n)) * bk
+            of_head = b, pl.ds(k0, bk), head // self.spec.group
+            wg.scratch["keys"].fill(n, k=wg.refs["x"].k.at[of_head])
+            start = self.distance(first, k0)
+            if rules := self.rules(wg, b, head, first, k0, start):
+                wg.scratch["bias"].fill(n, **rules)
+            ruled = self.bands.fill(wg, ruled, kind_of(entry(n)), b, head, start, (first, k0))
+            wg.scratch["values"].fill(n, v=wg.refs["x"].v.at[of_head])
+            return ruled
+
+        jax.lax.fori_loop(jnp.int32(0), count, fill, jnp.int32(0))
 
 
 def forward(spec: GPUSpec, x: Operands) -> tuple[jax.Array, LogSumExp]:
@@ -28,19 +246,11 @@ def forward(spec: GPUSpec, x: Operands) -> tuple[jax.Array, LogSumExp]:
     kernel = Forward(spec, x, spec.forward, x.schedules[0])
     shape = spec.batch, spec.length, spec.heads, spec.value_dim
     row = out_struct(x.q, (spec.batch, spec.heads, spec.length))
-    results = launch(
-        "attention_forward",
-        kernel.compute,
-        kernel.copy,
-        grid=kernel.grid,
-        inputs=kernel.inputs,
-        out_types={
-            "out": out_struct(x.q, shape, x.q.dtype),
-            **dict.fromkeys(LogSumExp._fields, row),
-        },
-        scratch_types=kernel.scratch_types,
-        interpret=spec.interpret,
-    )
+    out_types = {
+        "out": out_struct(x.q, shape, x.q.dtype),
+        **dict.fromkeys(LogSumExp._fields, row),
+    }
+    results = kernel.launch("forward", out_types)
     return results["out"], LogSumExp(results["top"], results["total"])
 
 
@@ -58,13 +268,11 @@ class _Softmax(NamedTuple):
     weight: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
 class Forward(ByQuery):
     """The forward kernel."""
 
     @property
     def scratch_types(self) -> dict[str, Any]:
-        """The scratch types of the kernel, by name."""
         spec, dtype = self.spec, self.x.q.dtype
         types = {
             "q": matrix(spec, 2, ROWS, spec.dim, dtype=dtype),
@@ -88,7 +296,6 @@ class Forward(ByQuery):
         ]
 
     def compute(self, wg: Warpgroup) -> None:
-        """Computes 64 queries."""
         q0, count = self.queries(wg)
         b, head = wg.grid["b"], wg.grid["head"]
         of_head = b, pl.ds(q0, ROWS), head

@@ -115,7 +115,7 @@ def _cuda_version() -> int | None:
 
 def _no_room(p: Problem, counts: list[int]) -> str | None:
     """Returns why there is no kernel for vectors of `counts` numbers per distance, or None."""
-    from posenc_jax.kernels.gpu.band_arrays import fits
+    from posenc_jax.kernels.gpu.bands import fits
 
     dims = p.q.shape[3], p.v.shape[3]
     if counts and (max(*dims, *counts) > 128 or not fits(*dims, counts)):

@@ -13,8 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from posenc_jax.engine.blocks import Blocks, pad_axis
 from posenc_jax.engine.mask import MASK_VALUE
-from posenc_jax.kernels.kinds import EMPTY, PLAIN, kinds, tile_kinds
-from posenc_jax.kernels.operands import Operands, Spec
+from posenc_jax.kernels.operands import EMPTY, PLAIN, Operands, Spec, kinds, tile_kinds
 
 ROWS = 64
 """Rows of a warpgroup."""

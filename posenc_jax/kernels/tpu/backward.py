@@ -20,10 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.mask import in_units
 from posenc_jax.kernels.elements import Element, evaluate
-from posenc_jax.kernels.kinds import MASKED, PLAIN, kinds
-from posenc_jax.kernels.operands import Grads, Operands, out_struct
-from posenc_jax.kernels.tpu import schedule
-from posenc_jax.kernels.tpu.backward_pairs import pair_grads, pairs_refusal
+from posenc_jax.kernels.operands import MASKED, PLAIN, Grads, Operands, kinds, out_struct
 from posenc_jax.kernels.tpu.bands import (
     BandInputs,
     BandSlices,
@@ -36,23 +33,25 @@ from posenc_jax.kernels.tpu.bands import (
     product_grads,
 )
 from posenc_jax.kernels.tpu.block_specs import (
+    Call,
     feature_spec,
     input_specs,
     matrix_spec,
-    memory_refusal,
     squeezed_spec,
     temporary_bytes,
 )
-from posenc_jax.kernels.tpu.spec import TPUSpec, bias_line, heads_before_tokens, heads_first
-from posenc_jax.kernels.tpu.strip import LANES, Strip, shear, sum_diagonals
+from posenc_jax.kernels.tpu.forward import pair_grads, pairs_refusal
+from posenc_jax.kernels.tpu.spec import Entry, TPUSpec, bias_line, heads_before_tokens, heads_first
 from posenc_jax.kernels.tpu.tile import (
+    LANES,
+    Strip,
     add_pairs,
     dot,
     kept_pairs,
     lanes,
-    poison,
-    poisons,
+    shear,
     soft_cap,
+    sum_diagonals,
     to_column,
     visible,
 )
@@ -65,27 +64,7 @@ def backward(
     x, d_out = heads_first(x), heads_before_tokens(d_out)
     grid = BackwardGrid.of(spec, x)
     bands = grid.band_inputs(x)
-    arrays, specs = _inputs(grid, x, bands, {"d_out": d_out, "lse": lse, "delta": delta})
-    out_shapes, out_specs = _outputs(grid, x, bands)
-    # A chip with two cores divides parallel axes between them: rows, where there is one key head.
-    rows = "parallel" if grid.sums_per_row and spec.kv_heads == 1 else "arbitrary"
-    grads = pl.pallas_call(
-        functools.partial(_kernel, grid, tuple(bands.strips)),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=grid.shape,
-            in_specs=[specs],
-            out_specs=out_specs,
-            scratch_shapes=[_scratch_shapes(grid, x, bands)],
-        ),
-        out_shape=out_shapes,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", rows, *("arbitrary",) * 3),
-            vmem_limit_bytes=spec.vmem_limit,
-        ),
-        interpret=spec.interpret,
-        name="attention_backward",
-    )(x.schedules[1].reshape(-1), x.prefix, arrays)
+    grads = _call(grid, x, bands, d_out, lse, delta)()
     products = [
         product_grads(spec, product, strip, x.first, d["features"], d["vectors"])
         for product, strip, d in zip(x.products, bands.strips, grads["products"], strict=True)
@@ -103,23 +82,45 @@ def backward_refusal(spec: TPUSpec, x: Operands) -> str | None:
     """Returns why the backward pass needs more memory than there is, or None."""
     x = heads_first(x)
     grid = BackwardGrid.of(spec, x)
-    bands = grid.band_inputs(x)
     rows = spec.batch, spec.heads, spec.length
-    cotangents = {
-        "d_out": jnp.zeros((*rows, spec.value_dim), x.v.dtype),
-        "lse": jnp.zeros(rows, jnp.float32),
-        "delta": jnp.zeros(rows, jnp.float32),
-    }
-    inputs, outputs = _inputs(grid, x, bands, cotangents), _outputs(grid, x, bands)
-    arrays, specs = zip(inputs, outputs, strict=True)
+    d_out = jnp.zeros((*rows, spec.value_dim), x.v.dtype)
+    cotangents = d_out, *(jnp.zeros(rows, jnp.float32) for _ in ("lse", "delta"))
     sizes = f"the backward pass of T = {spec.length}, S = {spec.keys}, H = {spec.dim}"
     sizes += f" in groups of {spec.group} heads" if spec.group > 1 else ""
-    scalars = x.schedules[1], x.prefix, [e.scalars for e in x.elements]
-    scratch = _scratch_shapes(grid, x, bands)
-    temporary = temporary_bytes(spec, x, spec.backward)
-    memory = arrays, specs, scalars, temporary
-    reason = memory_refusal(sizes, spec.vmem_limit, scratch, *memory)
-    return reason or pairs_refusal(spec, x, **cotangents)
+    scalars, temporary = [e.scalars for e in x.elements], temporary_bytes(spec, x, spec.backward)
+    call = _call(grid, x, grid.band_inputs(x), *cotangents)
+    reason = call.refusal(sizes, True, scalars, temporary)
+    return reason or pairs_refusal(spec, x, *cotangents)
+
+
+def _call(
+    grid: "BackwardGrid",
+    x: Operands,
+    bands: BandInputs,
+    d_out: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+) -> Call:
+    """Returns the kernel's call; q, k, v and d_out are heads first."""
+    spec = grid.spec
+    arrays, specs = _inputs(grid, x, bands, {"d_out": d_out, "lse": lse, "delta": delta})
+    outs, out_specs = _outputs(grid, x, bands)
+    # A chip with two cores divides parallel axes between them: rows, where there is one key head.
+    rows = "parallel" if grid.sums_per_row and spec.kv_heads == 1 else "arbitrary"
+    return Call(
+        "attention_backward",
+        functools.partial(_kernel, grid, tuple(bands.strips)),
+        grid=grid.shape,
+        semantics=("parallel", rows, *("arbitrary",) * 3),
+        scalars=(x.schedules[1].reshape(-1), x.prefix),
+        arrays=arrays,
+        specs=specs,
+        outs=outs,
+        out_specs=out_specs,
+        scratch=_scratch_shapes(grid, x, bands),
+        vmem_limit=spec.vmem_limit,
+        interpret=spec.interpret,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,14 +202,14 @@ class BackwardGrid:
     def entry(self, schedule_ref, b, j, i):
         """Returns the schedule's entry of a step."""
         row = 0 if self.shared_schedule else b
-        return schedule_ref[row * self.tiles + j * self.shape[4] + i]
+        return Entry(schedule_ref[row * self.tiles + j * self.shape[4] + i])
 
     def query_block(self, h, b, g, j, i, schedule_ref, prefix_ref):
         head = h * self.spec.group + g
-        return b, head, schedule.column_of(self.entry(schedule_ref, b, j, i))
+        return b, head, self.entry(schedule_ref, b, j, i).column
 
     def key_block(self, h, b, g, j, i, schedule_ref, prefix_ref):
-        return b, h, j if self.is_dense else schedule.row_of(self.entry(schedule_ref, b, j, i))
+        return b, h, j if self.is_dense else self.entry(schedule_ref, b, j, i).row
 
     def key_block_of_query_head(self, h, b, g, *indices):
         return b, h * self.spec.group + g, self.key_block(h, b, g, *indices)[2]
@@ -343,7 +344,7 @@ def _kernel(
     spec = grid.spec
     h, b, g, j, i = (pl.program_id(axis) for axis in range(5))
     entry, t = grid.entry(schedule_ref, b, j, i), j * grid.shape[4] + i
-    kind, i, j = schedule.kind_of(entry), schedule.column_of(entry), schedule.row_of(entry)
+    kind, i, j = entry.kind, entry.column, entry.row
     offset = i * spec.backward.q - j * spec.backward.k
     limit = prefix_ref[b] if spec.prefix else None
     head_starts, head_ends = t == 0, t == grid.tiles - 1
@@ -355,17 +356,15 @@ def _kernel(
     if grid.sums_per_row:
         keys = pl.ds(pl.multiple_of(j * spec.backward.k, LANES), spec.backward.k)
     step = BackwardStep(grid, bands, refs, out_refs, scratch, h, g, offset, limit, queries, keys)
-    if poisons():
-        pl.when(head_starts & (b == 0) & (g == 0))(functools.partial(poison, scratch))
     pl.when(head_starts)(step.start_head)
     pl.when(sums_start)(step.start_sums)
-    pl.when(schedule.is_first(entry))(step.start_keys)
-    pl.when(schedule.is_first(entry) & (g == 0))(step.start_key_grads)
+    pl.when(entry.is_first)(step.start_keys)
+    pl.when(entry.is_first & (g == 0))(step.start_key_grads)
     for one_kind in kinds(spec.visibility):
         tile = functools.partial(step.tile, one_kind != PLAIN, one_kind == MASKED)
         pl.when(kind == one_kind)(tile)
-    pl.when(schedule.is_last(entry))(step.write_key_scalars)
-    pl.when(schedule.is_last(entry) & (g == spec.group - 1))(step.write_key_grads)
+    pl.when(entry.is_last)(step.write_key_scalars)
+    pl.when(entry.is_last & (g == spec.group - 1))(step.write_key_grads)
     in_last_keys = t >= grid.first_of_last_keys
     pl.when(in_last_keys)(functools.partial(step.write_query_grads, t))
     if spec.rules_in_bias:

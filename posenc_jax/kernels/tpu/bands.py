@@ -30,8 +30,7 @@ from posenc_jax.engine.blocks import Blocks
 from posenc_jax.kernels.operands import Operands, Product
 from posenc_jax.kernels.tpu.block_specs import BlockIndex, feature_spec
 from posenc_jax.kernels.tpu.spec import TPUSpec
-from posenc_jax.kernels.tpu.strip import LANES, Strip, line_of, rotate_rows
-from posenc_jax.kernels.tpu.tile import dot, lanes
+from posenc_jax.kernels.tpu.tile import LANES, Strip, dot, lanes, line_of, rotate_rows
 
 
 class BandStrip(NamedTuple):

@@ -1,4 +1,4 @@
-"""The blocks of arrays of tokens in VMEM.
+"""Calls of kernels, and the blocks of arrays of tokens in VMEM.
 
 Heads come before tokens, [B, N, T, H]: XLA writes the products that make q, k and v, and
 rotations of them, in that order. [B, T, N * H] would be a copy.
@@ -19,12 +19,103 @@ from posenc_jax.kernels.elements import Element
 from posenc_jax.kernels.operands import Operands
 from posenc_jax.kernels.tpu.chip import SMEM
 from posenc_jax.kernels.tpu.spec import TPUSpec
-from posenc_jax.kernels.tpu.strip import LANES
+from posenc_jax.kernels.tpu.tile import LANES
 
 _SMEM_OF_COMPILER = 2**15  # Bytes.
 
 BlockIndex = Callable[..., tuple[Any, Any, Any]]
 """Maps grid indices to the row of the batch, the head and the block of tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A kernel, its arrays and its memory.
+
+    Attributes:
+      name: of the kernel.
+      kernel: of references to `scalars`, and of pytrees of references to `arrays`, results and
+        `scratch`.
+      grid: the numbers of steps.
+      semantics: of the axes of the grid.
+      scalars: arrays in SMEM that index maps read, schedules first.
+      arrays, specs: pytrees of the inputs and of their blocks.
+      outs, out_specs: pytrees of the types of the results and of their blocks.
+      scratch: pytree of the types of scratch memory.
+      vmem_limit: bytes that the kernel may use.
+      interpret: as for `PallasTPU`.
+    """
+
+    name: str
+    kernel: Callable[..., None]
+    grid: tuple[Any, ...]
+    semantics: Any
+    scalars: tuple[jax.Array, ...]
+    arrays: Any
+    specs: Any
+    outs: Any
+    out_specs: Any
+    scratch: Any
+    vmem_limit: int
+    interpret: Any
+
+    def __call__(self) -> Any:
+        """Runs the kernel, and returns its results."""
+        return pl.pallas_call(
+            self.kernel,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=len(self.scalars),
+                grid=self.grid,
+                in_specs=[self.specs],
+                out_specs=self.out_specs,
+                scratch_shapes=[self.scratch],
+            ),
+            out_shape=self.outs,
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=self.semantics, vmem_limit_bytes=self.vmem_limit
+            ),
+            interpret=self.interpret,
+            name=self.name,
+        )(*self.scalars, self.arrays)
+
+    def refusal(
+        self, description: str, outs: bool = False, scalars: Any = (), temporary: int = 0
+    ) -> str | None:
+        """Returns why the kernel needs more memory than there is, or None.
+
+        Args:
+          description: the pass and its sizes, for the message.
+          outs: whether blocks of the results count; two of each array are in memory at a time.
+          scalars: pytree of more arrays in SMEM.
+          temporary: bytes of VMEM for values between instructions.
+        """
+
+        def size(shape, dtype):
+            *outer, rows, columns = (1, *(n for n in shape if n is not None))
+            padded = -(-rows // 8) * 8 * -(-columns // LANES) * LANES
+            return math.prod(outer) * padded * jnp.dtype(dtype).itemsize
+
+        def block(spec, x):
+            return 0 if spec.block_shape is None else 2 * size(spec.block_shape, x.dtype)
+
+        blocks = jax.tree.map(block, self.specs, self.arrays)
+        if outs:
+            blocks = blocks, jax.tree.map(block, self.out_specs, self.outs)
+        vmem = temporary + sum(jax.tree.leaves(blocks))
+        vmem += sum(size(x.shape, x.dtype) for x in jax.tree.leaves(self.scratch))
+        if vmem > self.vmem_limit:
+            return (
+                f"{description} needs {vmem >> 20} MiB of VMEM and may use "
+                f"{self.vmem_limit >> 20}; shard the sequence (posenc_jax.sharding), or use "
+                'implementation="xla"'
+            )
+        smem = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.scalars, scalars)))
+        if smem > SMEM - _SMEM_OF_COMPILER:
+            return (
+                f"{description} needs {smem >> 10} KiB of SMEM for the kinds of the tiles in every "
+                f"row of the batch and may use {SMEM - _SMEM_OF_COMPILER >> 10}; use larger tiles "
+                'or fewer rows per device, or implementation="xla"'
+            )
+        return None
 
 
 def input_specs(
@@ -158,48 +249,3 @@ def temporary_bytes(spec: TPUSpec, x: Operands, blocks: Blocks) -> int:
     if x.elements or x.products or spec.visibility.ordered:
         tiles = 6
     return 4 * tiles * blocks.q * blocks.k
-
-
-def memory_refusal(
-    description: str,
-    limit: int,
-    scratch: Any,
-    arrays: Any,
-    specs: Any,
-    scalars: Any,
-    temporary: int = 0,
-) -> str | None:
-    """Returns why a kernel needs more memory than there is, or None.
-
-    Args:
-      description: the pass and its sizes, for the message.
-      limit: bytes of VMEM.
-      scratch: pytree of the types of scratch memory.
-      arrays, specs: pytrees of arrays and of their blocks; two blocks are in memory at a time.
-      scalars: pytree of the arrays in SMEM; schedules are the largest.
-      temporary: bytes of VMEM for values between instructions.
-    """
-
-    def size(shape, dtype):
-        *outer, rows, columns = (1, *(n for n in shape if n is not None))
-        padded = -(-rows // 8) * 8 * -(-columns // LANES) * LANES
-        return math.prod(outer) * padded * jnp.dtype(dtype).itemsize
-
-    def block(spec, x):
-        return 0 if spec.block_shape is None else 2 * size(spec.block_shape, x.dtype)
-
-    vmem = temporary + sum(jax.tree.leaves(jax.tree.map(block, specs, arrays)))
-    vmem += sum(size(x.shape, x.dtype) for x in jax.tree.leaves(scratch))
-    if vmem > limit:
-        return (
-            f"{description} needs {vmem >> 20} MiB of VMEM and may use {limit >> 20}; shard the "
-            'sequence (posenc_jax.sharding), or use implementation="xla"'
-        )
-    smem = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(scalars))
-    if smem > SMEM - _SMEM_OF_COMPILER:
-        return (
-            f"{description} needs {smem >> 10} KiB of SMEM for the kinds of the tiles in every row "
-            f"of the batch and may use {SMEM - _SMEM_OF_COMPILER >> 10}; use larger tiles or fewer "
-            'rows per device, or implementation="xla"'
-        )
-    return None

@@ -8,7 +8,7 @@ with the mask in them. Blocks without a visible key are not read.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,12 @@ from posenc_jax.engine.mask import MASK_VALUE, in_units
 from posenc_jax.engine.problem import LogSumExp, Problem
 from posenc_jax.engine.rules import Rule
 from posenc_jax.kernels.operands import LOG2E, out_struct
-from posenc_jax.kernels.tpu.block_specs import memory_refusal
-from posenc_jax.kernels.tpu.strip import LANES
+from posenc_jax.kernels.tpu.block_specs import Call
 from posenc_jax.kernels.tpu.tile import (
+    LANES,
     dot,
     finish_softmax,
     lanes,
-    poison,
-    poisons,
     start_softmax,
     to_column,
     update_softmax,
@@ -58,81 +56,66 @@ def decode(
       block: keys per step, a multiple of 128. Default: 2 MiB of keys and values.
       interpret, vmem_limit: see `PallasTPU`.
     """
-    x = _inputs(p, block)
     batch, length, heads, _ = p.q.shape
-    value_dim = p.v.shape[3]
-    out_shapes = tuple(
-        out_struct(p.q, (batch, heads * length, width)) for width in (value_dim, LANES, LANES)
-    )
-    out, *lse = pl.pallas_call(
-        functools.partial(_kernel, x.grid, p.softcap),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
-            grid=(batch, x.count),
-            in_specs=[x.specs],
-            out_specs=tuple(
-                pl.BlockSpec((None, *y.shape[1:]), lambda b, *_: (b, 0, 0)) for y in out_shapes
-            ),
-            scratch_shapes=[x.scratch],
-        ),
-        out_shape=out_shapes,
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=vmem_limit
-        ),
-        interpret=interpret,
-        name="attention_decode",
-    )(x.schedule, x.arrays)
-    out = out.reshape(batch, heads, length, value_dim)
+    out, *lse = _call(p, _grid(p, block), interpret, vmem_limit)()
+    out = out.reshape(batch, heads, length, -1)
     top, total = (jnp.swapaxes(y[..., 0].reshape(batch, heads, length), 1, 2) for y in lse)
     return jnp.swapaxes(out, 1, 2), LogSumExp(top, total).divided(LOG2E)
 
 
 def decode_refusal(p: Problem, block: int | None, vmem_limit: int) -> str | None:
     """Returns why a step needs more memory than there is, or None."""
-    x = _inputs(p, block)
+    grid = _grid(p, block)
     length, heads, dim = p.q.shape[1:]
-    sizes = f"a decode step of T = {length}, N = {heads}, H = {dim} by {x.grid.size} keys"
-    return memory_refusal(sizes, vmem_limit, x.scratch, x.arrays, x.specs, x.schedule)
+    sizes = f"a decode step of T = {length}, N = {heads}, H = {dim} by {grid.size} keys"
+    return _call(p, grid, False, vmem_limit).refusal(sizes)
 
 
-class _Inputs(NamedTuple):
-    """The arrays of a step and their blocks, by name, scratch memory, steps and their schedule."""
-
-    grid: "DecodeGrid"
-    arrays: dict[str, Any]
-    specs: dict[str, Any]
-    scratch: dict[str, Any]
-    count: jax.Array
-    schedule: jax.Array
-
-
-def _inputs(p: Problem, block: int | None) -> _Inputs:
+def _call(p: Problem, grid: "DecodeGrid", interpret: Any, vmem_limit: int) -> Call:
+    """Returns the kernel's call for a problem."""
     batch, length, heads, dim = p.q.shape
     kv_heads, value_dim = p.v.shape[2:]
     rows = heads * length
     unit = LOG2E if p.softcap is None else 1.0 / p.softcap
     k, v = (pad_axis(x, 1, max(LANES, p.keys)) for x in (p.k, p.v))
-    size = block or _block(k.shape[1], kv_heads * (dim + value_dim) * k.dtype.itemsize)
-    grid = DecodeGrid(size, -(-p.keys // size), _order(k), _order(v))
     seen, added = p.visible(), _added(p, unit)
     added = jnp.where(seen, added, -jnp.inf).reshape(batch, -1, p.keys)
-    missing = (0, 0, 0), (0, 0, 0), (0, grid.steps * size - p.keys, 0)
+    missing = (0, 0, 0), (0, 0, 0), (0, grid.steps * grid.size - p.keys, 0)
     added = jax.lax.pad(added, jnp.float32(-jnp.inf), missing)
     q = p.q.astype(jnp.float32) * (p.scale * unit)
     q = jnp.swapaxes(q.astype(p.q.dtype), 1, 2).reshape(batch, kv_heads, -1, dim)
-    count, schedule = _schedule(seen, size, grid.steps)
+    count, schedule = _schedule(seen, grid.size, grid.steps)
     arrays: dict[str, Any] = {"q": q, "added": added}
     specs: dict[str, Any] = {}
     specs["q"] = pl.BlockSpec((None, *q.shape[1:]), lambda b, *_: (b, 0, 0, 0))
-    specs["added"] = pl.BlockSpec((None, added.shape[1], size), grid.added_block)
+    specs["added"] = pl.BlockSpec((None, added.shape[1], grid.size), grid.added_block)
     arrays["k"], specs["k"] = grid.cache_blocks(k, grid.k_order)
     arrays["v"], specs["v"] = grid.cache_blocks(v, grid.v_order)
-    scratch = {
-        "m": pltpu.VMEM((rows, LANES), jnp.float32),
-        "l": pltpu.VMEM((rows, LANES), jnp.float32),
-        "out": pltpu.VMEM((rows, value_dim), jnp.float32),
-    }
-    return _Inputs(grid, arrays, specs, scratch, count, schedule)
+    outs = tuple(out_struct(p.q, (batch, rows, width)) for width in (value_dim, LANES, LANES))
+    return Call(
+        "attention_decode",
+        functools.partial(_kernel, grid, p.softcap),
+        grid=(batch, count),
+        semantics=("parallel", "arbitrary"),
+        scalars=(schedule,),
+        arrays=arrays,
+        specs=specs,
+        outs=outs,
+        out_specs=tuple(pl.BlockSpec((None, *y.shape[1:]), lambda b, *_: (b, 0, 0)) for y in outs),
+        scratch={
+            "m": pltpu.VMEM((rows, LANES), jnp.float32),
+            "l": pltpu.VMEM((rows, LANES), jnp.float32),
+            "out": pltpu.VMEM((rows, value_dim), jnp.float32),
+        },
+        vmem_limit=vmem_limit,
+        interpret=interpret,
+    )
+
+
+def _grid(p: Problem, block: int | None) -> "DecodeGrid":
+    bytes_of_key = p.k.shape[2] * (p.k.shape[3] + p.v.shape[3]) * p.k.dtype.itemsize
+    size = block or _block(max(LANES, p.keys), bytes_of_key)
+    return DecodeGrid(size, -(-p.keys // size), _order(p.k), _order(p.v))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,8 +188,6 @@ def _kernel(
     """
     b, j = pl.program_id(0), pl.program_id(1)
     kind = grid.kind(schedule_ref, b, j)
-    if poisons():
-        pl.when(j == 0)(functools.partial(poison, scratch))
     pl.when(j == 0)(functools.partial(start_softmax, scratch))
     for one_kind in (_WHOLE, _PARTIAL):
         tile = functools.partial(_attend, grid, softcap, refs, scratch, one_kind == _PARTIAL)

@@ -1,4 +1,4 @@
-"""The forward kernel: flash attention with position rules, for TPU.
+"""The forward kernel: flash attention with position rules, and what shares its tiles, for TPU.
 
 Grid (N, B, tiles), tiles by blocks of queries. The running maximum m, sum l and output of a
 block of queries stay in VMEM over its blocks of keys, the strip of a head over the batch.
@@ -16,10 +16,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.mask import MASK_VALUE, in_units
 from posenc_jax.engine.problem import LogSumExp
+from posenc_jax.engine.terms import AllPairsTerm
 from posenc_jax.kernels.elements import evaluate
-from posenc_jax.kernels.kinds import MASKED, PLAIN, kinds
-from posenc_jax.kernels.operands import Operands, out_struct
-from posenc_jax.kernels.tpu import schedule
+from posenc_jax.kernels.operands import EMPTY, MASKED, PLAIN, Operands, kinds, out_struct
 from posenc_jax.kernels.tpu.bands import (
     BandInputs,
     BandStrip,
@@ -28,22 +27,22 @@ from posenc_jax.kernels.tpu.bands import (
     band_slices,
 )
 from posenc_jax.kernels.tpu.block_specs import (
+    Call,
     feature_spec,
     input_specs,
     matrix_spec,
-    memory_refusal,
     temporary_bytes,
 )
-from posenc_jax.kernels.tpu.spec import TPUSpec, bias_line, heads_before_tokens, heads_first
-from posenc_jax.kernels.tpu.strip import LANES, Strip, shear
+from posenc_jax.kernels.tpu.spec import Entry, TPUSpec, bias_line, heads_before_tokens, heads_first
 from posenc_jax.kernels.tpu.tile import (
+    LANES,
+    Strip,
     add_pairs,
     dot,
     finish_softmax,
     kept_pairs,
     lanes,
-    poison,
-    poisons,
+    shear,
     soft_cap,
     start_softmax,
     to_column,
@@ -57,46 +56,43 @@ _MAX_SLICE = 512  # Keys of one product.
 
 def forward(spec: TPUSpec, x: Operands) -> tuple[jax.Array, LogSumExp]:
     """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
-    x = heads_first(x)
-    grid = ForwardGrid.of(spec, x)
-    bands = grid.band_inputs(x)
-    arrays, specs = inputs(grid, x, bands)
-    out = out_struct(x.q, (spec.batch, spec.heads, spec.length, spec.value_dim), spec.dtype)
-    row = out_struct(x.q, (spec.batch, spec.heads, 1, spec.length))
-    out, *lse = pl.pallas_call(
-        functools.partial(_kernel, grid, tuple(bands.strips)),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(spec.heads, spec.batch, grid.tiles),
-            in_specs=[specs],
-            out_specs=(
-                matrix_spec(out, spec.forward.q, grid.query_block),
-                *(feature_spec(row, spec.forward.q, grid.query_block),) * 2,
-            ),
-            scratch_shapes=[_scratch_shapes(grid, x, bands)],
-        ),
-        out_shape=(out, row, row),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=spec.vmem_limit,
-        ),
-        interpret=spec.interpret,
-        name="attention_forward",
-    )(x.schedules[0].reshape(-1), x.prefix, arrays)
+    out, *lse = _call(spec, heads_first(x))()
     return heads_before_tokens(out), LogSumExp(*(y[:, :, 0] for y in lse))
 
 
 def forward_refusal(spec: TPUSpec, x: Operands) -> str | None:
     """Returns why the forward pass needs more memory than there is, or None."""
-    x = heads_first(x)
+    sizes = f"the forward pass of T = {spec.length}, S = {spec.keys}, H = {spec.dim}"
+    scalars, temporary = [e.scalars for e in x.elements], temporary_bytes(spec, x, spec.forward)
+    return _call(spec, heads_first(x)).refusal(sizes, scalars=scalars, temporary=temporary)
+
+
+def _call(spec: TPUSpec, x: Operands) -> Call:
+    """Returns the kernel's call; q, k and v are heads first."""
     grid = ForwardGrid.of(spec, x)
     bands = grid.band_inputs(x)
-    sizes = f"the forward pass of T = {spec.length}, S = {spec.keys}, H = {spec.dim}"
-    scalars = x.schedules[0], x.prefix, [e.scalars for e in x.elements]
-    scratch = _scratch_shapes(grid, x, bands)
-    temporary = temporary_bytes(spec, x, spec.forward)
-    arrays, specs = inputs(grid, x, bands)
-    return memory_refusal(sizes, spec.vmem_limit, scratch, arrays, specs, scalars, temporary)
+    arrays, specs = _inputs(grid, x, bands)
+    out = out_struct(x.q, (spec.batch, spec.heads, spec.length, spec.value_dim), spec.dtype)
+    row = out_struct(x.q, (spec.batch, spec.heads, 1, spec.length))
+    column = pltpu.VMEM((spec.forward.q, LANES), jnp.float32)
+    sums = pltpu.VMEM((spec.forward.q, spec.value_dim), jnp.float32)
+    return Call(
+        "attention_forward",
+        functools.partial(_kernel, grid, tuple(bands.strips)),
+        grid=(spec.heads, spec.batch, grid.tiles),
+        semantics=("parallel", "arbitrary", "arbitrary"),
+        scalars=(x.schedules[0].reshape(-1), x.prefix),
+        arrays=arrays,
+        specs=specs,
+        outs=(out, row, row),
+        out_specs=(
+            matrix_spec(out, spec.forward.q, grid.query_block),
+            *(feature_spec(row, spec.forward.q, grid.query_block),) * 2,
+        ),
+        scratch=_query_scratch(grid, x, bands) | {"m": column, "l": column, "out": sums},
+        vmem_limit=spec.vmem_limit,
+        interpret=spec.interpret,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,22 +139,22 @@ class ForwardGrid:
     def entry(self, schedule_ref, b, t):
         """Returns the schedule's entry of a step."""
         row = 0 if self.shared_schedule else b
-        return schedule_ref[row * self.tiles + t]
+        return Entry(schedule_ref[row * self.tiles + t])
 
     def query_block(self, *indices):
         h, b, t, schedule_ref, _ = indices
-        return b, h, schedule.row_of(self.entry(schedule_ref, b, t))
+        return b, h, self.entry(schedule_ref, b, t).row
 
     def key_block_of_query_head(self, *indices):
         h, b, t, schedule_ref, _ = indices
-        return b, h, schedule.column_of(self.entry(schedule_ref, b, t))
+        return b, h, self.entry(schedule_ref, b, t).column
 
     def key_block(self, *indices):
         b, h, block = self.key_block_of_query_head(*indices)
         return b, jax.lax.div(h, jnp.int32(self.spec.group)), block
 
 
-def inputs(
+def _inputs(
     grid: ForwardGrid, x: Operands, bands: BandInputs
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arrays that the kernel reads, and their block specs."""
@@ -182,15 +178,7 @@ def inputs(
     return arrays, specs
 
 
-def _scratch_shapes(grid: ForwardGrid, x: Operands, bands: BandInputs) -> dict[str, Any]:
-    """Returns the types of scratch memory, by name."""
-    spec = grid.spec
-    column = pltpu.VMEM((spec.forward.q, LANES), jnp.float32)
-    out = pltpu.VMEM((spec.forward.q, spec.value_dim), jnp.float32)
-    return query_scratch(grid, x, bands) | {"m": column, "l": column, "out": out}
-
-
-def query_scratch(grid: ForwardGrid, x: Operands, bands: BandInputs) -> dict[str, Any]:
+def _query_scratch(grid: ForwardGrid, x: Operands, bands: BandInputs) -> dict[str, Any]:
     """Returns the types of scratch memory for a block of queries and a head, by name."""
     spec = grid.spec
     column = functools.partial(pltpu.VMEM, (spec.forward.q, LANES))
@@ -231,16 +219,14 @@ def _kernel(
     spec = grid.spec
     h, b, t = (pl.program_id(axis) for axis in range(3))
     entry = grid.entry(schedule_ref, b, t)
-    kind, i, j = schedule.kind_of(entry), schedule.row_of(entry), schedule.column_of(entry)
+    kind, i, j = entry.kind, entry.row, entry.column
     offset = i * spec.forward.q - j * spec.forward.k
     limit = prefix_ref[b] if spec.prefix else None
     step = ForwardStep(grid, bands, refs, scratch, h, offset, limit)
-    if poisons():
-        pl.when((b == 0) & (t == 0))(functools.partial(poison, scratch))
     if "line" in refs:
         pl.when((b == 0) & (t == 0))(step.start_head)
 
-    @pl.when(schedule.is_first(entry))
+    @pl.when(entry.is_first)
     def _():
         start_softmax(scratch)
         step.start_queries()
@@ -249,7 +235,7 @@ def _kernel(
         tile = functools.partial(step.tile, one_kind != PLAIN, one_kind == MASKED)
         pl.when(kind == one_kind)(tile)
 
-    @pl.when(schedule.is_last(entry))
+    @pl.when(entry.is_last)
     def _():
         rate = spec.dropout_rate if "dropped" in refs else None
         top_ref[...], total_ref[...] = map(to_row, finish_softmax(scratch, out_ref, rate))
@@ -382,3 +368,198 @@ class ForwardStep:
             slope = 1.0 - bounded * bounded
             s = soft_cap(spec.softcap, s, bounded, may_hide)
         return s if see is None else jnp.where(see, s, MASK_VALUE), slope
+
+
+# The cotangents of arrays of all pairs. A tile of the cotangent is the sum of the cotangents of the
+# logits over the heads and the rows of the batch that share it. These are the last axes of the
+# grid, (N or 1, B or 1, blocks of queries, blocks of keys, heads, rows): the sum stays in VMEM, in
+# float32 and in one order, until the tile is written. Weights are computed again, on tiles of the
+# forward pass. XLA drops the kernel where no such cotangent is needed.
+
+
+def pair_grads(
+    spec: TPUSpec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array
+) -> tuple[AllPairsTerm, ...]:
+    """Returns the cotangents of the arrays of all pairs.
+
+    Args:
+      spec: the static part.
+      x: the operands, heads first.
+      d_out: [B, N, T, V].
+      lse, delta: as for `Kernels.run_backward`.
+    """
+
+    return tuple(
+        dataclasses.replace(term, pairs=_pair_call(spec, x, term, d_out, lse, delta)())
+        for term in x.pairs
+    )
+
+
+def pairs_refusal(
+    spec: TPUSpec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array
+) -> str | None:
+    """Returns why the kernels need more memory than there is, or None."""
+    sizes = f"the cotangent of a bias of {spec.length} x {spec.keys} pairs, H = {spec.dim}"
+    scalars, temporary = [e.scalars for e in x.elements], temporary_bytes(spec, x, spec.forward)
+    calls = (_pair_call(spec, x, term, d_out, lse, delta) for term in x.pairs)
+    reasons = (call.refusal(sizes, True, scalars, temporary) for call in calls)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _pair_call(
+    spec: TPUSpec,
+    x: Operands,
+    term: AllPairsTerm,
+    d_out: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+) -> Call:
+    """Returns the call of the kernel for one of the arrays."""
+    rows, heads, length, keys = term.pairs.shape
+    tiles = pl.cdiv(length, spec.forward.q), pl.cdiv(keys, spec.forward.k)
+    grid = _PairGrid(spec, x.schedules[2].shape[0] == 1, heads, rows, tiles)
+    bands = grid.band_inputs(x)
+    arrays, specs = _inputs(grid, x, bands)
+    arrays["d_out"] = d_out
+    specs["d_out"] = matrix_spec(d_out, spec.forward.q, grid.query_block)
+    scratch = _query_scratch(grid, x, bands)
+    scratch["acc"] = pltpu.VMEM((spec.forward.q, spec.forward.k), jnp.float32)
+    for name, y in (("lse", lse), ("delta", delta)):
+        arrays[name] = y[:, :, None]
+        specs[name] = feature_spec(arrays[name], spec.forward.q, grid.query_block)
+        scratch[name] = pltpu.VMEM((spec.forward.q, LANES), jnp.float32)
+    return Call(
+        "attention_backward_pairs",
+        functools.partial(_pair_kernel, grid, tuple(bands.strips), term.factor),
+        grid=grid.shape,
+        semantics=("parallel", *("arbitrary",) * 5),
+        scalars=(x.schedules[2].reshape(-1), x.prefix),
+        arrays=arrays,
+        specs=specs,
+        outs=out_struct(x.q, term.pairs.shape, term.pairs.dtype),
+        out_specs=grid.out_spec,
+        scratch=scratch,
+        vmem_limit=spec.vmem_limit,
+        interpret=spec.interpret,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _PairGrid(ForwardGrid):
+    """The steps of the kernel for an array of all pairs.
+
+    The array has no padding but within its last blocks, and the other arrays may have more blocks:
+    they are padded to blocks of both passes.
+
+    Attributes:
+      num_heads, rows: the first axes of the array, N or 1 and B or 1.
+      pair_tiles: the numbers of its blocks of queries and of keys.
+    """
+
+    num_heads: int
+    rows: int
+    pair_tiles: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The numbers of steps."""
+        spec = self.spec
+        return (
+            self.num_heads,
+            self.rows,
+            *self.pair_tiles,
+            spec.heads // self.num_heads,
+            spec.batch // self.rows,
+        )
+
+    @property
+    def out_spec(self) -> pl.BlockSpec:
+        """The blocks of the cotangent."""
+        blocks = self.spec.forward
+        return pl.BlockSpec(
+            (None, None, blocks.q, blocks.k), lambda head, row, i, j, *_: (row, head, i, j)
+        )
+
+    def kind(self, kinds_ref: Any, b: Any, i: Any, j: Any) -> Any:
+        """Returns the kind of a tile."""
+        spec, blocks = self.spec, self.spec.forward
+        rows, columns = spec.length // blocks.q, spec.keys // blocks.k
+        return kinds_ref[((0 if self.shared_schedule else b) * rows + i) * columns + j]
+
+    # One of `head` and `g`, and one of `row` and `r`, is zero.
+    def query_block(self, *indices):
+        head, row, i, _, g, r, *_ = indices
+        return row + r, head + g, i
+
+    def key_block_of_query_head(self, *indices):
+        head, row, _, j, g, r, *_ = indices
+        return row + r, head + g, j
+
+
+def _pair_kernel(
+    grid: _PairGrid,
+    bands: tuple[BandStrip, ...],
+    factor: float,
+    kinds_ref: Any,
+    prefix_ref: Any,
+    refs: dict[str, Any],
+    out_ref: Any,
+    scratch: dict[str, Any],
+) -> None:
+    """Computes a step of the grid.
+
+    Args:
+      grid: the steps.
+      bands: the geometry of the products.
+      factor: of the array.
+      kinds_ref, prefix_ref: the kinds of tiles and the prefix lengths, in SMEM.
+      refs: blocks of the inputs, by name.
+      out_ref: the block of the cotangent.
+      scratch: memory, by name.
+    """
+    spec = grid.spec
+    indices = [pl.program_id(axis) for axis in range(6)]
+    head, row, i, j, g, r = indices
+    b, h = row + r, head + g
+    kind = grid.kind(kinds_ref, b, i, j)
+    offset = i * spec.forward.q - j * spec.forward.k
+    limit = prefix_ref[b] if spec.prefix else None
+    step = _PairStep(grid, bands, refs, scratch, h, offset, limit)
+
+    @pl.when((g == 0) & (r == 0))
+    def _():
+        scratch["acc"][...] = jnp.zeros(scratch["acc"].shape, jnp.float32)
+
+    if "line" in refs:
+        is_new = r == 0
+        if grid.num_heads > 1:  # Else heads alternate.
+            is_new &= (row == 0) & (i == 0) & (j == 0)
+        pl.when(is_new)(step.start_head)
+    pl.when(kind != EMPTY)(step.start_queries)
+    for one_kind in kinds(spec.visibility):
+        tile = functools.partial(step.tile, one_kind != PLAIN, one_kind == MASKED)
+        pl.when(kind == one_kind)(tile)
+
+    @pl.when((g == pl.num_programs(4) - 1) & (r == pl.num_programs(5) - 1))
+    def _():
+        out_ref[...] = (scratch["acc"][...] * factor).astype(out_ref.dtype)
+
+
+class _PairStep(ForwardStep):
+    """A step of the pairs' grid: one tile of a query head."""
+
+    def start_queries(self) -> None:
+        super().start_queries()
+        for name in ("lse", "delta"):
+            self.scratch[name][...] = to_column(self.refs[name][...])
+
+    def add(self, start: int, s: jax.Array, slope: jax.Array | None) -> None:
+        """Adds the cotangents of the logits of a slice of keys."""
+        size = self.grid.slice
+        keys = slice(start, start + size)
+        lse, delta = (lanes(self.scratch[name][...], size) for name in ("lse", "delta"))
+        d_p = self.without_dropped(
+            start, dot(self.refs["d_out"][...], self.refs["v"][keys], (1, 1))
+        )
+        ds = jnp.exp2(s - lse) * (d_p - delta)
+        self.scratch["acc"][:, keys] += ds if slope is None else ds * slope

@@ -20,7 +20,7 @@ from posenc_jax.kernels.tpu.chip import default_vmem_limit, unknown_kind
 from posenc_jax.kernels.tpu.decode import decode, decode_refusal, decodes
 from posenc_jax.kernels.tpu.forward import forward, forward_refusal
 from posenc_jax.kernels.tpu.spec import TPUSpec
-from posenc_jax.kernels.tpu.strip import LANES
+from posenc_jax.kernels.tpu.tile import LANES
 
 _DTYPES = (jnp.bfloat16, jnp.float32)
 

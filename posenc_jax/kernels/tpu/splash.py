@@ -15,7 +15,7 @@ from posenc_jax.engine.problem import Problem
 from posenc_jax.kernels.base import padded, without_derivative, without_hidden
 from posenc_jax.kernels.tpu.chip import device_kind
 from posenc_jax.kernels.tpu.implementation import tile_size
-from posenc_jax.kernels.tpu.strip import LANES
+from posenc_jax.kernels.tpu.tile import LANES
 
 _COMPUTED = 512  # Keys of one matrix product.
 _MOST_PARTS = 8  # Of the cotangent of q, each as large as q.
