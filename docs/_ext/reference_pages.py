@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from scheme_facts import facts, is_map, is_scheme, pictures
+from scheme_facts import facts, is_map, is_scheme, picture
 from sphinx.errors import ExtensionError
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util import inspect as sphinx_inspect
@@ -173,7 +173,7 @@ def page(name: str, thing: Any) -> list[str]:
         return [*lines, "| name | class |", "|---|---|", *rows, ""]
     if inspect.isclass(thing) and (is_scheme(thing) or is_map(thing)):
         lines += ["## Formula and sources", "", *formula(module)]
-        lines += ["## Pictures", "", PICTURES if is_scheme(thing) else "", "", *pictures(thing)]
+        lines += ["## Pictures", "", PICTURES if is_scheme(thing) else "", "", *picture(thing)]
         lines += ["## Facts", "", "| | |", "|---|---|"]
         lines += [f"| {label} | {text} |" for label, text in facts(thing)] + [""]
     elif module is not None and module.__name__.startswith(FORMULA):
@@ -266,7 +266,7 @@ def gallery() -> list[str]:
     names = [name for names in families().values() for name in names if name not in MODULES]
     for thing in map(public, [*names, *pe.contrib.__all__]):
         if is_scheme(thing) or is_map(thing):
-            first = pictures(thing)[0].split()[1]
+            first = picture(thing)[0].split()[1]
             lines += [f":::{{grid-item-card}} {thing.__name__}", f":img-bottom: {first}"]
             lines += [":class-img-bottom: dark-light"]
             lines += [f":link: {thing.__name__}", ":link-type: doc", ":::", ""]

@@ -32,18 +32,19 @@ def is_map(thing: Any) -> bool:
     return inspect.isclass(thing) and issubclass(thing, pe.FrequencyMap) and thing in _maps()
 
 
-def pictures(cls: type) -> list[str]:
-    """Returns the pictures of the gallery and their captions, as Markdown."""
-    name = cls.name if is_scheme(cls) else cls.__name__
-    lines = []
-    for file in (f"{name}.png", f"{name}-distance.png"):
-        path = ROOT / "docs" / "gallery" / file
-        if path.exists() or not lines:  # A scheme without any picture fails here.
-            with Image.open(path) as image:
-                caption = image.info["Description"]
-            lines += [f"```{{figure}} ../gallery/{file}", f":alt: {caption}"]
-            lines += [":class: dark-light", caption, "```", ""]
-    return lines
+def picture(cls: type) -> list[str]:
+    """Returns the picture of the gallery and its caption, as Markdown."""
+    file = f"{cls.name if is_scheme(cls) else cls.__name__}.png"
+    with Image.open(ROOT / "docs" / "gallery" / file) as image:
+        caption = image.info["Description"]
+    return [
+        f"```{{figure}} ../gallery/{file}",
+        f":alt: {caption}",
+        ":class: dark-light",
+        caption,
+        "```",
+        "",
+    ]
 
 
 def facts(cls: type) -> list[Fact]:

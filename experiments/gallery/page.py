@@ -12,7 +12,7 @@ from PIL.PngImagePlugin import PngInfo
 
 import posenc_jax as pe
 from experiments.errors import ConfigError
-from experiments.gallery.pictures import GREY, images, thumbnail
+from experiments.gallery.pictures import GREY, image, thumbnail
 from experiments.gallery.probe import Probe, frequency_maps, probe, probe_map
 from experiments.runs.files import write_whole
 from experiments.settings.config_io import Parser, names, near
@@ -54,8 +54,7 @@ def main(arguments: list[str]) -> int:
     print(file=sys.stderr)
     write_whole(options.out / "gallery.png", contact_sheet(probes))
     for each in probes:
-        for name, content in images(each).items():
-            write_whole(options.out / "gallery" / name, content)
+        write_whole(options.out / "gallery" / f"{each.name}.png", image(each))
     print(options.out)
     return 0
 

@@ -16,25 +16,25 @@ GREY = "#7d8590"
 """The colour of axes and text, for light and dark pages."""
 
 
-def images(p: Probe) -> dict[str, bytes]:
-    """Returns PNG files by name: the first picture, and the effect by distance if there is one.
+def image(p: Probe) -> bytes:
+    """Returns a PNG: the first picture, and below it the effect by distance if there is one.
 
-    They suit light and dark pages. The text "Description" of each is its caption.
+    It suits light and dark pages. The text "Description" is its caption.
     """
-    files = {}
+    drawn: dict[bool, tuple[Image.Image, str]] = {}
     for figure, kind, caption in _figures(p):
-        name = f"{p.name}-distance.png" if kind in ("distance", "similarity") else f"{p.name}.png"
-        if name in files:
-            continue
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=260)
-        text = PngInfo()
-        text.add_text("Description", caption)
-        small = Image.open(buffer).quantize(64, method=Image.Quantize.FASTOCTREE)
-        buffer = io.BytesIO()
-        small.save(buffer, format="PNG", optimize=True, pnginfo=text)
-        files[name] = buffer.getvalue()
-    return files
+        drawn.setdefault(kind in ("distance", "similarity"), (Image.open(buffer), caption))
+    pictures, captions = zip(*(drawn[below] for below in sorted(drawn)), strict=True)
+    sheet = Image.new("RGBA", (pictures[0].width, sum(x.height for x in pictures)))
+    for number, picture in enumerate(pictures):
+        sheet.paste(picture, (0, number * picture.height))
+    text, buffer = PngInfo(), io.BytesIO()
+    text.add_text("Description", " Below: ".join(captions))
+    small = sheet.quantize(96, method=Image.Quantize.FASTOCTREE)
+    small.save(buffer, format="PNG", optimize=True, pnginfo=text)
+    return buffer.getvalue()
 
 
 def _figures(p: Probe) -> Iterator[tuple[Figure, str, str]]:

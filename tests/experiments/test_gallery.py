@@ -56,7 +56,7 @@ def test_the_gallery_is_a_sheet_and_pictures(tmp_path):
     for folder in ("a", "b"):
         assert main(["gallery", "--schemes", "rope,PI", "--out", str(tmp_path / folder)]) == 0
     files = {path.relative_to(tmp_path / "a"): path for path in (tmp_path / "a").rglob("*.png")}
-    pictures = {"gallery.png", "gallery/rope.png", "gallery/rope-distance.png", "gallery/PI.png"}
+    pictures = {"gallery.png", "gallery/rope.png", "gallery/PI.png"}
     assert {str(path) for path in files} == pictures
     for path, file in files.items():
         assert file.read_bytes() == (tmp_path / "b" / path).read_bytes()
