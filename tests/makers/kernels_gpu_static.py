@@ -12,9 +12,6 @@ with 2 if there was nothing to compare with.
     JAX_PLATFORMS=cpu python -m tests.makers kernels_gpu_static           compile and compare
     ... kernels_gpu_static --write           and write the numbers down, for this version of jax
     ... kernels_gpu_static --cases "none;t5"
-    ... kernels_gpu_static --table           print a table from gpu_static.json
-    ... kernels_gpu_static --launches        count what "xla" launches on GPUs without kernels here,
-                                             and compare it with gpu_launches.json (--write)
 
 It says nothing about time. ptxas 12.9.1 or later must be on PATH (it comes with CUDA).
 """
@@ -48,14 +45,11 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 import posenc_jax as pe
-from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.rules import DenseBias, SeparableBias
-from posenc_jax.engine.xla import XLA
 from posenc_jax.kernels.gpu.implementation import PallasGPU
 from tests.kernels import tma
 
 COMMITTED = pathlib.Path(__file__).parents[1] / "kernels" / "gpu_static.json"
-LAUNCHES = pathlib.Path(__file__).parents[1] / "kernels" / "gpu_launches.json"
 SPILLED = 64
 """Bytes that a kernel may spill beyond what it did; another version of ptxas moves some."""
 H100 = """
@@ -71,39 +65,6 @@ gpu_device_info {
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } runtime_version { major: 13 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
-
-
-def _like_h100(name: str, capability: str, **numbers: int) -> str:
-    """Returns the description of another GPU; `numbers` are fields of the H100's."""
-    text = H100.replace("major: 9 }", capability).replace("NVIDIA H100 80GB HBM3", name)
-    for field, number in numbers.items():
-        text = re.sub(rf"{field}: \d+", f"{field}: {number}", text)
-    return text
-
-
-OTHERS = {
-    "A100": _like_h100(
-        "NVIDIA A100-SXM4-40GB",
-        "major: 8 minor: 0 }",
-        core_count=108,
-        shared_memory_per_core=167936,
-        shared_memory_per_block_optin=166912,
-        memory_bandwidth=1555000000000,
-        l2_cache_size=41943040,
-        device_memory_size=42949672960,
-    ),
-    "L4": _like_h100(
-        "NVIDIA L4",
-        "major: 8 minor: 9 }",
-        core_count=58,
-        shared_memory_per_core=102400,
-        shared_memory_per_block_optin=101376,
-        memory_bandwidth=300000000000,
-        l2_cache_size=50331648,
-        device_memory_size=24159191040,
-    ),
-}
-"""GPUs without kernels here, as the compiler describes them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +136,7 @@ ADVICE = {
 """What ptxas says about products that do not overlap, of which there must be none."""
 
 
-def program(case: Case, sharding, implementation=None):
+def program(case: Case, sharding):
     """Returns a function, and the types of its arguments."""
     scheme = None
     batch, length, heads = case.batch, case.length, case.heads
@@ -204,7 +165,7 @@ def program(case: Case, sharding, implementation=None):
             k_positions=positions,
             q_segment_ids=segments,
             contiguous=True if case.segments else None,
-            implementation=implementation or PallasGPU(cross_compile=True),
+            implementation=PallasGPU(cross_compile=True),
             **{"is_causal": case.rule != "pairs"} | dict(case.options),
         )
 
@@ -231,77 +192,10 @@ def program(case: Case, sharding, implementation=None):
     return both, ((q, k, k, x, params, *gates, pairs), (positions, segments), q)
 
 
-def launched() -> dict[str, tuple[str, int, Case]]:
-    """Returns the problems whose launches are counted: GPU, queries and keys per tile, case."""
-    sizes = {f"t5, {chip}, {n}": (chip, n, Case("t5")) for chip in OTHERS for n in (128, 512, 1024)}
-    rules = {name: CASES[name] for name in ("none", "alibi", "kerple", "fox", "inkling")}
-    rules |= {"alibi, positions": CASES["alibi, positions"], "fire": Case("fire")}
-    return sizes | {f"{name}, A100, 512": ("A100", 512, case) for name, case in rules.items()}
-
-
-def launches(chip: str, size: int, case: Case) -> dict[str, int]:
-    """Returns tiles of a pass by "xla", the most launches for one, and MiB of both passes.
-
-    A tile launches the operations of one turn of its loop, and those of the loops therein. Loops
-    over tiles are those whose number of turns the compiler does not know.
-    """
-    blocks = Blocks(size, size)
-    implementation = XLA(blocks, blocks)
-    function, arguments = program(case, described(OTHERS[chip]), implementation)
-    compiled = jax.jit(function).lower(*arguments).compile()
-    parts = (part.strip() for part in compiled.as_text().split("\n\n"))
-    parts = {
-        head[1]: part for part in parts if (head := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(", part))
-    }
-    kinds = "fusion|custom-call|copy|dot|reduce|sort|dynamic-update-slice|gather|scatter"
-
-    def loops(part: str) -> list[tuple[str, int | None]]:
-        """Returns bodies and numbers of turns."""
-        lines = [line for line in part.splitlines() if " while(" in line]
-        turns = [re.search(r'"known_trip_count":\{"n":"(\d+)"', line) for line in lines]
-        bodies = [re.search(r"body=%?([\w.\-]+)", line) for line in lines]
-        return [(parts[b[1]], n and int(n[1])) for b, n in zip(bodies, turns, strict=True)]
-
-    def count(part: str) -> int:
-        return len(re.findall(rf" = .*? (?:{kinds})\(", part)) + sum(
-            turns * count(body) for body, turns in loops(part) if turns
-        )
-
-    per_tile = [
-        count(body) for part in parts.values() for body, turns in loops(part) if turns is None
-    ]
-    rows, memory = case.length // size, compiled.memory_analysis().temp_size_in_bytes >> 20
-    tiles = rows * (rows + 1) // 2
-    return {"tiles": tiles, "launches per tile": max(per_tile), "temporary MiB": memory}
-
-
-def compare_launches(write: bool) -> int:
-    """Prints launches beside committed ones; returns 1 for 5 % more, 2 without committed ones."""
-    committed = json.loads(LAUNCHES.read_text()) if LAUNCHES.exists() else {}
-    known, worse = committed.setdefault(jax.__version__, {}), []
-    for name, (chip, size, case) in launched().items():
-        results, before = launches(chip, size, case), known.get(name, {})
-        total = results["tiles"] * results["launches per tile"]
-        line = ", ".join(f"{number:,} {metric}" for metric, number in results.items())
-        print(f"{name}: {line}; {total:,} launches of a pass", flush=True)
-        worse += [
-            f"{name}, {metric}: {before[metric]} before, {number} now"
-            for metric, number in results.items()
-            if number > 1.05 * before.get(metric, number)
-        ]
-        if write:
-            known[name] = results
-    if write:
-        LAUNCHES.write_text(json.dumps(committed, indent=1) + "\n")
-    for line in worse:
-        print("worse:", line, file=sys.stderr)
-    return 1 if worse else 0 if known else 2
-
-
-def described(target: str = H100):
+def described():
     """Returns the sharding of a GPU that is described."""
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="", topology="1x1x1", target_config=target
+        platform="cuda", topology_name="", topology="1x1x1", target_config=H100
     )
     return SingleDeviceSharding(topology.devices[0])
 
@@ -331,40 +225,17 @@ def measured(case: Case) -> dict[str, int]:
     return results | {name: len(re.findall(text, said)) for name, text in ADVICE.items()}
 
 
-def table(known: dict[str, dict[str, int]]) -> str:
-    """Returns spilled bytes per kernel, and memory, in Markdown."""
-    names = "q", "kv", "k", "v", "f", "bias", "vectors", "pairs"
-    kernels = ["forward", *(f"backward_{name}" for name in names)]
-    head = ("", *(name.replace("_", ", ") for name in kernels), "shared memory", "temporary memory")
-    lines = [f"| {' | '.join(head)} |", "|---|" + "---|" * (len(head) - 1)]
-    for name, results in known.items():
-        spilled = [str(results.get(f"{kernel}: spilled bytes", "")) for kernel in kernels]
-        shared = max(number for metric, number in results.items() if "shared" in metric)
-        temporary = f"{results['temporary bytes'] / 2**20:.1f} MiB"
-        lines.append(f"| {' | '.join((name, *spilled, f'{shared:,}', temporary))} |")
-    return "\n".join(lines)
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cases", help="names, with semicolons between them; default: all")
     parser.add_argument("--write", action="store_true", help="write the numbers down")
-    parser.add_argument("--table", action="store_true", help="print the table of docs/kernels.md")
-    parser.add_argument(
-        "--launches", action="store_true", help='compare launches of "xla", no more'
-    )
     arguments = parser.parse_args(argv)
     names = arguments.cases.split(";") if arguments.cases else list(CASES)
     unknown = sorted(set(names) - set(CASES))
     if unknown:
         parser.error(f"no such cases: {', '.join(unknown)}; there are: {'; '.join(CASES)}")
-    if arguments.table:
-        print(table(json.loads(COMMITTED.read_text())[jax.__version__]))
-        return 0
-    if arguments.launches:
-        return compare_launches(arguments.write)
     if shutil.which("ptxas") is None:
         print("ptxas is not on PATH: install CUDA, or the wheel nvidia-cuda-nvcc", file=sys.stderr)
         return 2

@@ -46,15 +46,10 @@ os.environ |= {
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
 from jax.sharding import (
     AbstractDevice,
     AbstractMesh,
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
     SingleDeviceSharding,
 )
 
@@ -62,7 +57,6 @@ import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.rules import DenseBias, SeparableBias
 from posenc_jax.engine.splash import Splash
-from posenc_jax.engine.xla import XLA
 from posenc_jax.kernels.tpu.implementation import PallasTPU
 
 COMMITTED = pathlib.Path(__file__).parents[1] / "kernels" / "tpu_static.json"
@@ -216,16 +210,16 @@ def abstract_device(chip: str) -> AbstractDevice:
     return AbstractDevice(**about)
 
 
-def program(case: Case, implementation=None, **settings):
+def program(case: Case):
     """Returns forward and backward of a case, and the shapes of its arguments."""
     if case.rule == "splash":
         return splash(case)
-    if case.rule == "default splash":
-        case, implementation = dataclasses.replace(case, rule="none"), Splash(cross_compile=True)
     if case.queries:
         return decode_step(case, PallasTPU(decode=case.tile, cross_compile=True))
     tile = Blocks(case.tile, case.tile)
-    implementation = implementation or PallasTPU(tile, tile, cross_compile=True, **settings)
+    implementation = PallasTPU(tile, tile, cross_compile=True)
+    if case.rule == "default splash":
+        case, implementation = dataclasses.replace(case, rule="none"), Splash(cross_compile=True)
     tokens = case.batch, case.length
     q = jax.ShapeDtypeStruct((*tokens, case.heads, case.dim), case.dtype)
     k = jax.ShapeDtypeStruct((*tokens, case.kv_heads, case.dim), case.dtype)
@@ -328,131 +322,23 @@ def splash(case: Case):
 
 def compile_case(case: Case, chip: str):
     """Returns the kernels by name, the seconds of compilation, and bytes of temporary memory."""
-    with jax.default_matmul_precision(case.precision):
-        compiled, seconds = compile_program(*program(case), chip)
-    kernels = ["decode"] if case.queries else ["forward", "backward"]
-    kernels += ["pairs"] * (case.rule == "pairs")
-    kernels += ["dq"] * (case.rule == "default splash" and case.length > 8192)
-    return read_kernels(kernels), seconds, compiled.memory_analysis().temp_size_in_bytes
-
-
-def compile_program(step, arguments, chip: str, **options):
-    """Returns a compiled program and the seconds that it took."""
     sharding = SingleDeviceSharding(device(chip))
-    arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
-    )
     for path in DUMP.iterdir():
         path.unlink()
     # Some operations ask which chip they are lowered for.
     mesh = AbstractMesh((1,), ("x",), abstract_device=abstract_device(chip))
     start = time.monotonic()
-    with jax.sharding.use_abstract_mesh(mesh):
-        compiled = jax.jit(step).lower(*arguments).compile(compiler_options=options)
-    return compiled, time.monotonic() - start
-
-
-def collectives(case: Case, kind: AxisType) -> list[str]:
-    """Returns the operations between 2 x 4 devices that share the batch and the heads."""
-    devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
-    names = ("data", "heads")
-    mesh = Mesh(np.array(devices).reshape(2, 4), names, axis_types=(kind,) * 2)
-    axes = {} if kind == AxisType.Explicit else {"batch_axes": "data", "head_axes": "heads"}
-    step, arguments = program(case, **axes)
-    on = functools.partial(NamedSharding, mesh)
-
-    def put(x, *spec):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on(PartitionSpec(*spec)))
-
-    q, k, v, params, integers, d_out = arguments
-    tokens = "data", None, "heads"
-    arguments = (
-        put(q, *tokens),
-        *(put(x, *tokens[: 3 if case.kv_heads % 4 == 0 else 1]) for x in (k, v)),
-        jax.tree.map(lambda x: put(x, *tokens[: x.ndim]) if x.ndim == 3 else put(x), params),
-        put(integers, "data"),
-        put(d_out, *tokens),
-    )
-    with jax.set_mesh(mesh):
-        text = jax.jit(step).lower(*arguments).compile().as_text()
-    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    return re.findall(rf"= .*? ((?:{kinds})(?:-start)?)\(", text)
-
-
-def rotary(layout: str | None, chip: str) -> list[int]:
-    """Returns MiB that XLA reads and writes in a layer with RoPE: forward, and with backward."""
-    length, heads, dim, width = 2048, 16, 128, 2048
-    rope, positions = pe.RoPE(head_dim=dim, layout=layout or "half"), jnp.arange(length)[None]
-    kernels = PallasTPU(cross_compile=True)
-    sharding = SingleDeviceSharding(device(chip))
-
-    def layer(x, q, k, v, out):
-        q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in (q, k, v))
-        if layout is not None:
-            q, k = rope.query({}, q, positions), rope.key({}, k, positions)
-        attended = pe.attention(q, k, v, is_causal=True, implementation=kernels)
-        return jnp.einsum("btnh,nhd->btd", attended, out)
-
-    def step(d_out, *arguments):
-        return jax.vjp(layer, *arguments)[1](d_out)
-
-    def array(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
-
-    x, w = array(4, length, width), array(width, heads, dim)
-    arguments = x, w, w, w, array(heads, dim, width)
-    sizes = []
-    for program_, inputs in ((layer, arguments), (step, (x, *arguments))):
-        cost = jax.jit(program_).lower(*inputs).compile().cost_analysis()
-        sizes.append(round(cost["bytes accessed"] / 2**20))
-    return sizes
-
-
-def without_kernels(rule: str, implementation: str, chip: str) -> str:
-    """Describes forward and backward of XLA's programs, by the compiler's own estimates.
-
-    Loops over tiles have no known number of steps: of these, cycles for 512 x 512 pairs of a
-    head, as in the table of the kernels. Of all else, cycles in total.
-    """
-    case = Case(rule)
-    blocks = Blocks(512, 256), Blocks(256, 512)  # What "xla" chooses there.
-    step, arguments = program(case, XLA(*blocks) if implementation == "xla" else implementation)
-    sharding = SingleDeviceSharding(device(chip))
-    arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
-    )
-    compiled = jax.jit(step).lower(*arguments).compile()
-    lines, name = collections.defaultdict(list), ""
-    for line in compiled.as_text().splitlines():
-        start = re.match(r"(ENTRY )?%?([\w.\-]+) \(", line)
-        name = ("entry" if start[1] else start[2]) if start else name
-        lines[name].append(line)
-    tiles = []
-
-    def cycles(name):
-        estimates = re.findall(r'"estimated_cycles":"(\d+)"', "\n".join(lines[name]))
-        total = sum(int(x) for x in estimates if int(x) < 2**62)
-        for line in lines[name]:
-            loop = re.search(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)", line)
-            if loop:
-                steps = re.search(r"constant\((\d+)\)", "\n".join(lines[loop[1]]))
-                inside = cycles(loop[2])
-                if steps is None:
-                    tiles.append(round(inside / case.heads))  # Half the pairs, of a batch of 2.
-                total += int(steps[1]) * inside if steps else 0
-        return total
-
-    total, memory = cycles("entry") / 1e6, compiled.memory_analysis().temp_size_in_bytes >> 20
-    return f"tiles {'/'.join(map(str, tiles))}, else {total:.1f} million, {memory} MiB HBM"
-
-
-def whole_step(rule: str, implementation, chip: str) -> tuple[int, int]:
-    """Returns XLA's estimates of a decode step without its kernel: MiB accessed, and cycles."""
-    step = decode_step(dataclasses.replace(CASES["decode"], rule=rule), implementation)
-    compiled, _ = compile_program(*step, chip)
-    entry = compiled.as_text().split("\nENTRY")[1]
-    cycles = sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', entry)))
-    return round(compiled.cost_analysis()["bytes accessed"] / 2**20), cycles
+    with jax.default_matmul_precision(case.precision), jax.sharding.use_abstract_mesh(mesh):
+        step, arguments = program(case)
+        arguments = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
+        )
+        compiled = jax.jit(step).lower(*arguments).compile()
+    kernels = ["decode"] if case.queries else ["forward", "backward"]
+    kernels += ["pairs"] * (case.rule == "pairs")
+    kernels += ["dq"] * (case.rule == "default splash" and case.length > 8192)
+    seconds = time.monotonic() - start
+    return read_kernels(kernels), seconds, compiled.memory_analysis().temp_size_in_bytes
 
 
 def read_kernels(names: Iterable[str]) -> dict[str, Kernel]:
@@ -580,41 +466,6 @@ def known_case(known: dict, text: str) -> bool:
     return name in known.get(chip, {})
 
 
-def table(known: dict) -> str:
-    """Returns committed numbers as tables of Markdown: tiles, pairs, and blocks to decode."""
-    chips = [chip for chip in CHIPS if chip in known]
-    lines = []
-    for of_pairs, kinds in ((False, ("forward", "backward")), (True, tuple(KERNELS)[:3])):
-        columns = [(chip, which) for chip in chips for which in kinds]
-        lines += [
-            f"| | {' | '.join(f'{chip} {which}' for chip, which in columns)} |",
-            f"|---|{'---|' * len(columns)}",
-        ]
-        for name, case in CASES.items():
-            if case.queries or (case.rule == "pairs") != of_pairs:
-                continue
-            cells = []
-            for chip, which in columns:
-                kernels = known[chip].get(name, {})
-                parts = (which, "dq") if which == "backward" else (which,)
-                tiles = ["/".join(map(str, kernels[x]["tiles"])) for x in parts if x in kernels]
-                cells.append(" + ".join(tiles))
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-        lines.append("")
-    heads = [f"{chip} | {chip}, to read" for chip in chips]
-    lines += [f"| | keys | {' | '.join(heads)} |", f"|---|---|{'---|' * 2 * len(chips)}"]
-    for name, case in CASES.items():
-        if not case.queries:
-            continue
-        cells = [str(case.tile)]
-        for chip in chips:
-            kernels = known[chip].get(name)
-            cells.append("/".join(map(str, kernels["decode"]["tiles"])) if kernels else "")
-            cells.append(str(read_cycles(case, chip) or ""))
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -622,11 +473,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--chips", default=",".join(CHIPS), help=f"some of {', '.join(CHIPS)}")
     parser.add_argument("--cases", default="", help="names of cases, separated by ';' (all)")
     parser.add_argument("--write", action="store_true", help="write the numbers down")
-    parser.add_argument("--rotary", action="store_true", help="measure RoPE, no more")
-    parser.add_argument("--sharded", action="store_true", help="list collectives, no more")
-    parser.add_argument("--xla", action="store_true", help="estimate programs without kernels")
-    parser.add_argument("--decode", action="store_true", help="compare with dense, no more")
-    parser.add_argument("--table", action="store_true", help="print committed numbers, no more")
     arguments = parser.parse_args(argv)
     names = [x.strip() for x in arguments.cases.split(";") if x.strip()] or list(CASES)
     chips = arguments.chips.split(",")
@@ -635,46 +481,6 @@ def main(argv: list[str]) -> int:
     libtpu = version("libtpu")
     committed = json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {}
     known = committed.setdefault(libtpu, {})
-    if arguments.table:
-        print(table(known))
-        return 0
-    if arguments.rotary:
-        print("bytes of a layer that XLA reads and writes, of the part that RoPE adds, in MiB")
-        for chip in chips:
-            none = rotary(None, chip)
-            for layout in ("half", "interleaved"):
-                more = [a - b for a, b in zip(rotary(layout, chip), none, strict=True)]
-                print(f"{chip}, {layout}: forward {more[0]}, with backward {more[1]} of {none}")
-        return 0
-    if arguments.xla:
-        print("cycles as estimated for 512 x 512 pairs of a head, forward, then backward")
-        for chip in chips:
-            for rule, name in (
-                ("none", "jax"),
-                ("none", "xla"),
-                ("t5", "xla"),
-                ("separable", "xla"),
-            ):
-                print(f"{chip}, {rule}, {name}: {without_kernels(rule, name, chip)}", flush=True)
-        return 0
-    if arguments.decode:
-        print("a decode step but its kernel and loops: MiB accessed and cycles, by XLA's estimate")
-        case = CASES["decode"]
-        for chip in chips:
-            steps = 8 * case.length // case.tile
-            print(f"{chip}: reading the cache takes {steps * read_cycles(case, chip)} cycles")
-            for rule in ("none", "t5", "fire"):
-                for implementation in (PallasTPU(cross_compile=True), "dense"):
-                    size, cycles = whole_step(rule, implementation, chip)
-                    name = getattr(implementation, "name", implementation)
-                    print(f"{chip}, {rule}, {name}: {size} MiB, {cycles} cycles")
-        return 0
-    if arguments.sharded:
-        for case in (Case(), Case(kv_heads=2), Case("t5"), Case("separable")):
-            for kind in (AxisType.Auto, AxisType.Explicit):
-                sent, problem = collectives(case, kind), f"{case.rule}, {case.kv_heads} key heads"
-                print(f"v5e, 2 x 4 devices, {kind}, {problem}: {len(sent)} collectives {sent}")
-        return 0
     failed, skipped, refused, compared = [], [], [], 0
     print(f"jax {jax.__version__}, libtpu {libtpu}; T = 8192, causal, B = 2")
     print("cycles by kind of tile, ratio of the worst to no rule, cycles elsewhere, VMEM in MiB")
