@@ -95,13 +95,12 @@ def _module(name: str):
 
 def _run(command: str, arguments: list[str]) -> int:
     """Reads an experiment and carries it out."""
-    known = ("--quick",) if command == "evaluate" else ("--quick", "--fresh")
-    flags = {flag for flag in known if flag in arguments}
-    arguments = [a for a in arguments if a not in flags]
     parser = _module("experiments.settings.config_io").Parser(add_help=False)
+    parser.add_argument("--quick", action="store_true")
     if command == "evaluate":
         _module("experiments.settings.trust").add_trust(parser)
     else:
+        parser.add_argument("--fresh", action="store_true")
         _module("experiments.runs.run_queue").add_arguments(parser)
     options, arguments = parser.parse_known_args(arguments)
     file = _EXPERIMENTS[command]
@@ -110,13 +109,13 @@ def _run(command: str, arguments: list[str]) -> int:
     experiment = _module("experiments.runs.experiment").load(
         Path(file),
         arguments,
-        quick="--quick" in flags,
-        program=f"python -m experiments {command} [{file}] {' '.join(f'[{x}]' for x in known)}",
+        quick=options.quick,
+        program=f"python -m experiments {command} [{file}]",
     )
     compare = _module("experiments.commands.compare")
     if command == "evaluate":
         return compare.evaluate(experiment)
-    return compare.compare(experiment, options, "--fresh" in flags, keep=command == "train")
+    return compare.compare(experiment, options, keep=command == "train")
 
 
 if __name__ == "__main__":

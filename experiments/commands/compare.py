@@ -21,7 +21,7 @@ from experiments.errors import ConfigError, ResultsError
 from experiments.pages import plots, tables
 from experiments.pages.progress import Progress, by_scheme
 from experiments.pages.report import render
-from experiments.runs.experiment import Experiment, from_file, objects_in
+from experiments.runs.experiment import Experiment, experiment_of, from_file, objects_in
 from experiments.runs.files import locked, write_whole
 from experiments.runs.results import PACK
 from experiments.runs.run import Run, RunFolder, load_data
@@ -31,18 +31,12 @@ from experiments.runs.run_queue import (
     number_of_workers,
     refuse_other_versions,
 )
-from experiments.runs.trained import experiment_of, refuse_earlier_versions
 from experiments.settings.config_io import Parser, convert, near, read_toml
 from experiments.settings.trust import add_trust
 from experiments.tasks import TASKS
 
-_EARLIER = ("results.json", "metrics.jsonl", "environment.json", "parameters")
-"""Files that earlier versions wrote."""
 
-
-def compare(
-    experiment: Experiment, options: argparse.Namespace, fresh: bool = False, keep: bool = False
-) -> int:
+def compare(experiment: Experiment, options: argparse.Namespace, keep: bool = False) -> int:
     """Carries out the plan of an experiment and returns the exit status.
 
     Finished runs are skipped, unless `keep` and their parameters were not kept. A run that raises
@@ -50,8 +44,8 @@ def compare(
 
     Args:
       experiment: the experiment.
-      options: of `run_queue.add_arguments`.
-      fresh: whether to remove the results of an earlier experiment of that name.
+      options: of `run_queue.add_arguments`, and `fresh`: whether to remove the results of an
+        earlier experiment of that name.
       keep: whether to keep the trained parameters.
 
     Returns:
@@ -65,14 +59,13 @@ def compare(
 
         def stages() -> Iterator[list[Run]]:
             runs = experiment.all_runs()
-            if not fresh:
-                refuse_earlier_versions(folder)
-                refuse_other_versions(
-                    runs, folder, str(folder), "choose another --name, or --fresh"
-                )
-            waiting = {r.task: r for r in runs if fresh or RunFolder(folder, r).missing(keep)}
-            facts = {name: v for task in waiting for name, v in load_data(task).facts.items()}
-            if fresh:
+            if not options.fresh:
+                remedy = "choose another --name, or --fresh"
+                refuse_other_versions(runs, folder, str(folder), remedy)
+            waiting = [r for r in runs if options.fresh or RunFolder(folder, r).missing(keep)]
+            tasks = dict.fromkeys(run.task for run in waiting)
+            facts = {name: v for task in tasks for name, v in load_data(task).facts.items()}
+            if options.fresh:
                 _clear(folder)
             write_config(_joined(experiment, progress.message))
             for name, text in facts.items():
@@ -102,7 +95,6 @@ def evaluate(experiment: Experiment) -> int:
       CorpusError, ResultsError: with one line; files written before are complete.
     """
     runs, folder = experiment.all_runs(), experiment.folder
-    refuse_earlier_versions(folder)
     for run in runs:
         RunFolder(folder, run).parameters()  # Raises if there are none.
     with Progress() as progress:
@@ -247,10 +239,10 @@ def _clear(folder: Path) -> None:
     """Removes the files of an experiment, and no others."""
     try:
         for path in list(folder.iterdir()) if folder.exists() else ():
-            if re.fullmatch(r".+-s\d+-[0-9a-f]{12}", path.name) or path.name == "parameters":
+            if re.fullmatch(r".+-s\d+-[0-9a-f]{12}", path.name):
                 with locked(path):
                     shutil.rmtree(path)
-            elif path.name in ("config.toml", "report.html", PACK, *_EARLIER):
+            elif path.name in ("config.toml", "report.html", PACK):
                 path.unlink()
     except OSError as error:
         raise ResultsError(f"{error.filename}: cannot be removed: {error.strerror}") from None

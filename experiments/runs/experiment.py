@@ -1,9 +1,8 @@
 """An experiment as a frozen dataclass: from a TOML file, with changes on the command line."""
 
-import argparse
 import dataclasses
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,13 @@ from experiments.models.schemes import (
 from experiments.runs.run import Run
 from experiments.settings.common import Seeds
 from experiments.settings.config_io import (
-    Parser,
+    Flag,
     convert,
-    field_help,
     from_tables,
-    literal,
     merge,
-    names,
     near,
     read_toml,
-    refuse_extremes,
+    settings_help,
     to_tables,
 )
 from experiments.tasks import TASKS, Task
@@ -61,7 +57,7 @@ class Experiment:
     tasks: Mapping[str, Any] = dataclasses.field(
         default_factory=lambda: {name: TASKS[name]() for name in DEFAULT_TASKS}
     )
-    """Tasks to run with their settings, by name."""
+    """Tasks to run with their settings, by name; on the command line --tasks text,kback."""
 
     @property
     def folder(self) -> Path:
@@ -234,9 +230,11 @@ def from_file(tables: Mapping[str, Any], others: Iterable[str] = ()) -> Experime
     if len(set(running)) != len(running):
         raise ConfigError(f"tasks: two have one name, got {run}")
     tasks = {n: _at_plain_names(from_tables(t, tables.pop(n, {}), n)) for n, t in known.items()}
-    schemes = convert(dict[str, Any], tables.pop("schemes", {}), "schemes")
-    if "names" in schemes:
+    schemes = tables.pop("schemes", {})
+    if isinstance(schemes, Mapping) and "names" in schemes:
+        schemes = dict(schemes)
         tables["schemes"] = schemes.pop("names")
+    schemes = convert(dict[str, Any], schemes, "schemes")
     _check_options("schemes", schemes)
     hints = typing.get_type_hints(Experiment, include_extras=True)
     for name in tables:
@@ -281,45 +279,66 @@ def load(
         if overlay is None:
             raise ConfigError(f"{path}: has no table [quick], which --quick needs")
         tables = merge(tables, overlay)
-    tables = merge(tables, _changes(from_file(tables, others), list(arguments), program))
-    experiment = from_file(tables, others)
+    flags = [argument for argument in arguments if argument not in ("-h", "--help")]
+    experiment = from_file(merge(tables, _of_flags(flags)), others)
+    if len(flags) < len(arguments):
+        print("\n".join(_help(experiment, program)))
+        raise SystemExit(0)
     experiment.check()
     return experiment
 
 
-def _changes(experiment: Experiment, arguments: list[str], program: str) -> dict[str, Any]:
-    """Returns the tables that the command line describes."""
-    tasks = Parser(add_help=False)
-    tasks.add_argument("--tasks", type=names, default=[])
-    named = tasks.parse_known_args(arguments)[0].tasks
-    parser = Parser(usage=f"{program} [settings]", description=Experiment.__doc__, epilog=_EPILOG)
-    parser.add_settings(experiment, "experiment")
-    parser.add_argument(
-        "--tasks",
-        type=names,
-        default=argparse.SUPPRESS,
-        metavar="A,B",
-        help=f"{field_help(Experiment)['tasks']} (default: {','.join(experiment.tasks)})",
-    )
-    running = {name: type(task) for name, task in experiment.tasks.items()}
-    asked = {"-h", "--help"} & set(arguments)  # The help is on the tasks that run.
-    others = {task.name: task for task in map(find_task, named)} if asked else _known(named)
-    for name, task in (others | running).items():
-        parser.add_settings(experiment.tasks.get(name, task()), f"task {name}", f"{name}.")
-    known, unknown = parser.parse_known_args(arguments)
-    # Options of schemes, and unknown flags, which `from_file` refuses.
-    more = Parser(add_help=False)
-    for flag in dict.fromkeys(a.partition("=")[0] for a in unknown if a.startswith("--")):
-        more.add_argument(flag, dest=flag.removeprefix("--"), type=literal, nargs="?", const="")
+def experiment_of(folder: Path, trusted: Collection[str] = ()) -> Experiment:
+    """Returns the experiment whose results a folder holds.
+
+    Args:
+      folder: the folder, which may be of somebody else.
+      trusted: objects, as `package.module:object`, that it may import and call.
+
+    Raises:
+      ConfigError: if it holds none, or names other objects.
+    """
+    if not (folder / "config.toml").exists():
+        raise ConfigError(
+            f"{folder}: holds no results; make them with "
+            "`python -m experiments train --tasks text --name mine`"
+        )
+    if others := objects_in(read_toml(folder / "config.toml")) - set(trusted):
+        shown = ",".join(sorted(others))
+        raise ConfigError(
+            f"{folder / 'config.toml'}: names code, which is not called unless you allow it: "
+            f"--trust {shown!r:.200}"
+        )
+    experiment = load(folder / "config.toml")
+    return dataclasses.replace(experiment, results=str(folder.parent), name=folder.name)
+
+
+def _help(experiment: Experiment, program: str) -> Iterator[str]:
+    yield f"usage: {program} [settings]\n\n{Experiment.__doc__}"
+    yield from settings_help(experiment, "experiment")
+    for name, task in experiment.tasks.items():
+        yield from settings_help(task, f"task {name}", f"{name}.")
+    yield f"\n{_EPILOG}"
+
+
+def _of_flags(arguments: Sequence[str]) -> dict[str, Any]:
+    """Returns the tables that flags of the command line describe."""
     out: dict[str, Any] = {}
-    for flag, value in {**vars(known), **vars(more.parse_args(unknown))}.items():
-        path = _path(flag)
+    words = iter(arguments)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if not flag.startswith("--"):
+            raise ConfigError(f"{word:.60}: is no flag")
+        path = _path(flag.removeprefix("--"))
         if len(path) > 10:
-            raise ConfigError(f"--{flag:.60}: is nested too deeply")
+            raise ConfigError(f"{flag:.60}: is nested too deeply")
+        value = value if equals else next(words, None)
+        if value is None or (not equals and value.startswith("--")):
+            raise ConfigError(f"{flag:.60}: expected a value")
+        table: Any = Flag(value)
         for key in reversed(path):
-            value = {key: value}
-        out = merge(out, value)
-    refuse_extremes(out)
+            table = {key: table}
+        out = merge(out, table)
     return out
 
 

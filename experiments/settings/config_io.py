@@ -4,20 +4,23 @@
 * `pydantic` turns tables into frozen dataclasses: it is strict (no "3" for 3), takes dataclasses
   as they are, and its errors are data (path, kind, value), from which one line can be made.
   (msgspec ignores unknown names of dataclasses; cattrs needs a hook per type to be strict.)
-* `argparse` reads every command line: it reports errors to a method (`Parser.error`), so that
-  they end as one line too. `docstring_parser` finds the help of a setting below its field.
+* `argparse` reads flags of commands: it reports errors to a method (`Parser.error`), so that they
+  end as one line too. Flags of settings are entries of a file, whose types pydantic knows.
+  `docstring_parser` finds the help of a setting below its field.
 """
 
 import argparse
 import dataclasses
 import difflib
 import functools
+import itertools
 import json
+import textwrap
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import docstring_parser
 import pydantic
@@ -106,6 +109,26 @@ def from_tables(cls: type[T], tables: Any, path: str = "") -> T:
     return convert(cls, tables, path)
 
 
+class Flag(str):
+    """Text of the command line, which `convert` reads as the type of its setting says."""
+
+
+def _read_flags(hint: Any, value: Any) -> Any:
+    """Returns a value without flags, nested ones too."""
+    while typing.get_origin(hint) is Annotated:
+        hint = typing.get_args(hint)[0]
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(value, Mapping):
+        hints = typing.get_type_hints(hint) if dataclasses.is_dataclass(hint) else {}
+        other = inner[1] if origin is dict else Any
+        return {key: _read_flags(hints.get(key, other), each) for key, each in value.items()}
+    if not isinstance(value, Flag):
+        return value
+    if origin in (tuple, list):
+        return [_read_flags(inner[0], Flag(part)) for part in names(value)]
+    return str(value) if hint is str else literal(value)
+
+
 _adapter = functools.cache(pydantic.TypeAdapter)
 
 
@@ -115,6 +138,8 @@ def convert(hint: Any, value: Any, path: str) -> Any:
     Raises:
       ConfigError: for a value of another type.
     """
+    value = _read_flags(hint, value)
+    refuse_extremes({path: value})
     try:
         # In JSON mode strict types match TOML; in Python mode lists are no tuples.
         return _adapter(hint).validate_json(json.dumps(value), strict=True)
@@ -206,33 +231,27 @@ class Parser(argparse.ArgumentParser):
         """Raises the error in place of printing it and the usage."""
         raise ConfigError(message)
 
-    def add_settings(self, settings: Any, title: str, prefix: str = "") -> None:
-        """Adds a flag for each field of a dataclass, nested ones as `--<field>.<inner>`."""
-        group = self.add_argument_group(title)
-        helps = field_help(type(settings))
-        for name, hint in typing.get_type_hints(type(settings)).items():
-            value = getattr(settings, name)
-            if dataclasses.is_dataclass(hint):
-                self.add_settings(value, f"{title}.{name}", f"{prefix}{name}.")
-            elif name in _names(settings) and typing.get_origin(hint) not in (dict, Mapping):
-                items = typing.get_origin(hint) is tuple
-                shown = ",".join(map(str, value)) if items else value
-                group.add_argument(
-                    f"--{prefix}{name}".replace("_", "-"),
-                    dest=f"{prefix}{name}",
-                    default=argparse.SUPPRESS,
-                    type=_from_text(hint),
-                    metavar="A,B" if items else hint.__name__.upper(),
-                    help=f"{helps.get(name, '')} (default: {shown})".replace("%", "%%"),
-                )
 
+def settings_help(settings: Any, title: str, prefix: str = "") -> Iterator[str]:
+    """Yields a line about each field of a dataclass, nested ones as `--<field>.<inner>`.
 
-def _from_text(hint: Any) -> Any:
-    """Returns a parser of text for a field; `convert` checks the type later."""
-    if typing.get_origin(hint) is not tuple:
-        return str if hint is str else literal
-    item = _from_text(typing.get_args(hint)[0])
-    return lambda text: [item(part) for part in names(text)]
+    Args:
+      settings: the dataclass, with the defaults to show.
+      title: of the section.
+      prefix: of the flags.
+    """
+    helps, inner = field_help(type(settings)), []
+    yield f"\n{title}:"
+    for name, hint in typing.get_type_hints(type(settings)).items():
+        value = getattr(settings, name)
+        if dataclasses.is_dataclass(hint):
+            inner.append(settings_help(value, f"{title}.{name}", f"{prefix}{name}."))
+        elif name in _names(settings) and typing.get_origin(hint) not in (dict, Mapping):
+            shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            flag = f"--{prefix}{name}".replace("_", "-")
+            text = f"{helps.get(name, '')} (default: {shown})"
+            yield textwrap.fill(f"  {flag:28} {text}", 96, subsequent_indent=31 * " ")
+    yield from itertools.chain(*inner)
 
 
 def field_help(cls: type) -> dict[str, str]:

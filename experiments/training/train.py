@@ -185,30 +185,11 @@ class Trained:
     train_seconds: float
     cpu_seconds: float
 
-    def of_seed(self, index: int) -> "Trained":
-        """Returns the results of one seed, with its share of memory and times."""
-        count = len(self.curve["loss"][0])
-        return Trained(
-            params=_lane(self.params, index),
-            parameters=self.parameters,
-            memory=None if self.memory is None else self.memory // count,
-            curve={"step": self.curve["step"], "loss": [[x[index]] for x in self.curve["loss"]]},
-            compile_seconds=self.compile_seconds / count,
-            train_seconds=self.train_seconds / count,
-            cpu_seconds=self.cpu_seconds / count,
-        )
-
     @property
     def diverged(self) -> int | None:
         """The step of the curve at which a seed has no finite loss, None if all are finite."""
         pairs = zip(self.curve["step"], self.curve["loss"], strict=True)
         return next((step for step, losses in pairs if not np.isfinite(losses).all()), None)
-
-
-@jax.jit
-def _lane(tree: Any, index: int) -> Any:
-    """Returns one seed of leaves [seeds, ...], as [1, ...]."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, index, 1), tree)
 
 
 class Checkpoint(Protocol):
@@ -285,7 +266,6 @@ def train(
     data: Any,
     report: Callable[[int, list[float]], None] = lambda step, loss: None,
     *,
-    rates: jax.Array | None = None,
     params: nnx.State | None = None,
     batches_before: int = 0,
     checkpoint: Checkpoint | None = None,
@@ -299,7 +279,6 @@ def train(
       seeds: of parameters and data.
       data: `Data.train` of what `task.load` returned.
       report: called with the step and the losses [seeds] after each compiled call.
-      rates: as `advance` takes them, with one number of steps for all; default: the task's.
       params: to begin with, leaves [seeds, ...]; default: new ones.
       batches_before: how many batches these have seen, which are not drawn again.
       checkpoint: stores the state, and returns the state of an interrupted call.
@@ -311,7 +290,7 @@ def train(
     params = jax.tree.map(jnp.array, params)  # A copy: `advance` donates its memory.
     state = new_state(params, task)
     keys = seed_keys(seeds, "data")
-    rates = rates_of(task, len(seeds)) if rates is None else rates
+    rates = rates_of(task, len(seeds))
     call = compiled(task, position, len(seeds), data, mesh)
     if mesh is not None:
         state, keys, rates, _, data = jax.device_put(

@@ -117,8 +117,8 @@ ON_THE_COMMAND_LINE = {
     ),
     "sedes: unknown setting of Experiment; did you mean 'seeds'?": "--sedes 3",
     "seeds: must be a valid integer, got 'two'": "--seeds two",
-    "argument --seeds: expected one argument": "--seeds",
-    "unknwon: unknown setting of Experiment": "--unknwon",
+    "--seeds: expected a value": "--seeds",
+    "unknwon: unknown setting of Experiment": "--unknwon=1",
     "kback.train.learning_rate: must be a finite number, got inf": (
         "--kback.train.learning-rate inf"
     ),
