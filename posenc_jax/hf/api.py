@@ -240,8 +240,7 @@ def to_hf(
     schemes = [x.scheme if isinstance(x, LayerSpec) else x for x in layers]
     if layer_types is None:
         require(
-            len(set(schemes)) == 1,
-            f"to_hf: schemes that differ need layer_types, got {scheme!r}.",
+            len(set(schemes)) == 1, f"to_hf: schemes that differ need layer_types, got {scheme!r}."
         )
         return _parameters(schemes[0])
     require(

@@ -278,8 +278,7 @@ def is_decoder(config: TrackedConfig) -> bool:
     """
     flag, choice = config.get("is_decoder", False), config.decoder
     require(
-        not (flag and choice is False),
-        f"decoder=False, but {config.label} has is_decoder=True.",
+        not (flag and choice is False), f"decoder=False, but {config.label} has is_decoder=True."
     )
     if flag or choice is not None:
         return bool(flag or choice)

@@ -204,30 +204,19 @@ def _latent(layers: Any, lacks: str = LATENT, **settings: Any) -> ModelType:
 
 
 TYPES: dict[str, ModelType] = {
-    "deepseek_v2": _latent(
-        Latent(interleave=True, in_place=True),
-    ),
-    **alike(
-        "axk1 deepseek_v3 deepseek_v32 mistral4 youtu",
-        _latent(Latent()),
-    ),
-    "glm4_moe_lite": _latent(
-        Latent(),
-        same={"head_dim": "qk_rope_head_dim"},
-    ),
+    "deepseek_v2": _latent(Latent(interleave=True, in_place=True)),
+    **alike("axk1 deepseek_v3 deepseek_v32 mistral4 youtu", _latent(Latent())),
+    "glm4_moe_lite": _latent(Latent(), same={"head_dim": "qk_rope_head_dim"}),
     "glm_moe_dsa": _latent(Latent(interleave=True)),
     "axk2": _latent(Latent(interleave=True), _GATED),
     "hy_v4": _latent(Latent(interleave=False), _GATED, sinks=True),
     "minicpm3": _latent(Latent(interleave=False)),
     "bailing_hybrid": _latent(
-        Latent(interleave=True, kinds=cycle("NNNNNF", "layer_group_size")),
-        _GATED,
+        Latent(interleave=True, kinds=cycle("NNNNNF", "layer_group_size")), _GATED
     ),
     "longcat_flash": _latent(_longcat_flash),
     "mistral_large4_text": _latent(_mistral_large4),
     "deepseek_v4": ModelType(
-        _deepseek_v4,
-        "one array for keys and values, and compressed entries",
-        sinks=True,
+        _deepseek_v4, "one array for keys and values, and compressed entries", sinks=True
     ),
 }

@@ -7,9 +7,9 @@ attention, convolutions or Mamba in some layers), `latent_types.py` or `other_ty
 1. Copy the row of the model type that is most alike, and change the settings that its modeling file
    changes: layout, layers that rotate or have a window, biases, norms of queries and keys, scale.
    Write a reader only for what no setting says. A key that is new goes into `keys.toml`.
-2. Add a small config to `tests/makers/hf_layers.py`, and let `python -m tests.makers` write
-   `defaults.json`, which has bases, sizes and windows that a config leaves out, and the numbers of
-   transformers that the tests compare with.
+2. `python -m tests.makers hf_configs` writes `defaults.json`, which has bases, sizes and windows
+   that a config leaves out, and the cases of raw configs; `python -m tests.makers hf_layers CONFIG`
+   adds layers of a small model of transformers. The tests compare both.
 
 A model type is included if it is in a release of transformers, and a scheme of this library and a
 `LayerSpec` describe each layer: the tests of its layers need no code of their own.

@@ -506,9 +506,7 @@ TYPES: dict[str, ModelType] = {
     ),
     # Rotation in some layers.
     "afmoe": ModelType(
-        windowed(cycle("LLLF", "global_attn_every_n_layers"), unrotated=(FULL,)),
-        GATE,
-        qk_norm=RMS,
+        windowed(cycle("LLLF", "global_attn_every_n_layers"), unrotated=(FULL,)), GATE, qk_norm=RMS
     ),
     "beam": ModelType(
         windowed(

@@ -12,7 +12,8 @@ from tests.hf.layer_arrays import computed
 from tests.oracle import embed
 from tests.support import recorded
 
-ABOUT, ARRAYS = recorded(pathlib.Path(__file__).with_name("layers.npz"))
+FILE = pathlib.Path(__file__).with_name("layers.npz")
+ABOUT, ARRAYS = recorded(FILE)
 KINDS = ABOUT["model_types"]
 TOLERANCE = 1e-6  # Of the greatest number of an output; float32 against float64.
 
@@ -70,7 +71,7 @@ def test_tables_equal_those_of_transformers(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_is_what_transformers_gives(kind):
     maker = importlib.import_module("tests.makers.hf_layers")
-    about, arrays = maker.make(kind)
+    about, arrays = maker.make(KINDS[kind]["config"])
     assert json.loads(json.dumps(about)) == KINDS[kind]
     assert arrays.keys() == {n for n in ARRAYS if n.startswith(f"{kind}.")}
     for name, x in arrays.items():

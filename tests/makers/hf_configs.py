@@ -1,4 +1,6 @@
-"""Makes the files of config defaults: python -m tests.makers hf_configs, with transformers 5.23.
+"""Makes the files of config defaults: python -m tests.makers hf_configs [CONFIG ...].
+
+With transformers 5.23; a CONFIG is JSON, a further case of a model type.
 
 Writes `posenc_jax/hf/defaults.json`, the defaults of the config class of every model type, and
 `golden/raw_configs.json`: raw configs, the keys that the config class adds, changes or drops
@@ -21,6 +23,7 @@ from posenc_jax.hf.model_types import MODEL_TYPES
 FOLDER = pathlib.Path(__file__).parents[1] / "hf"
 DEFAULTS = FOLDER.parents[1] / "posenc_jax" / "hf" / "defaults.json"
 GOLDEN = FOLDER / "golden" / "raw_configs.json"
+CASES = json.loads(GOLDEN.read_text())["model_types"]
 ORIGIN = f"transformers {transformers.__version__}, configuration classes"
 
 # Keys that some reader looks up.
@@ -126,181 +129,29 @@ def defaults(model_type):
     return plain(out)
 
 
-SIZES = {
-    "hidden_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 7,
-}
-LINEAR = {"rope_type": "linear", "factor": 4.0}
+SIZES = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4}
+SIZES |= {"num_hidden_layers": 7}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 LOCAL, FULL = "sliding_attention", "full_attention"
 
 
 def raw_configs(model_type):
-    """Configs with most keys left out, under the names of transformers 4."""
+    """Configs with most keys left out: those of the file, or for a new model type a few."""
+    if model_type in CASES:
+        return [case["raw"] for case in CASES[model_type]]
     cls = CONFIG_MAPPING[model_type]
     fields = {field.name for field in dataclasses.fields(cls)}
     sizes = {n: x for n, x in SIZES.items() if n in fields or n in cls.attribute_map}
-    if not {"d_rel", "depths"} & fields:
-        yield {}
-    if "depths" in fields or model_type == "mpt":
-        yield {}
-        return
-    yield sizes
-    # Sections of M-RoPE add up to one size of a head, and a third of 64 is no number of pairs.
-    fixed = "vl" in model_type.split("_") or model_type.startswith(("qwen3_5", "qwen4", "mimo"))
-    own_head = {} if fixed else {"head_dim": 64}
-    yield sizes | own_head
-    if "rope_parameters" in fields:
-        yield sizes | {"rope_theta": 54321.0}
-        yield sizes | {"rope_scaling": None, "rope_theta": 54321.0}
-        yield sizes | {"rope_scaling": dict(LINEAR)}
-        yield sizes | {"rope_scaling": dict(YARN), "max_position_embeddings": 2048}
-        if not isinstance(cls.default_theta, dict) and model_type != "olmo3":
-            # 5.23 leaves their rope_type at "default" beside a "type".
-            yield sizes | {"rope_scaling": {"type": "yarn", "factor": 2.0}}
-        if own_head:
-            yield sizes | own_head | {"partial_rotary_factor": 0.25}
-    for names in (
-        {"rotary_dim": 8, "head_dim": 16},
-        {"rotary_pct": 0.5, "rotary_emb_base": 2e4},
-        {"rope_theta": 2e6, "rope_local_base_freq": 2e4},
-        {"global_rope_theta": 2e6, "local_rope_theta": 2e4},
-        {"no_rope_layer_interval": 3},
-        {"no_rope_layers": [1, 0, 1, 0, 1, 0, 1]},
-        {"attention_chunk_size": 9},
-        {"query_pre_attn_scalar": 100},
-        {"attention_multiplier": 0.5},
-        {"attn_logit_softcapping": 30.0},
-        {"attn_logit_softcapping": None},
-        {"use_qk_norm": True, "rms_norm_eps": 1e-3},
-        {"use_qk_norm": False},
-        {"qk_layernorm": True},
-        {"qk_layernorm": False},
-        {"attn_temperature_tuning": False},
-        {"full_attention_interval": 2},
-        {"rope_interleave": False},
-        {"global_head_dim": 8, "head_dim": 16},
-        {"compress_rope_theta": 3e5},
-        {"qk_rope_head_dim": 16, "head_dim": 64},
-        {"compress_ratios": [0, 0, 4, 128, 4, 128, 4, 0]},
-    ):
-        if set(names) <= fields | EXTRA.get(model_type, set()):
-            yield sizes | names
-    for names in MORE.get(model_type, ()):
-        yield sizes | names
     window = {"sliding_window": 17}
-    if "sliding_window" not in fields:
-        return
-    yield sizes | window
-    if model_type not in ("exaone4", "exaone_moe"):  # 5.23 divides by zero there.
-        yield sizes | {"sliding_window": None}
-    if "use_sliding_window" in fields:
-        yield sizes | window | {"use_sliding_window": True}
-        yield sizes | window | {"use_sliding_window": False}
-    if "max_window_layers" in fields:
-        used = {"use_sliding_window": True} if "use_sliding_window" in fields else {}
-        yield sizes | window | used | {"max_window_layers": 3}
+    more = [{}]
+    if "rope_parameters" in fields:
+        more += [{"rope_theta": 54321.0}, {"rope_scaling": YARN, "max_position_embeddings": 2048}]
+        more += [{"partial_rotary_factor": 0.25, "head_dim": 64}]
+    if "sliding_window" in fields:
+        more += [window, {"sliding_window": None}]
     if "layer_types" in fields:
-        used = {"use_sliding_window": True} if "use_sliding_window" in fields else {}
-        mixed = [FULL, LOCAL, LOCAL, FULL, LOCAL, LOCAL, FULL]
-        yield sizes | window | used | {"layer_types": mixed}
-        yield sizes | window | used | {"layer_types": [*mixed[:-1], LOCAL]}
-        yield sizes | window | used | {"layer_types": [LOCAL] * 7}
-        yield sizes | window | used | {"layer_types": [FULL] * 7}
-    if model_type in PATTERNED:
-        yield sizes | window | {"sliding_window_pattern": 3}
-    if "use_bidirectional_attention" in fields:
-        word = "all" if model_type in GEMMA4 else True
-        if model_type in ("gemma3_text", *GEMMA4):
-            yield sizes | window | {"use_bidirectional_attention": word}
-
-
-# Keys that a class takes without a field of that name.
-EXTRA = {
-    "deepseek_v4": {"qk_rope_head_dim", "compress_ratios"},
-    "minimax_m2": {"rotary_dim"},
-    "gpt_neox": {"rotary_pct", "rotary_emb_base"},
-    "gpt_neox_japanese": {"rotary_pct", "rotary_emb_base"},
-    "gemma3_text": {"rope_theta", "rope_local_base_freq"},
-    "gemma3n_text": {"rope_theta", "rope_local_base_freq"},
-    "modernbert": {"global_rope_theta", "local_rope_theta"},
-    "modernbert-decoder": {"global_rope_theta", "local_rope_theta"},
-    "mistral_large4_text": {"no_rope_layer_interval"},
-    "qwen3_next": {"full_attention_interval"},
-    "gemma4_text": {"global_head_dim"},
-    "gemma4_unified_text": {"global_head_dim"},
-}
-# Keys of single classes, and of their modeling files.
-THETAS = [0, 1e4, 1e4, 0, 0, 1e4, 1e4]
-KINDS = ["linear_attention", "full_attention"]
-BY_KIND = {FULL: {"rope_type": "default", "rope_theta": 2e4}, LOCAL: {"rope_theta": 3e4}}
-ALPHA = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
-LISTS = {"kda_layers": [1, 2, 3, 5, 6, 7], "full_attn_layers": [4]}
-MORE = {
-    "cohere2_moe": [
-        {"first_k_dense_replace": 2},
-        {"first_k_dense_replace": 3, "prefix_dense_sliding_window_pattern": 2},
-        {"mlp_layer_types": ["dense", "sparse"] * 3 + ["dense"], "sliding_window_pattern": 2},
-    ],
-    "bailing_hybrid": [{"layer_group_size": 3}, {"layer_types": (KINDS * 4)[1:]}],
-    "minimax": [{"layer_types": (KINDS * 4)[1:], "sliding_window": 17}],
-    "bamba": [{"attn_layer_indices": [2, 5]}],
-    "dbrx": [{"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}}],
-    "nemotron_h": [
-        {"hybrid_override_pattern": "M-ME*-*"},
-        {"layers_block_type": ["mamba", "mlp", "attention", "moe", "mamba", "mlp", "attention"]},
-        {"layer_types": [*KINDS, "moe", *KINDS, "mlp", FULL], "rope_theta": 1e4},
-    ],
-    "recurrent_gemma": [
-        {"attention_window_size": 17},
-        {"sliding_window": 17, "block_types": ["attention", "recurrent"]},
-    ],
-    "zamba": [
-        {"attn_layer_period": 2, "attn_layer_offset": 1},
-        {"layers_block_type": ["mamba", "hybrid"] * 3 + ["mamba"], "attention_head_dim": 64},
-    ],
-    "zamba2": [
-        {"layers_block_type": ["mamba", "hybrid"] * 3 + ["mamba"]} | more
-        for more in ({}, {"use_mem_rope": True}, {"use_mem_rope": True, "rope_theta": 54321.0})
-    ],
-    "jamba": [{"attn_layer_period": 3, "attn_layer_offset": 1}],
-    "olmo_hybrid": [{"num_hidden_layers": 3}, {"layer_types": (KINDS * 4)[1:]}],
-    "mellum": [{"rope_parameters": BY_KIND, "layer_types": [FULL, LOCAL] * 3 + [FULL]}],
-    **dict.fromkeys(("granite_swa", "granitemoe_swa"), ({"layer_rope_theta": THETAS},)),
-    "granitemoehybrid": [
-        {"position_embedding_type": "rope", "layer_types": (KINDS * 4)[1:]},
-        {
-            "position_embedding_type": "nope",
-            "layers_block_type": ["mamba", "attention"] * 3 + ["mamba"],
-        },
-    ],
-    "gpt_bigcode": [{"multi_query": False, "scale_attn_weights": False}],
-    "gpt_neo": [{"attention_types": [[["global", "local", "local"], 2], [["global"], 1]]}],
-    **dict.fromkeys(
-        ("hunyuan_v1_dense", "hunyuan_v1_moe"),
-        ({"rope_scaling": ALPHA, "head_dim": 64},),
-    ),
-    "kimi_linear": [{"linear_attn_config": LISTS}, {"layer_types": (KINDS * 4)[1:]}],
-    "laguna": [{"rope_parameters": BY_KIND, "layer_types": [FULL, LOCAL] * 3 + [FULL]}],
-    "lfm2": [{"full_attn_idxs": [1, 4]}],
-    "lfm2_moe": [{"layer_types": (["conv", "full_attention"] * 4)[1:]}],
-    "lfm3": [{"rope_parameters": BY_KIND}],
-    "longcat_flash": [{"num_layers": 3}],
-    "mimo_v2_flash": [{"rope_parameters": BY_KIND}, {"sliding_window_size": 16}],
-    "minimax_m3_vl_text": [{"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}],
-    "modernbert-decoder": [{"local_attention": 10, "global_attn_every_n_layers": 2}],
-    "muse_spark_text": [
-        {"layer_rope_theta": THETAS, "rope_parameters": {"rope_type": "default"}},
-        {"layer_rope_theta": THETAS},
-    ],
-    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ({"full_attention_interval": 2},)),
-    "qwen4_exp_text": [
-        {"rope_parameters": {"partial_rotary_factor": 0.25}, "layer_types": (KINDS * 4)[1:]}
-    ],
-}
-PATTERNED = ("cohere2", "cohere2_moe", "gemma3_text", "exaone4", "exaone_moe")
+        more += [window | {"layer_types": [FULL, LOCAL, LOCAL, FULL, LOCAL, LOCAL, FULL]}]
+    return [{}, *(sizes | keys for keys in more)]
 
 
 def windows(config):
@@ -357,14 +208,16 @@ def completed(model_type, raw):
     return made
 
 
-def golden():
-    return {
-        "origin": ORIGIN,
-        "model_types": {
-            name: [made for raw in raw_configs(name) if (made := completed(name, raw))]
-            for name in sorted(MODEL_TYPES)
-        },
-    }
+def golden(added=()):
+    """The cases of all model types; `added` are configs of further cases."""
+    out = {}
+    for name in sorted(MODEL_TYPES):
+        raws = raw_configs(name)
+        for config in added:
+            if config["model_type"] == name:
+                raws.append({key: x for key, x in config.items() if key != "model_type"})
+        out[name] = [made for raw in raws if (made := completed(name, raw))]
+    return {"origin": ORIGIN, "model_types": out}
 
 
 def write(path, made):
@@ -385,6 +238,6 @@ def all_defaults():
 
 def main(argv):
     write(DEFAULTS, all_defaults())
-    write(GOLDEN, golden())
+    write(GOLDEN, golden([json.loads(text) for text in argv]))
     for path in (DEFAULTS, GOLDEN):
         print(path.name, path.stat().st_size)

@@ -32,27 +32,10 @@ import transformers
 import posenc_jax as pe
 from tests.hf.model_types_table import NOT_FUZZED
 from tests.makers import hf_draw, hf_fuzz_layers, hf_fuzz_models, hf_fuzz_rotations
+from tests.support import recorded
 
 TOLERANCE = 2e-4  # Of the greatest number of an output; float32 against float64.
 FILE = pathlib.Path(__file__).parents[1] / "hf" / "attention_layers.npz"
-SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
-SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-GROUPED = SIZES | {"intermediate_size": 16, "head_dim": 8, "num_key_value_heads": 2}
-EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 16}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
-# Layers for the suite.
-GOLDEN = {
-    "falcon": SIZES | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
-    "gemma2": GROUPED | {"sliding_window": 7, "attn_logit_softcapping": 2.0},
-    "glm4": GROUPED | {"partial_rotary_factor": 0.5},
-    "gpt_oss": GROUPED | EXPERTS | {"sliding_window": 7, "rope_scaling": YARN},
-    "llama4_text": GROUPED | EXPERTS | {"attention_chunk_size": 9, "rms_norm_eps": 0.03},
-    "olmo2": GROUPED | {"rms_norm_eps": 0.03},
-    "phi3": {n: x for n, x in GROUPED.items() if n != "head_dim"}
-    | {"original_max_position_embeddings": 8, "max_position_embeddings": 32}
-    | {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}},
-    "qwen2": GROUPED | {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0},
-}
 
 
 def check(kind, raw, seed, offset):
@@ -161,15 +144,15 @@ def draws(kind, seed, count):
 
 
 def golden():
-    """The first layer of each of some models, with its weights."""
-    arrays = {}
-    for kind, raw in GOLDEN.items():
+    """The first layer of each of some models, with its weights; the file has their configs."""
+    configs, arrays = recorded(FILE)[0]["configs"], {}
+    for kind, config in configs.items():
+        raw = {n: x for n, x in config.items() if n != "model_type"}
         outcome = check(kind, raw, 0, 0)
         assert outcome == ("same", ""), (kind, outcome)
         weights = hf_fuzz_layers.weights(hf_fuzz_models.run(kind, raw, 0)[1][0])
         arrays |= {f"{kind}.{name}": x for name, x in weights.items()}
     origin = f"transformers {transformers.__version__}, attention layers in float64"
-    configs = {kind: {"model_type": kind} | raw for kind, raw in GOLDEN.items()}
     about = {"origin": origin, "configs": configs}
     return {"about": np.array(json.dumps(about)), **arrays}
 
