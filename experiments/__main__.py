@@ -22,7 +22,6 @@ python -m experiments <command> [file.toml] [changes]
   bench      measure speed as ratios
   gallery    draw the effect of every scheme
   drawn      draw the pictures of docs/drawn.md
-  schemes    print a table of all schemes
 
 A file describes one experiment; any setting of it can be changed on the command line:
 
@@ -55,7 +54,6 @@ _OTHERS = {
     "bench": "experiments.bench",
     "gallery": "experiments.gallery.page",
     "drawn": "experiments.gallery.drawn",
-    "schemes": "experiments.commands.scheme_table",
 }
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from PIL import Image
 
 import posenc_jax as pe
-from experiments.commands import scheme_table
 from experiments.models.schemes import paper_link, with_sizes
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.kernels.tpu.implementation import PallasTPU
@@ -19,6 +19,10 @@ from posenc_jax.schemes.scheme import param_axes, scale_words
 ROOT = Path(__file__).resolve().parents[2]
 ALWAYS = ("reference", "dense", "xla")
 KERNELS = PallasTPU(Blocks(128, 128), Blocks(128, 128), interpret=True)
+SIZES = {
+    **dict.fromkeys(("num_heads", "num_kv_heads"), 4),
+    **{"head_dim": 16, "model_dim": 64, "max_length": 32, "trained_length": 32},
+}
 Fact = tuple[str, str]
 
 
@@ -60,7 +64,7 @@ def facts(cls: type) -> list[Fact]:
 
 
 def _of_scheme(cls: type[pe.Scheme]) -> list[Fact]:
-    scheme = with_sizes(cls, scheme_table.SIZES)
+    scheme = with_sizes(cls, SIZES)
     traits = scheme.traits
     relative = "yes: a constant added to all positions changes nothing" if traits.relative else "no"
     rows = [
@@ -79,7 +83,7 @@ def _of_scheme(cls: type[pe.Scheme]) -> list[Fact]:
         rows.append(("Axes of coordinates", str(traits.num_axes)))
     if traits.reads_x:
         rows.append(("Reads", "the activations `x` that q and k were projected from"))
-    rows.append(("Cached", scheme_table.cached(scheme)))
+    rows.append(("Cached", _cached(scheme)))
     rows.append(("Implementations", _implementations(scheme)))
     full, ring, sinks = _decoding()[cls.name]
     text = f"{full} in a full cache, {ring} in a ring, {sinks} with attention sinks"
@@ -105,9 +109,41 @@ def _implementations(scheme: pe.Scheme) -> str:
     """Returns the words for `implementation=`, as far as the scheme decides."""
     if not scheme.acts_in_attention:
         return "all: it acts on the embedding only" if scheme.acts else "all"
-    words = [*ALWAYS, *(["jax", "cudnn"] if scheme_table.runs_on(scheme, ("jax",)) else [])]
+    words = [*ALWAYS, *(["jax", "cudnn"] if _runs(scheme, "jax") else [])]
     text = ", ".join(f"`{word}`" for word in words)
-    return text + (", [`pallas`](../kernels.md)" if scheme_table.runs_on(scheme, [KERNELS]) else "")
+    return text + (", [`pallas`](../kernels.md)" if _runs(scheme, KERNELS) else "")
+
+
+def _cached(scheme: pe.Scheme) -> str:
+    """Returns the entries of a cache: keys as used or raw, values, and arrays of the scheme."""
+    if not scheme.acts_in_attention:
+        return "k, v"
+    heads, dim, model = (SIZES[n] for n in ("num_heads", "head_dim", "model_dim"))
+    cache = jax.eval_shape(
+        lambda: pe.new_cache(scheme, 1, 2, num_heads=heads, head_dim=dim, model_dim=model)
+    )
+    keys = "k" if scheme.traits.cache_transformed_keys else "raw k"
+    more = [n for n in ("k_features", "state") if jax.tree.leaves(getattr(cache, n))]
+    words = {"k_features": "more per key", "state": "running sums"}
+    return ", ".join([keys, "v", *(words[n] for n in more)])
+
+
+def _runs(scheme: pe.Scheme, implementation: Any) -> bool:
+    """Returns whether an implementation of attention runs a scheme of SIZES."""
+    q = jnp.zeros((1, 32, SIZES["num_heads"], SIZES["head_dim"]))
+    x = jnp.zeros((1, 32, SIZES["model_dim"]))
+    params = jax.eval_shape(scheme.init, jax.random.key(0))
+
+    def attend(params, q):
+        return pe.scheme_attention(
+            scheme, params, q, q, q, x=x, is_causal=True, implementation=implementation
+        )[0]
+
+    try:
+        jax.eval_shape(attend, params, q)
+    except NotImplementedError:
+        return False
+    return True
 
 
 @functools.cache

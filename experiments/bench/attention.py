@@ -17,7 +17,6 @@ from experiments.bench.cases import (
     make_arguments,
     named_schemes,
     sizes_of,
-    token_orders,
 )
 from experiments.bench.timing import show, side_by_side
 
@@ -35,11 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=4096,
         help="longest T for arrays of T x S; 0 leaves them out (default: 4096)",
-    )
-    parser.add_argument(
-        "--positions",
-        action="store_true",
-        help="add cases with given positions: in order, shuffled by 64, four packed texts",
     )
 
 
@@ -71,15 +65,13 @@ def all_cases(shape: tuple[int, int, int, int], options: argparse.Namespace) -> 
     _, length, heads, dim = shape
     backward, dtype = not options.forward, DTYPES[options.dtype]
 
-    def case(scheme, arguments, **tokens):
-        return peers.jax_case(attend_with(scheme, **tokens), arguments, backward)
+    def case(scheme, arguments):
+        return peers.jax_case(attend_with(scheme), arguments, backward)
 
     cases = {}
     for name, scheme in named_schemes(options.schemes, sizes_of(heads, dim, length)).items():
         arguments = make_arguments(scheme, shape, dtype)
         cases[name] = case(scheme, arguments)
-        for order, tokens in token_orders(length).items() if options.positions else ():
-            cases[f"{name}, {order}"] = case(scheme, arguments, **tokens)
     if length > options.naive_to:
         return cases
     t5 = pe.T5(num_heads=heads)

@@ -60,38 +60,18 @@ def sizes_of(heads: int, dim: int, length: int) -> dict[str, int]:
     }
 
 
-def attend_with(
-    scheme: pe.Scheme, implementation: str | None = "xla", **tokens: jax.Array
-) -> Callable:
+def attend_with(scheme: pe.Scheme, implementation: str | None = "xla") -> Callable:
     """Returns causal attention with a scheme, a function of the arrays of `make_arguments`.
 
-    The logit scale is the same for all schemes. `tokens` are positions and segments; the compiler
-    does not see their values.
+    The logit scale is the same for all schemes.
     """
 
     def attend(q, k, v, params, x=None):
         options: dict[str, Any] = {"is_causal": True, "implementation": implementation}
-        options |= jax.lax.optimization_barrier(tokens)
         scale = q.shape[-1] ** -0.5
         return pe.scheme_attention(scheme, params, q, k, v, x=x, scale=scale, **options)[0]
 
     return attend
-
-
-def token_orders(length: int) -> dict[str, dict[str, jax.Array]]:
-    """Returns positions and segments of tokens, by name, as arguments of `attend_with`.
-
-    >>> {name: sorted(tokens) for name, tokens in token_orders(8).items()}
-    {'in order': ['positions'], 'shuffled': ['positions'], '4 texts': ['positions', 'segment_ids']}
-    """
-    slots = jnp.arange(length, dtype=jnp.int32)[None]
-    text = -(-length // 4)
-    shuffled = jnp.lexsort((jax.random.uniform(jax.random.key(0), (length,)), slots[0] // 64))
-    return {
-        "in order": {"positions": slots},
-        "shuffled": {"positions": shuffled.astype(jnp.int32)[None]},
-        "4 texts": {"positions": slots % text, "segment_ids": slots // text},
-    }
 
 
 def make_arguments(scheme: pe.Scheme, shape: tuple[int, int, int, int], dtype: Any) -> tuple:

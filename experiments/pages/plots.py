@@ -284,58 +284,6 @@ def differences(
         return drawing(figure, name, title)
 
 
-_DIFFERENCES = (-2.0, -1.0, -0.5, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-
-
-def by_parameters(
-    points: Mapping[str, Sequence[tuple[float, tuple[float, float, float]]]],
-    unit: str,
-    title: str,
-    name: str,
-) -> str:
-    """Returns a plot of differences with their intervals against parameters.
-
-    The axis of differences is linear up to 0.1 and logarithmic beyond.
-
-    Args:
-      points: by scheme: parameters in millions with mean, lower and upper bound.
-      unit: of the numbers.
-      title: for readers who do not see it.
-      name: of the plot, unique on its page.
-    """
-    with mpl.rc_context({**STYLE, "svg.hashsalt": title}):
-        figure = Figure(figsize=(6.2, 3.4))
-        figure.patch.set_alpha(0.0)
-        axes = figure.add_axes((0.11, 0.18, 0.66, 0.78))
-        axes.patch.set_alpha(0.0)
-        axes.set_xscale("log")
-        axes.set_yscale("symlog", linthresh=0.1)
-        for i, (scheme, row) in enumerate(points.items()):
-            x = [parameters * (1 + 0.02 * i) for parameters, _ in row]
-            middle, *bounds = np.array([bounds for _, bounds in row]).T
-            axes.errorbar(
-                x,
-                middle,
-                np.abs(bounds - middle),
-                fmt=f"{MARKERS[i % len(MARKERS)]}-",
-                color=PALETTE[i % len(PALETTE)],
-                label=tables.label(scheme),
-                elinewidth=1.4,
-            )
-        axes.axhline(0.0, color=INK, linewidth=0.8, alpha=0.6)
-        low, high = axes.get_ylim()
-        axes.set_ylim(low, high)
-        ticks = tables.ordered(parameters for row in points.values() for parameters, _ in row)
-        axes.set_xticks(ticks, [f"{x:.0f}" if x >= 10 else f"{x:.1f}" for x in ticks], minor=False)
-        heights = [y for y in _DIFFERENCES if low <= y <= high]
-        axes.set_yticks(heights, [f"{y:g}" for y in heights], minor=False)
-        axes.minorticks_off()
-        axes.set_xlabel("million parameters")
-        axes.set_ylabel(unit)
-        figure.legend(loc="center right", frameon=False)
-        return drawing(figure, name, title)
-
-
 def new_figure(height: float = 3.7, left: float = 0.65, bottom: float = 0.7, right: float = 1.8):
     """Returns a figure and its axes, with room at the right for labels; sizes in inches."""
     width = 6.2

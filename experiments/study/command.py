@@ -4,8 +4,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-
 from experiments.errors import ConfigError
 from experiments.pages import plots
 from experiments.pages.page import as_html
@@ -18,7 +16,7 @@ from experiments.study import clock
 from experiments.study.catalogue import catalogue_page, catalogue_picture
 from experiments.study.numbers import numbers
 from experiments.study.page import drawing, length_suffix, page
-from experiments.study.plan import Study, forecast, load
+from experiments.study.plan import Study, load
 from experiments.study.rows import Row, Rows, rows_of
 
 _EPILOG = """\
@@ -141,8 +139,6 @@ def _stages(study: Study, folder: Path) -> Iterator[list[Run]]:
     """
     failed: set[Run] = set()
     times = clock.read(folder)
-    if jax.default_backend() == "cpu":
-        say(forecast(study, known(folder), times))
     while True:
         results = known(folder)
         by_size = {size: list(study.runs_of(size, results, times)) for size in study.cells}

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from experiments.pages.intervals import interval
-from experiments.pages.scheme_results import mean
 from experiments.pages.tables import label
 from experiments.study.plan import Study
 from experiments.study.rows import Bounds, Row, Rows
@@ -27,17 +26,6 @@ def has_corpora(study: Study) -> bool:
     tasks = [cells[study.about.baseline].task for cells in study.cells.values()]
     corpora = {getattr(task, "corpus", None) for task in tasks}
     return len({task.name for task in tasks}) == 1 and len(corpora) > 1
-
-
-def by_parameters(study: Study, rows: Rows) -> dict[str, list[tuple[float, Bounds]]]:
-    """Returns the baseline's parameters in millions and differences to it, by scheme."""
-    points: dict[str, list[tuple[float, Bounds]]] = {}
-    for of_size in rows.values():
-        for scheme, row in of_size.items():
-            parameters = mean(result.parameters for result in row.baseline) / 1e6
-            if scheme != study.about.baseline and not math.isnan(row.difference[1]):
-                points.setdefault(scheme, []).append((parameters, row.difference))
-    return points
 
 
 def resolved(rows: Mapping[str, Row], baseline: str) -> dict[str, list[str]]:

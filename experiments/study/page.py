@@ -210,18 +210,13 @@ def _range(numbers: Sequence[float], form: str) -> str:
 def drawing(study: Study, rows: Rows) -> str:
     """Returns the plot of differences to the baseline at the trained length, as <svg>.
 
-    It has the sizes with the task of the first size, against parameters if they are a ladder.
+    It has the sizes with the task of the first size.
     """
     baseline, name = study.about.baseline, label(study.about.baseline)
     tasks = {size: cells[baseline].task for size, cells in study.cells.items()}
     task = next(iter(tasks.values()))
     rows = {size: rows[size] for size in rows if tasks[size].name == task.name}
     title = f"Differences to {name}"
-    if comparison.is_ladder(study) and all(rows.values()):
-        unit = f"{task.labels.unit}, difference to {name}"
-        return plots.by_parameters(
-            comparison.by_parameters(study, rows), unit, title, "differences"
-        )
     bounds: dict[str, dict[str, Bounds]] = {}
     for size, of_size in rows.items():
         for scheme, row in of_size.items():

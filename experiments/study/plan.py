@@ -27,7 +27,6 @@ translate into time.
 """
 
 import dataclasses
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -41,7 +40,7 @@ from experiments.models.schemes import check_names, plain
 from experiments.pages.scheme_results import Lookup
 from experiments.pages.tables import ordered
 from experiments.runs.experiment import from_file
-from experiments.runs.run import Run, duration
+from experiments.runs.run import Run
 from experiments.settings.config_io import STRICT, convert, merge, near, read_toml
 from experiments.study.cell import Cell
 from experiments.study.clock import Clock
@@ -129,31 +128,6 @@ class Study:
         baseline = cells[self.about.baseline]
         for budget in baseline.about.budgets:
             yield from baseline.budgeted(results, budget)
-
-
-def forecast(study: Study, results: Lookup, clock: Clock | None) -> str:
-    """Returns in words how many runs a study has at least, and their processor time."""
-    count, seconds = 0, 0.0
-    for size in study.cells:
-        for cell in study.compared(size, results).values():
-            of_cell = least_runs(cell, cell.scheme == study.about.baseline, clock is not None)
-            times = [r.cpu_seconds for run in cell.grid if (r := results(run)) and r.cpu_seconds]
-            each = statistics.median(times) if times else cell.task.seconds
-            count, seconds = count + of_cell, seconds + of_cell * each
-    return (
-        f"The study {study.name} has at least {count} runs: about {duration(seconds)} of processor "
-        "time in training, and half of that in compilation and evaluation."
-    )
-
-
-def least_runs(cell: Cell, is_baseline: bool, timed: bool) -> int:
-    """Returns the least number of runs of a cell; more follow where a best rate is at an edge."""
-    about = cell.about
-    selection = 2 * (about.selection_seeds - 1) if cell.chooses else 0
-    if cell.source is None:
-        selection += len(about.rates) + 1 + about.tries
-    repeats = len(about.budgets) if is_baseline else cell.has_equal_time and timed
-    return selection + about.seeds * (1 + repeats)
 
 
 def load(path: Path, also: Sequence[str] = ()) -> Study:

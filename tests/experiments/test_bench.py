@@ -12,7 +12,7 @@ import posenc_jax as pe
 from experiments import bench
 from experiments.__main__ import main
 from experiments.bench import decode, llama, memory, rope
-from experiments.bench.cases import attend_with, make_arguments, named_schemes, token_orders
+from experiments.bench.cases import attend_with, make_arguments, named_schemes
 from experiments.bench.heap import WARM_HEAP, use_warm_heap
 from experiments.bench.peers import Case, agreeing
 from experiments.bench.timing import side_by_side
@@ -42,26 +42,6 @@ def test_bench_rope_at_tiny_size(tmp_path, monkeypatch, capsys):
     assert [r["what"] for r in written["results"]] == ["forward", "forward+backward", "table"]
     errors = written["results"][-1]["errors"]
     assert errors["posenc_jax.cos_sin"] < 2e-7 < 1e-3 < errors["jnp.cos and jnp.sin"]
-
-
-def test_explicit_positions_are_separate_cases(capsys):
-    arguments = ["attention", "--cold-heap", "--rounds=1", "--seconds=0", "--lengths=16"]
-    arguments += ["--heads=2", "--head-dim=4", "--schemes=alibi", "--forward", "--naive-to=0"]
-    assert bench.main([*arguments, "--positions"]) == 0
-    out = capsys.readouterr().out
-    assert all(f"alibi, {place} " in out for place in ("in order", "shuffled", "4 texts"))
-    scheme = pe.ALiBi(num_heads=2)
-    arguments = make_arguments(scheme, (1, 16, 2, 4), jnp.float32)
-    plain = jax.jit(attend_with(scheme))(*arguments)
-    orders = token_orders(16)
-    in_order = jax.jit(attend_with(scheme, **orders["in order"]))(*arguments)
-    np.testing.assert_allclose(in_order, plain, atol=1e-6)
-    texts = jax.jit(attend_with(scheme, **orders["4 texts"]))(*arguments)
-    np.testing.assert_allclose(texts[:, :4], plain[:, :4], atol=1e-6)
-    assert np.abs(texts[:, 4:] - plain[:, 4:]).max() > 0.1
-    shuffled = token_orders(100)["shuffled"]["positions"][0].tolist()
-    assert shuffled != list(range(100)) and sorted(shuffled[:64]) == list(range(64))
-    assert sorted(shuffled) == list(range(100))
 
 
 def test_bench_attention_at_tiny_size(tmp_path, capsys):

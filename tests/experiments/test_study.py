@@ -131,7 +131,7 @@ def test_stages_follow_from_results(timed, tmp_path):
     assert call()[0] == 0 and "0 of 21 runs known" in call.page() and not call.plot.exists()
     status, out, err = call("--run")
     assert (status, err) == (0, "") and "12 of small are next" in out
-    assert "has at least 62 runs" in out and "9 of large are next" in out
+    assert "9 of large are next" in out
     names = [run.name for run in call.carried_out]
     assert len(names) == len(set(names))
     page = call.page()
@@ -444,7 +444,7 @@ def test_three_sizes_are_a_ladder(call, tmp_path):
     assert "From small to larger these change: kerple." in answer
     assert "From small to larger no change is resolved for: none." in answer
     picture = call.plot.read_text()
-    assert "million parameters" in picture and "difference to rope" in picture
+    assert all(f">{size}<" in picture for size in ("small", "large", "larger"))
 
 
 def test_differences_on_several_corpora(call, tmp_path):
@@ -529,8 +529,6 @@ def test_the_best_run_with_more_seeds(call, tmp_path):
     )
     more = '[sizes.finalists]\nrates_of = "small"\nbest = 2\nseeds = 4\n'
     (tmp_path / "mine.toml").write_text(study + more)
-    _, out, _ = call("--run", "--minutes", "0")
-    assert "has at least 43 runs" in out  # The finalists are not known yet.
     assert call("--run")[0] == 0
     seeds = {run.seed for run in call.carried_out if run.scheme == "none" and run.seed < 100}
     assert seeds == {0, 1}
