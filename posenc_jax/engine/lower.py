@@ -16,7 +16,14 @@ from posenc_jax.engine.blocks import Visibility
 from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.problem import Problem, repeat_heads
 from posenc_jax.engine.rules import Rule
-from posenc_jax.engine.terms import Lowering, LoweringContext, PairTerm, Term, ValueTable
+from posenc_jax.engine.terms import (
+    AllPairs,
+    Lowering,
+    LoweringContext,
+    PairTerm,
+    Term,
+    ValueTable,
+)
 
 
 class LoweredTerm(NamedTuple):
@@ -42,7 +49,8 @@ class Lowered:
       bias: `bias(first, stop) -> float32 [N or 1, L]`, the sum of rules by distance minus its
         constant, with the mask value at hidden distances if `visibility.mask_in_bias`. None: no
         rule goes by distance alone.
-      terms: one per rule that is neither in `bias` nor in `values`.
+      terms: one per rule that is neither in `bias` nor in `pairs` or `values`.
+      pairs: arrays of all pairs.
       values: a table on the values, or None.
       v: the values, with the constant of the table added, [B, S, K or N, V].
       visibility: the masks, and which tiles need rules.
@@ -51,6 +59,7 @@ class Lowered:
 
     bias: Callable[[int, int], jax.Array] | None
     terms: tuple[LoweredTerm, ...]
+    pairs: tuple[AllPairs, ...]
     values: ValueTable | None
     v: jax.Array
     visibility: Visibility
@@ -83,13 +92,14 @@ def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
         for rule, x in zip(rules, lowerings, strict=True)
         if x.term is not None
     )
+    pairs = tuple(x.pairs for x in lowerings if x.pairs is not None)
     by_distance = [x for x in lowerings if x.by_distance is not None]
     values, v = _lower_values(p, lowerings)
 
     # Rules by distance         none   constant dropped   constant kept
     # added by interior tiles   no     no                 yes: bias_everywhere
     # raises the horizon        no     yes                no
-    horizons: list[int | None] = [x.term.horizon for x in terms]
+    horizons: list[int | None] = [*(x.term.horizon for x in terms), *(None for _ in pairs)]
     highs = [x.high for x in by_distance]
     drop = p.softcap is None and None not in horizons + highs
     if values is not None:
@@ -117,6 +127,7 @@ def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
     return Lowered(
         bias=bias,
         terms=terms,
+        pairs=pairs,
         values=values,
         v=v,
         visibility=Visibility(
@@ -138,7 +149,7 @@ def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
 def _lower_rules(rules: list[Rule], context: LoweringContext) -> list[Lowering]:
     """Lowers rules; constants are dropped only where every term has a horizon."""
     lowerings = [rule.lower(context) for rule in rules]
-    if any(x.term is not None and x.term.horizon is None for x in lowerings):
+    if any(x.pairs is not None or (x.term and x.term.horizon is None) for x in lowerings):
         context = dataclasses.replace(context, drop_constants=False)
         lowerings = [rule.lower(context) for rule in rules]
     return lowerings

@@ -33,7 +33,7 @@ from jax.core import Tracer
 from posenc_jax.checks import coordinate_values, require
 from posenc_jax.engine.terms import (
     STATIC,
-    AllPairsTerm,
+    AllPairs,
     DistanceRange,
     DotTerm,
     Lowering,
@@ -666,7 +666,7 @@ class DotBias(_FeatureRule):
           horizon: the distance from which on the vectors are constant, or None.
           distances: the distances of the table; None: a strip, one vector per distance.
         """
-        of_keys, arrays, dropped = self.q_features is None, {}, None
+        of_keys, table, dropped = self.q_features is None, None, None
         far: Any = None
         if horizon is not None:
             far = self.vectors(jnp.full((1,), horizon, jnp.int32))
@@ -677,20 +677,16 @@ class DotBias(_FeatureRule):
             return out - far if drop else out
 
         if distances is not None:
-            arrays["vectors"] = vectors(distances.low, distances.high + 1)
+            table = vectors(distances.low, distances.high + 1)
             if of_keys:
-                distances = distances.mirrored()
-                arrays["vectors"] = arrays["vectors"][:, ::-1]
+                distances, table = distances.mirrored(), table[:, ::-1]
         if drop:
             features: Any = jnp.asarray(self.q_features, jnp.float32)
             far = jnp.broadcast_to(far, (features.shape[2], *far.shape[1:]))
             dropped = factor * jnp.einsum("btnf,nrf->btn", features, far, precision="highest")
-        elif far is not None:
-            arrays["far"] = far[:, 0]
-        per_head = bool(jax.tree.leaves(self.heads))
         term = DotTerm(
-            heads=arrays if per_head else {},
-            shared={} if per_head else {name: x[0] for name, x in arrays.items()},
+            vectors=table,
+            far=far[:, 0] if of_keys and far is not None else None,
             factor=factor,
             horizon=horizon,
             of_keys=of_keys,
@@ -903,7 +899,7 @@ class DenseBias(Rule):
 
     def lower(self, context):
         factor = context.scale if self.scaled else 1.0
-        return Lowering(AllPairsTerm(pairs=self.pairs, factor=factor))
+        return Lowering(pairs=AllPairs(self.pairs, factor))
 
     def added_to_rows(self, q, k):
         return self.pairs.astype(jnp.float32)

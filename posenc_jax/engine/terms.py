@@ -80,6 +80,11 @@ def trace_once(function: Callable, *arguments: Any) -> tuple[Traced, tuple[jax.A
     return Traced(ClosedJaxpr(closed.jaxpr, consts), jax.tree.structure(out)), captured
 
 
+def with_captured(function: Any, captured: tuple[jax.Array, ...]) -> Any:
+    """Returns a function; one that was traced with the arrays that it closes over."""
+    return functools.partial(function, captured) if isinstance(function, Traced) else function
+
+
 def _like(x: Any, aval: Any) -> jax.Array:
     """Casts an argument to a dtype, and makes it vary over the same mesh axes."""
     x = x if x.dtype == aval.dtype else x.astype(aval.dtype)
@@ -208,21 +213,19 @@ class Term(abc.ABC):
     """Adds to the logits of a tile, of one head and one row of the batch.
 
     Attributes:
-      heads: pytree of arrays [N, ...].
-      shared: pytree of arrays without a head axis.
       factor: a factor on the term.
       horizon: int or None; tiles with every q - k at or beyond it are interior: the term adds
         nothing there, or `interior`. None: no such distance.
       gathers: whether slots and coordinates should be given per head and row, as indices of
         one gather (a gather with shared indices is slow on CPU).
+      by_head: the fields with arrays [N or 1, ...], which on a tile are of one head.
     """
 
-    heads: Any = ()
-    shared: Any = ()
     factor: float = dataclasses.field(default=1.0, metadata=STATIC)
     horizon: int | None = dataclasses.field(default=None, metadata=STATIC)
 
     gathers: ClassVar[bool] = False
+    by_head: ClassVar[tuple[str, ...]] = ()
 
     @abc.abstractmethod
     def tile(self, strip: Any, q: Tokens, k: Tokens, *, in_vjp: bool) -> jax.Array:
@@ -264,7 +267,8 @@ class Lowering(NamedTuple):
     """A rule, lowered.
 
     Attributes:
-      term: evaluated on tiles; None for a rule with `by_distance` or `values`.
+      term: evaluated on tiles; None for a rule with `pairs`, `by_distance` or `values`.
+      pairs: an array of all pairs.
       by_distance: `by_distance(first, stop) -> float32 [N or 1, L]`: the rule is this number
         per distance, of integers first to stop - 1.
       high: upper bound of `by_distance`, from which on it is constant.
@@ -275,6 +279,7 @@ class Lowering(NamedTuple):
     """
 
     term: Term | None = None
+    pairs: "AllPairs | None" = None
     by_distance: Callable[[int, int], jax.Array] | None = None
     high: int | None = None
     strip: Callable[[int, int], jax.Array] | None = None
@@ -289,23 +294,30 @@ class PairTerm(Term):
     """A rule evaluated for every pair.
 
     Attributes:
+      heads: pytree of arrays [N, ...].
+      shared: pytree of arrays without a head axis.
+      captured: arrays that a traced `rule` reads.
       rule: `rule(shared, head, q, k)`, or with features, `rule(shared, head, row, col, q, k)`.
       of_content: whether the rule reads features.
       horizon: the value at this distance is dropped.
       pairs_at_once: pairs that are differentiated at once.
     """
 
+    heads: Any
+    shared: Any
+    captured: tuple[jax.Array, ...] = ()
     rule: Callable = dataclasses.field(metadata=STATIC)
     of_content: bool = dataclasses.field(metadata=STATIC)
     pairs_at_once: int = dataclasses.field(metadata=STATIC)
+
+    by_head: ClassVar[tuple[str, ...]] = ("heads",)
 
     def traced(self, q, k):
         head = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], self.heads))
         features = (q.features, k.features) if self.of_content else ()
         arguments = self.shared, head, *features, q.coordinates, k.coordinates
         rule, captured = trace_once(self.rule, *arguments)
-        rule = functools.partial(_with_captured, rule)
-        return dataclasses.replace(self, rule=rule, shared=(captured, self.shared))
+        return dataclasses.replace(self, rule=rule, captured=captured)
 
     def pair(self, q, k):
         out = self._rule(q, k).astype(jnp.float32)
@@ -315,7 +327,8 @@ class PairTerm(Term):
 
     def _rule(self, q, k):
         features = (q.features, k.features) if self.of_content else ()
-        return self.rule(self.shared, self.heads, *features, q.coordinates, k.coordinates)
+        rule = with_captured(self.rule, self.captured)
+        return rule(self.shared, self.heads, *features, q.coordinates, k.coordinates)
 
     def tile(self, strip, q, k, *, in_vjp):
         def tile(q):
@@ -342,26 +355,17 @@ class PairTerm(Term):
 
     def _far(self, head, dtype):
         distance, zero = jnp.asarray(self.horizon, dtype), jnp.zeros((), dtype)
-        return self.rule(self.shared, head, distance, zero).astype(jnp.float32)
-
-
-def _with_captured(rule: Traced, shared: Any, *arguments: Any) -> jax.Array:
-    captured, shared = shared
-    return rule(captured, shared, *arguments)
+        rule = with_captured(self.rule, self.captured)
+        return rule(self.shared, head, distance, zero).astype(jnp.float32)
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AllPairsTerm(Term):
-    """An array of all pairs, [B or 1, N or 1, T, S]; backends read its tiles themselves.
+@dataclasses.dataclass(frozen=True)
+class AllPairs:
+    """An array of all pairs [B or 1, N or 1, T, S], whose tiles backends read, and a factor."""
 
-    It is not a term of one head and row, so there is no `tile`.
-    """
-
-    pairs: Any
-
-    def tile(self, strip, q, k, *, in_vjp):
-        raise NotImplementedError("AllPairsTerm has no tile of one head.")
+    pairs: jax.Array
+    factor: float = dataclasses.field(metadata=STATIC)
 
 
 @jax.tree_util.register_dataclass
@@ -395,20 +399,24 @@ class DotTerm(Term):
     Distances are query from key, or key from query for features of keys.
 
     Attributes:
-      heads, shared: {"vectors": [N, R, F], "far": [N, F]}, in `shared` without the head
-        axis: a table of the vectors, and the vector beyond the horizon for features of keys.
-        `shared` may hold {"captured": arrays} that a traced `transform` reads.
+      vectors: a table of the vectors, float32 [N or 1, R, F], or None for a strip of them.
+      far: the vector beyond the horizon for features of keys, float32 [N or 1, F], or None.
+      captured: arrays that a traced `transform` reads.
       of_keys: whether features belong to keys.
       distances: of the table. None: there is no table, and tiles get a strip of vectors.
       horizon: beyond it a query adds nothing (its constant is dropped), and a key one number.
       transform: function of a token's coordinates, applied before distances are taken.
     """
 
+    vectors: Any
+    far: Any
+    captured: tuple[jax.Array, ...] = ()
     of_keys: bool = dataclasses.field(metadata=STATIC)
     distances: DistanceRange | None = dataclasses.field(metadata=STATIC)
     transform: Callable | None = dataclasses.field(metadata=STATIC)
 
     gathers: ClassVar[bool] = True
+    by_head: ClassVar[tuple[str, ...]] = ("vectors", "far")
 
     @property
     def has_interior(self):
@@ -418,9 +426,7 @@ class DotTerm(Term):
         if self.transform is None:
             return self
         transform, captured = trace_once(self.transform, q.coordinates)
-        return dataclasses.replace(
-            self, transform=transform, shared=self.shared | {"captured": captured}
-        )
+        return dataclasses.replace(self, transform=transform, captured=captured)
 
     def tile(self, strip, q, k, *, in_vjp):
         # The tokens with the features are in the place of the queries.
@@ -430,10 +436,7 @@ class DotTerm(Term):
             out = strip_tile(tokens.features, vectors, others.slots.shape[0], in_vjp=in_vjp)
             out = out.T if self.of_keys else out
         else:
-            table = _products(tokens.features, self._array("vectors"), transposed=self.of_keys)
-            transform = self.transform
-            if isinstance(transform, Traced):
-                transform = functools.partial(transform, self.shared["captured"])
+            table = _products(tokens.features, self.vectors, transposed=self.of_keys)
             out = table_tile(
                 table,
                 tokens,
@@ -441,18 +444,15 @@ class DotTerm(Term):
                 self.distances,
                 transposed=self.of_keys,
                 in_vjp=in_vjp,
-                transform=transform,
+                transform=with_captured(self.transform, self.captured),
             )
         return self.factor * out
 
     def interior(self, q, k):
         if not self.of_keys:
             return None
-        out = _products(k.features, self._array("far")[None], transposed=True)
+        out = _products(k.features, self.far[None], transposed=True)
         return self.factor * out
-
-    def _array(self, name):
-        return self.heads[name] if name in self.heads else self.shared[name]
 
 
 @jax.tree_util.register_dataclass
@@ -490,9 +490,7 @@ class ValueTable:
         """Expands [Q, R] to [Q, K]."""
         if self.distances is not None:
             return table_tile(entries, q, k, self.distances, transposed=False, in_vjp=in_vjp)
-        bucket = self.bucket
-        if isinstance(bucket, Traced):
-            bucket = functools.partial(bucket, self.captured)
+        bucket = with_captured(self.bucket, self.captured)
         of_pairs = jax.vmap(jax.vmap(bucket, (None, 0)), (0, None))
         return gather_tile(entries, of_pairs(q.coordinates, k.coordinates), transposed=False)
 

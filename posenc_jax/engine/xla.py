@@ -58,7 +58,7 @@ from posenc_jax.engine.problem import (
 )
 from posenc_jax.engine.terms import (
     STATIC,
-    AllPairsTerm,
+    AllPairs,
     Term,
     Tokens,
     ValueTable,
@@ -133,8 +133,7 @@ class Operands:
       values: a table on the values, or None.
       queries, keys: positions, segments, coordinates and features of tokens.
       mask: bool, [B or 1, N or 1, T, S], or None.
-      prefix: int32 [B], or None.
-      seeds: of dropout, uint32 [B, N, 2], or None.
+      prefix_length, dropout_seeds: as in `Problem`.
       plan: block sizes.
       visibility: the masks, and which tiles need rules.
       q_factor, logit_factor: factors on q, and on q . k after it; their product is the scale.
@@ -148,14 +147,14 @@ class Operands:
     v: Any
     bias: Any
     strips: tuple[Any, ...]
-    pairs: tuple[AllPairsTerm, ...]
+    pairs: tuple[AllPairs, ...]
     terms: tuple[Term, ...]
     values: ValueTable | None
     queries: TokenArrays
     keys: TokenArrays
     mask: Any
-    prefix: Any
-    seeds: Any
+    prefix_length: Any
+    dropout_seeds: Any
     plan: Plan = dataclasses.field(metadata=STATIC)
     visibility: Visibility = dataclasses.field(metadata=STATIC)
     q_factor: float = dataclasses.field(metadata=STATIC)
@@ -173,8 +172,7 @@ class Operands:
 
 def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
     """Pads a lowered problem to whole blocks."""
-    pairs = [x.term for x in lowered.terms if isinstance(x.term, AllPairsTerm)]
-    terms = [x for x in lowered.terms if not isinstance(x.term, AllPairsTerm)]
+    terms = lowered.terms
     length, keys = plan.length, plan.keys
     queries, key_tokens, visibility = padded_tokens(p, lowered.visibility, length, keys)
 
@@ -219,7 +217,7 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
         ),
         pairs=tuple(
             dataclasses.replace(x, pairs=pad_axis(pad_axis(x.pairs, 2, length), 3, keys))
-            for x in pairs
+            for x in lowered.pairs
         ),
         terms=tuple(
             x.term.traced(
@@ -232,8 +230,8 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
         queries=queries._replace(features=padded_features((x.q_features for x in terms), length)),
         keys=key_tokens._replace(features=padded_features((x.k_features for x in terms), keys)),
         mask=mask,
-        prefix=p.prefix_length,
-        seeds=p.dropout_seeds,
+        prefix_length=p.prefix_length,
+        dropout_seeds=p.dropout_seeds,
         plan=plan,
         visibility=visibility,
         q_factor=q_factor,
@@ -287,7 +285,7 @@ def _forward(x: Operands) -> tuple[jax.Array, LogSumExp]:
             zeros(x.q, shape),
             zeros(x.q, (*shape, x.v.shape[3])),
         )
-        m, l, out = tiles.visit("k", i, key_block, state)
+        m, l, out = tiles.visit_keys(i, key_block, state)
         out = out / jnp.where(l == 0, 1.0, l)[..., None]
         return None, (jnp.swapaxes(out, 1, 2).astype(x.dtype), LogSumExp(m, l))
 
@@ -314,7 +312,7 @@ def _forward_tile(tiles: "Tiles", i, j, q, state: Softmax, *, interior: bool) ->
     p = p if dropout is None else p * dropout
     out = out * decay[..., None] + _einsum("bnqk,bnkv->bnqv", p.astype(v.dtype), v)
     if x.values is not None and not interior:
-        mass = tiles.of_values("collect", p, queries, keys)
+        mass = tiles.of_values(ValueTable.collect, p, queries, keys)
         out += _einsum("bnqr,nrv->bnqv", mass, x.values.table)
     return Softmax(m_new, l, out)
 
@@ -339,12 +337,18 @@ class KeyGrads(NamedTuple):
 
 
 class QueryArrays(NamedTuple):
-    """Arrays of all queries for the backward pass, heads first: [B, N, T, ...]."""
+    """Arrays of all queries for the backward pass, heads first: [B, N, T, ...].
+
+    q and d_out are there once more transposed, [B, N, ..., T]: products with these are twice as
+    fast.
+    """
 
     q: jax.Array
     d_out: jax.Array
     lse: jax.Array
     delta: jax.Array
+    q_t: jax.Array
+    d_out_t: jax.Array
 
 
 def _backward(diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Operands:
@@ -354,23 +358,21 @@ def _backward(diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Oper
     lse, delta, d_out = lse_and_delta(out, lse, d_out, d_lse)
     d_out = jnp.swapaxes(d_out, 1, 2).astype(x.v.dtype)
     q = tiles.scaled(x.q)
-    # Transposed once: the products with them are twice as fast.
-    transposed = jnp.swapaxes(q, 2, 3), jnp.swapaxes(d_out, 2, 3)
-    queries = QueryArrays(q, d_out, lse, delta)
+    queries = QueryArrays(
+        q, d_out, lse, delta, q_t=jnp.swapaxes(q, 2, 3), d_out_t=jnp.swapaxes(d_out, 2, 3)
+    )
 
     def key_block(grads, j):
         tokens = take_block(diff.keys, 2, j, tiles.blocks.k)
 
         def query_block(interior):
-            return lambda i, carry: _backward_tile(
-                tiles, i, j, queries, transposed, *carry, interior=interior
-            )
+            return lambda i, grads: _backward_tile(tiles, i, j, queries, grads, interior=interior)
 
         shape = x.q.shape[0], x.heads, x.k.shape[3], tiles.blocks.k
         key_grads = KeyGrads(
             zeros(x.q, shape), zeros(x.q, (*shape[:2], x.v.shape[3], shape[3])), _blank(tokens)
         )
-        grads, key_grads = tiles.visit("q", j, query_block, (grads, key_grads))
+        grads, key_grads = tiles.visit_queries(j, query_block, (grads, key_grads))
         key_grads = KeyGrads(
             _sum_groups(jnp.swapaxes(key_grads.k, 2, 3), x.k.shape[1]).astype(x.k.dtype),
             _sum_groups(jnp.swapaxes(key_grads.v, 2, 3), x.v.shape[1]).astype(x.v.dtype),
@@ -412,19 +414,14 @@ def _backward_tile(
     i,
     j,
     arrays: QueryArrays,
-    transposed: tuple[jax.Array, jax.Array],
-    grads: QueryGrads,
-    key_grads: KeyGrads,
+    carry: tuple[QueryGrads, KeyGrads],
     *,
     interior: bool,
 ) -> tuple[QueryGrads, KeyGrads]:
-    """Adds the cotangents of one tile; ds is the cotangent of its logits, [B, N, Q, K].
-
-    `transposed` are q and the cotangent of the output, [B, N, H, T] and [B, N, V, T].
-    """
-    x = tiles.operands
-    q, do, lse, delta = (take_block(y, 2, i, tiles.blocks.q) for y in arrays)
-    q_t, do_t = (take_block(y, 3, i, tiles.blocks.q) for y in transposed)
+    """Adds the cotangents of one tile; ds is the cotangent of its logits, [B, N, Q, K]."""
+    x, (grads, key_grads) = tiles.operands, carry
+    q, d_out, lse, delta = (take_block(y, 2, i, tiles.blocks.q) for y in arrays[:4])
+    q_t, d_out_t = (take_block(y, 3, i, tiles.blocks.q) for y in arrays[4:])
     k, v = tiles.key_values(j)
     queries, keys, seen, live = tiles.tokens(i, j, interior)
     k, v = zero_keys(live, k), zero_keys(live, v)
@@ -445,15 +442,15 @@ def _backward_tile(
         extra, pull = jax.vjp(added, by_distance, pairs, diff)
     s, softcap_grad = tiles.logits(tiles.products(q, k), extra, seen)
     p = jnp.exp(s - lse[..., None])
-    dp = _einsum("bnqv,bnkv->bnqk", do, v)
+    dp = _einsum("bnqv,bnkv->bnqk", d_out, v)
     dropout = tiles.dropout_scale(queries, keys)
     dropped = p if dropout is None else p * dropout
     if x.values is not None and not interior:
-        do_f32 = do.astype(jnp.float32)
-        entries = _einsum("bnqv,nrv->bnqr", do_f32, x.values.table)
-        dp += tiles.of_values("spread", entries, queries, keys)
-        mass = tiles.of_values("collect", dropped, queries, keys)
-        table = grads.table + _einsum("bnqr,bnqv->nrv", mass, do_f32)
+        exact = d_out.astype(jnp.float32)
+        entries = _einsum("bnqv,nrv->bnqr", exact, x.values.table)
+        dp += tiles.of_values(ValueTable.spread, entries, queries, keys)
+        mass = tiles.of_values(ValueTable.collect, dropped, queries, keys)
+        table = grads.table + _einsum("bnqr,bnqv->nrv", mass, exact)
         grads = grads._replace(table=table)
     dp = dp if dropout is None else dp * dropout
     ds = p * (dp - delta[..., None])
@@ -468,7 +465,7 @@ def _backward_tile(
             key_grads = key_grads._replace(tokens=_sum(key_grads.tokens, d_keys))
     ds = (ds if x.logit_factor == 1.0 else ds * x.logit_factor).astype(q.dtype)
     key_grads = key_grads._replace(
-        v=key_grads.v + _einsum("bnvq,bnqk->bnvk", do_t, dropped.astype(v.dtype)),
+        v=key_grads.v + _einsum("bnvq,bnqk->bnvk", d_out_t, dropped.astype(v.dtype)),
         k=key_grads.k + _einsum("bnhq,bnqk->bnhk", q_t, ds),
     )
     dq = add_block(grads.q, _einsum("bnqk,bnkh->bnqh", ds, k), 2, i, tiles.blocks.q)
@@ -528,7 +525,7 @@ class Tiles:
         strips = self.operands.strips
         return bias, (None,) * len(strips) if interior else jax.tree.map(part, strips)
 
-    def pairs(self, i, j) -> tuple[AllPairsTerm, ...]:
+    def pairs(self, i, j) -> tuple[AllPairs, ...]:
         """Returns the tile of every array of all pairs, [B or 1, N or 1, Q, K]."""
         rows = take_block(self.operands.pairs, 2, i, self.blocks.q)
         return take_block(rows, 3, j, self.blocks.k)
@@ -571,22 +568,25 @@ class Tiles:
     def _of_term(self, term: Term, strip, q: Tokens, k: Tokens, interior: bool) -> jax.Array:
         """Evaluates a term for all rows and heads: [B or 1, N or 1, Q, K]."""
 
-        def evaluate(heads, strip, q, k):
-            of_head = dataclasses.replace(term, heads=heads)
+        def evaluate(arrays, strip, q, k):
+            of_head = dataclasses.replace(term, **arrays)
             if interior:
                 return of_head.interior(q, k)
             return of_head.tile(strip, q, k, in_vjp=self.backward)
 
-        heads, strip = jax.tree.map(lambda x: x[None], (term.heads, strip))
-        return vmap_rows_and_heads(evaluate, heads, strip, q, k)
+        arrays = {name: getattr(term, name) for name in term.by_head}
+        arrays, strip = jax.tree.map(lambda x: x[None], (arrays, strip))
+        return vmap_rows_and_heads(evaluate, arrays, strip, q, k)
 
-    def of_values(self, method: str, x: jax.Array, q: TokenArrays, k: TokenArrays) -> jax.Array:
+    def of_values(
+        self, method: Callable, x: jax.Array, q: TokenArrays, k: TokenArrays
+    ) -> jax.Array:
         """Calls `ValueTable.spread` or `collect` for all rows and heads of x [B, N, ...]."""
         values: Any = self.operands.values
 
         def evaluate(x, table, q, k):
             of_head = dataclasses.replace(values, table=table)
-            return getattr(of_head, method)(x, q, k)
+            return method(of_head, x, q, k)
 
         tokens = self._tokens(True, q), self._tokens(True, k)
         return vmap_rows_and_heads(evaluate, x, values.table[None], *tokens)
@@ -613,7 +613,7 @@ class Tiles:
                 *jax.tree.map(lambda x: x[:, 0], order),
                 is_causal=see.is_causal and not see.mask_in_bias,
                 window=None if see.mask_in_bias else see.window,
-                prefix_length=self.operands.prefix,
+                prefix_length=self.operands.prefix_length,
             )[:, None]
         if self.operands.mask is not None:
             mask = take_block(self.operands.mask, 2, i, self.blocks.q)
@@ -637,10 +637,10 @@ class Tiles:
 
     def dropout_scale(self, q: TokenArrays, k: TokenArrays) -> jax.Array | None:
         """Returns the factor of dropout on every weight, or None."""
-        if self.operands.seeds is None:
+        if self.operands.dropout_seeds is None:
             return None
         rate = self.operands.dropout_rate
-        keep = keep_mask(self.operands.seeds, rate, q.slots[:, 0], k.slots[:, 0])
+        keep = keep_mask(self.operands.dropout_seeds, rate, q.slots[:, 0], k.slots[:, 0])
         return jnp.where(keep, jnp.float32(1 / (1 - rate)), 0.0)
 
     def logits(self, products, added, seen) -> tuple[jax.Array, jax.Array | None]:
@@ -659,30 +659,33 @@ class Tiles:
             x, softcap_grad = self.operands.softcap * bounded, 1.0 - bounded * bounded
         return x if seen is None else jnp.where(seen, x, MASK_VALUE), softcap_grad
 
-    def visit(self, side: str, number, body: Callable, carry: Any) -> Any:
-        """Runs `body(interior)(n, carry)` over the blocks of one side that a block may see.
-
-        Args:
-          side: "k" for the blocks n of keys that a block of queries sees, "q" for the blocks n of
-            queries that see a block of keys.
-          number: the number of the block of the other side.
-          body: the function of a kind of tiles, interior or not.
-          carry: the state that it changes.
-        """
-        see, x, of_keys = self.operands.visibility, self.operands, side == "k"
-        if (x.plan.keys if of_keys else x.plan.length) == getattr(self.blocks, side):
+    def visit_keys(self, i, body: Callable, carry: Any) -> Any:
+        """Runs `body(interior)(j, carry)` over the blocks of keys that block i of queries sees."""
+        see, x = self.operands.visibility, self.operands
+        if x.plan.keys == self.blocks.k:
             return body(interior=see.all_interior)(jnp.int32(0), carry)
         known = see.known_tiles(self.blocks, x.plan.length, x.plan.keys)
         if known is not None:
-            live, interior = known if of_keys else (tiles.T for tiles in known)
-            return self._visit(live, interior, body, carry, number)
-        q, k = see.summary(x.queries, self.blocks.q), see.summary(x.keys, self.blocks.k)
-        if of_keys:
-            q = take_block(q, 1, number, 1)
-        else:
-            k = take_block(k, 1, number, 1)
-        live, interior = see.classify(q, k, x.prefix)
+            return self._visit(*known, body, carry, i)
+        q, k = self._summaries()
+        live, interior = see.classify(take_block(q, 1, i, 1), k, x.prefix_length)
         return self._visit(jnp.any(live, 0), jnp.all(interior, 0), body, carry)
+
+    def visit_queries(self, j, body: Callable, carry: Any) -> Any:
+        """Runs `body(interior)(i, carry)` over the blocks of queries that see block j of keys."""
+        see, x = self.operands.visibility, self.operands
+        if x.plan.length == self.blocks.q:
+            return body(interior=see.all_interior)(jnp.int32(0), carry)
+        known = see.known_tiles(self.blocks, x.plan.length, x.plan.keys)
+        if known is not None:
+            return self._visit(known[0].T, known[1].T, body, carry, j)
+        q, k = self._summaries()
+        live, interior = see.classify(q, take_block(k, 1, j, 1), x.prefix_length)
+        return self._visit(jnp.any(live, 0), jnp.all(interior, 0), body, carry)
+
+    def _summaries(self) -> tuple[Any, Any]:
+        see, x = self.operands.visibility, self.operands
+        return see.summary(x.queries, self.blocks.q), see.summary(x.keys, self.blocks.k)
 
     def _visit(self, live, interior, body: Callable, carry: Any, row=None) -> Any:
         see = self.operands.visibility

@@ -19,7 +19,7 @@ from posenc_jax.engine.problem import (
     with_sinks,
     without_tiles,
 )
-from posenc_jax.engine.terms import AllPairsTerm, DotTerm
+from posenc_jax.engine.terms import DotTerm
 from posenc_jax.kernels.elements import element_of
 from posenc_jax.kernels.operands import LOG2E, Grads, Operands, prepare, spec_fields
 from posenc_jax.ops.partition import combine, partition
@@ -156,7 +156,7 @@ def _elements(p: Problem, lowered: Lowered) -> list[Any]:
         if isinstance(x.term, DotTerm)
         else element_of(x.term, x.q_features, x.k_features, p.q_coordinates, p.num_heads)
         for x in lowered.terms
-        if x.strip is None and not isinstance(x.term, AllPairsTerm)
+        if x.strip is None
     ]
 
 

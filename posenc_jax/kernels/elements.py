@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.terms import STATIC, Term, Tokens, trace_once
+from posenc_jax.engine.terms import STATIC, PairTerm, Term, Tokens, trace_once
 
 _ELEMENTWISE = frozenset(
     "abs add and clamp convert_element_type copy div eq exp exp2 floor ge gt integer_pow le log "
@@ -72,7 +72,8 @@ def element_of(
     """
     if coordinates.ndim != 2 or coordinates.dtype != jnp.int32:
         return "coordinates of several axes, or not integers"
-    of_heads, shared = jax.tree.leaves(term.heads), jax.tree.leaves(term.shared)
+    arrays = (term.heads, term.shared) if isinstance(term, PairTerm) else ((), ())
+    of_heads, shared = map(jax.tree.leaves, arrays)
     q_scalars, structure_q = jax.tree.flatten(q_features)
     k_scalars, structure_k = jax.tree.flatten(k_features)
     small = all(x.ndim == 1 for x in of_heads) and all(x.ndim == 0 for x in shared)

@@ -12,7 +12,7 @@ from posenc_jax.engine.dropout import dropout_rows
 from posenc_jax.engine.lower import Lowered, masked_by_order
 from posenc_jax.engine.mask import differentiable_in_units
 from posenc_jax.engine.problem import Problem, repeat_heads
-from posenc_jax.engine.terms import STATIC, AllPairsTerm, DotTerm
+from posenc_jax.engine.terms import STATIC, AllPairs, DotTerm
 from posenc_jax.kernels.elements import Element, scalar_per_key
 
 EMPTY, PLAIN, RULED, MASKED = 0, 1, 2, 3
@@ -200,7 +200,7 @@ class Operands:
     elements: tuple[Element, ...]
     dropped: jax.Array | None
     products: tuple[Product, ...]
-    pairs: tuple[AllPairsTerm, ...]
+    pairs: tuple[AllPairs, ...]
     schedules: tuple[Any, ...]
     first: int = dataclasses.field(metadata=STATIC)
 
@@ -219,7 +219,7 @@ class Grads(NamedTuple):
     bias: jax.Array | None
     elements: tuple[Element, ...]
     products: tuple[Product, ...]
-    pairs: tuple[AllPairsTerm, ...]
+    pairs: tuple[AllPairs, ...]
 
 
 def spec_fields(p: Problem, lowered: Lowered) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def spec_fields(p: Problem, lowered: Lowered) -> dict[str, Any]:
         "by_slot": p.contiguous and p.prefix_length is None,
         "rules_in_bias": lowered.bias is not None,
         "products": any(isinstance(x.term, DotTerm) for x in lowered.terms),
-        "pairs": any(isinstance(x.term, AllPairsTerm) for x in lowered.terms),
+        "pairs": bool(lowered.pairs),
         "prefix": p.prefix_length is not None,
         "scale": p.scale,
         "softcap": p.softcap,
@@ -289,11 +289,7 @@ def prepare(
         ),
         dropped=dropped,
         products=products,
-        pairs=tuple(
-            dataclasses.replace(x.term, pairs=spec.pair_array(x.term.pairs))
-            for x in lowered.terms
-            if isinstance(x.term, AllPairsTerm)
-        ),
+        pairs=tuple(dataclasses.replace(x, pairs=spec.pair_array(x.pairs)) for x in lowered.pairs),
         schedules=spec.schedules(q_tokens, k_tokens, p.prefix_length),
         first=first,
     )
@@ -356,9 +352,8 @@ def _product(
       first, stop: the distances, of integers first to stop - 1.
     """
     vectors, scalars = term.factor * strip(first, stop), None
-    far = {**term.shared, **term.heads}.get("far")
-    if far is not None:
-        far = term.factor * far.reshape(vectors.shape[0], 1, -1)
+    if term.far is not None:
+        far = term.factor * term.far[:, None]
         vectors -= far
         repeated = repeat_heads(features, max(features.shape[2], far.shape[0]))
         far = jnp.broadcast_to(far[:, 0], repeated.shape[2:])

@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from posenc_jax.engine.dropout import is_kept
 from posenc_jax.engine.mask import LEAST_LOGIT, MASK_VALUE, add_saturated, in_units
 from posenc_jax.engine.problem import LogSumExp
-from posenc_jax.engine.terms import AllPairsTerm
+from posenc_jax.engine.terms import AllPairs
 from posenc_jax.kernels.operands import LOG2E, Spec
 
 LANES = 128
@@ -189,7 +189,7 @@ def kept_pairs(spec: Spec, rows: jax.Array, slots: jax.Array) -> jax.Array:
 
 
 def add_pairs(
-    spec: Spec, s: jax.Array, term: AllPairsTerm, tile: jax.Array, see: jax.Array | None
+    spec: Spec, s: jax.Array, term: AllPairs, tile: jax.Array, see: jax.Array | None
 ) -> jax.Array:
     """Adds an array of all pairs to the logits of a tile; its -inf hides keys, NaN or not.
 
