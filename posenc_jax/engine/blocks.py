@@ -1,4 +1,4 @@
-"""Blocks of queries and keys: sizes, padding, and the classification of tiles.
+"""Blocks of queries and keys: their sizes, and the classification of tiles.
 
 A tile is a block of queries against a block of keys. The range of positions, segments and
 coordinates of each block decides whether a tile is empty (skipped), interior (all pairs are
@@ -6,9 +6,7 @@ visible and no rule adds anything) or near (masks and rules apply).
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +15,7 @@ import numpy as np
 
 from posenc_jax.checks import positive_integers
 from posenc_jax.engine.mask import add_saturated
-from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.problem import Problem, pad_axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,86 +100,6 @@ def _divide(count: int, sizes: tuple[int, int]) -> tuple[int, int, int]:
     small = size if size % 16 or size <= min(sizes) else size * min(sizes) // largest
     first, second = (size if w == largest else small for w in sizes)
     return first, second, blocks * size
-
-
-def pad_axis(x: jax.Array, axis: int, length: int, *, mode: str = "zero") -> jax.Array:
-    """Pads one axis at its end: with zeros, or with copies of the last entry ("edge")."""
-    missing = length - x.shape[axis]
-    if missing == 0:
-        return x
-    if mode == "edge":
-        last = jax.lax.slice_in_dim(x, x.shape[axis] - 1, x.shape[axis], axis=axis)
-        shape = (*x.shape[:axis], missing, *x.shape[axis + 1 :])
-        return jnp.concatenate([x, jnp.broadcast_to(last, shape)], axis)
-    widths = [(0, missing if a == axis else 0) for a in range(x.ndim)]
-    return jnp.pad(x, widths)
-
-
-# Starts are never negative; JAX would otherwise emit three operations for each to allow it.
-take_slice = functools.partial(jax.lax.dynamic_slice_in_dim, allow_negative_indices=False)
-put_slice = functools.partial(jax.lax.dynamic_update_slice_in_dim, allow_negative_indices=False)
-_take_row = functools.partial(
-    jax.lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False
-)
-
-
-def take_block(tree: Any, axis: int, index: jax.Array | int, size: int) -> Any:
-    """Returns block `index` of every leaf."""
-    return jax.tree.map(lambda x: take_slice(x, index * size, size, axis), tree)
-
-
-def add_block(tree: Any, block: Any, axis: int, index: jax.Array | int, size: int) -> Any:
-    """Adds `block` to block `index` of every leaf."""
-
-    def add(x, b):
-        new = take_slice(x, index * size, size, axis) + b.astype(x.dtype)
-        return put_slice(x, new, index * size, axis)
-
-    return jax.tree.map(add, tree, block)
-
-
-def join_blocks(x: jax.Array, axis: int) -> jax.Array:
-    """Joins blocks: [n, ..., size, ...] to [..., n * size, ...], with tokens on `axis`."""
-    x = jnp.moveaxis(x, 0, axis)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-
-
-def zeros(like: jax.Array, shape: tuple[int, ...], fill: float = 0.0) -> jax.Array:
-    """Returns float32 of a shape, varying over the mesh axes that `like` varies over."""
-    return jax.lax.full_like(like, fill, jnp.float32, shape)
-
-
-def for_each_block(
-    chosen: jax.Array | np.ndarray,
-    body: Callable[[jax.Array, Any], Any],
-    carry: Any,
-    row: jax.Array | None = None,
-) -> Any:
-    """Runs `carry = body(i, carry)` for every i with `chosen[i]`, a bool [n].
-
-    With a row, `chosen` is a NumPy array [rows, n]: the blocks of each row are then listed while
-    tracing, and a program without blocks has no loop.
-    """
-    if row is not None:
-        counts: Any = np.sum(chosen, 1, dtype=np.int32)
-        if not counts.any():
-            return carry
-        listed = np.argsort(~chosen, 1, kind="stable").astype(np.int32)[:, : counts.max()]
-        blocks = _take_row(jnp.asarray(listed), row)
-        if (counts == 1).all():
-            return body(blocks[0], carry)
-        return jax.lax.fori_loop(
-            jnp.int32(0),
-            _take_row(jnp.asarray(counts), row),
-            lambda number, carry: body(_take_row(blocks, number), carry),
-            carry,
-        )
-    counts = jnp.cumsum(chosen, dtype=jnp.int32)
-
-    def step(number, carry):
-        return body(jnp.argmax(counts > number).astype(jnp.int32), carry)
-
-    return jax.lax.fori_loop(jnp.int32(0), counts[-1], step, carry)
 
 
 class TokenArrays(NamedTuple):

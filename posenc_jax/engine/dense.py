@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import positive_integers
-from posenc_jax.engine.blocks import join_blocks, pad_axis
 from posenc_jax.engine.dropout import keep_mask
 from posenc_jax.engine.problem import (
     Implementation,
     LogSumExp,
     Problem,
+    join_blocks,
+    pad_axis,
     softmax,
     vary_over,
     zero_where,

@@ -347,6 +347,25 @@ def zero_where(hidden: jax.Array, tree: Any) -> Any:
     return jax.tree.map(clean, tree)
 
 
+def pad_axis(x: jax.Array, axis: int, length: int, *, mode: str = "zero") -> jax.Array:
+    """Pads one axis at its end: with zeros, or with copies of the last entry ("edge")."""
+    missing = length - x.shape[axis]
+    if missing == 0:
+        return x
+    if mode == "edge":
+        last = jax.lax.slice_in_dim(x, x.shape[axis] - 1, x.shape[axis], axis=axis)
+        shape = (*x.shape[:axis], missing, *x.shape[axis + 1 :])
+        return jnp.concatenate([x, jnp.broadcast_to(last, shape)], axis)
+    widths = [(0, missing if a == axis else 0) for a in range(x.ndim)]
+    return jnp.pad(x, widths)
+
+
+def join_blocks(x: jax.Array, axis: int) -> jax.Array:
+    """Joins blocks: [n, ..., size, ...] to [..., n * size, ...], with tokens on `axis`."""
+    x = jnp.moveaxis(x, 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
 def vary_over(tree: Any, axes: frozenset[str] | None = None) -> Any:
     """Makes every array vary over some mesh axes of `shard_map`; gradients are then summed.
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from posenc_jax.checks import positive_integers
 from posenc_jax.engine.blocks import (
@@ -26,16 +27,8 @@ from posenc_jax.engine.blocks import (
     Plan,
     TokenArrays,
     Visibility,
-    add_block,
-    for_each_block,
-    join_blocks,
     make_plan,
-    pad_axis,
     padded_tokens,
-    put_slice,
-    take_block,
-    take_slice,
-    zeros,
 )
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.dropout import keep_mask
@@ -50,7 +43,9 @@ from posenc_jax.engine.problem import (
     Implementation,
     LogSumExp,
     Problem,
+    join_blocks,
     lse_and_delta,
+    pad_axis,
     repeat_heads,
     vary_over,
     with_sinks,
@@ -694,6 +689,67 @@ class Tiles:
         if not see.none_interior:
             carry = for_each_block(live & interior, body(interior=True), carry, row)
         return carry
+
+
+# Starts are never negative; JAX would otherwise emit three operations for each to allow it.
+take_slice = functools.partial(jax.lax.dynamic_slice_in_dim, allow_negative_indices=False)
+put_slice = functools.partial(jax.lax.dynamic_update_slice_in_dim, allow_negative_indices=False)
+_take_row = functools.partial(
+    jax.lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False
+)
+
+
+def take_block(tree: Any, axis: int, index: jax.Array | int, size: int) -> Any:
+    """Returns block `index` of every leaf."""
+    return jax.tree.map(lambda x: take_slice(x, index * size, size, axis), tree)
+
+
+def add_block(tree: Any, block: Any, axis: int, index: jax.Array | int, size: int) -> Any:
+    """Adds `block` to block `index` of every leaf."""
+
+    def add(x, b):
+        new = take_slice(x, index * size, size, axis) + b.astype(x.dtype)
+        return put_slice(x, new, index * size, axis)
+
+    return jax.tree.map(add, tree, block)
+
+
+def zeros(like: jax.Array, shape: tuple[int, ...], fill: float = 0.0) -> jax.Array:
+    """Returns float32 of a shape, varying over the mesh axes that `like` varies over."""
+    return jax.lax.full_like(like, fill, jnp.float32, shape)
+
+
+def for_each_block(
+    chosen: jax.Array | np.ndarray,
+    body: Callable[[jax.Array, Any], Any],
+    carry: Any,
+    row: jax.Array | None = None,
+) -> Any:
+    """Runs `carry = body(i, carry)` for every i with `chosen[i]`, a bool [n].
+
+    With a row, `chosen` is a NumPy array [rows, n]: the blocks of each row are then listed while
+    tracing, and a program without blocks has no loop.
+    """
+    if row is not None:
+        counts: Any = np.sum(chosen, 1, dtype=np.int32)
+        if not counts.any():
+            return carry
+        listed = np.argsort(~chosen, 1, kind="stable").astype(np.int32)[:, : counts.max()]
+        blocks = _take_row(jnp.asarray(listed), row)
+        if (counts == 1).all():
+            return body(blocks[0], carry)
+        return jax.lax.fori_loop(
+            jnp.int32(0),
+            _take_row(jnp.asarray(counts), row),
+            lambda number, carry: body(_take_row(blocks, number), carry),
+            carry,
+        )
+    counts = jnp.cumsum(chosen, dtype=jnp.int32)
+
+    def step(number, carry):
+        return body(jnp.argmax(counts > number).astype(jnp.int32), carry)
+
+    return jax.lax.fori_loop(jnp.int32(0), counts[-1], step, carry)
 
 
 def vmap_rows_and_heads(f: Callable, *arguments: Any) -> jax.Array:

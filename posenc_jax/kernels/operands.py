@@ -7,11 +7,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.blocks import Blocks, TokenArrays, Visibility, pad_axis, padded_tokens
+from posenc_jax.engine.blocks import Blocks, TokenArrays, Visibility, padded_tokens
 from posenc_jax.engine.dropout import dropout_rows
 from posenc_jax.engine.lower import Lowered, masked_by_order
 from posenc_jax.engine.mask import differentiable_in_units
-from posenc_jax.engine.problem import Problem, repeat_heads
+from posenc_jax.engine.problem import Problem, pad_axis, repeat_heads
 from posenc_jax.engine.terms import STATIC, AllPairs, DotTerm
 from posenc_jax.kernels.elements import Element, scalar_per_key
 

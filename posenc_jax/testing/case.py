@@ -37,10 +37,10 @@ class Recorder(Implementation):
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, Any]:
         """Computes a problem, and keeps the functions of its rules."""
+        rules: tuple[Any, ...] = problem.rules
         static = (
             (f"{type(rule).__name__}.{field.name}", getattr(rule, field.name))
-            for rule in problem.rules
-            if dataclasses.is_dataclass(rule)
+            for rule in rules
             for field in dataclasses.fields(rule)
             if field.metadata.get("static")
         )

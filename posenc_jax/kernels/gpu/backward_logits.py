@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from posenc_jax.engine.terms import AllPairsTerm
+from posenc_jax.engine.terms import AllPairs
 from posenc_jax.kernels.gpu.bands import Band, sum_bands
 from posenc_jax.kernels.gpu.forward import TiledKernel
 from posenc_jax.kernels.gpu.pipe import COMPUTE, Warpgroup, matrix, most_slots, pipe
@@ -107,7 +107,7 @@ class LogitGrads(TiledKernel):
         self.bands.fill(wg, t, kind, b, head, start, (q0, k0))
 
 
-def pair_grads(spec: GPUSpec, x: Operands, cotangents: Cotangents) -> tuple[AllPairsTerm, ...]:
+def pair_grads(spec: GPUSpec, x: Operands, cotangents: Cotangents) -> tuple[AllPairs, ...]:
     """Returns the cotangents of `Operands.pairs`."""
     if not x.pairs:
         return ()

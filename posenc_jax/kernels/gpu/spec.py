@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from posenc_jax.engine.blocks import Blocks, pad_axis
+from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.mask import MASK_VALUE
+from posenc_jax.engine.problem import pad_axis
 from posenc_jax.kernels.operands import EMPTY, PLAIN, Operands, Spec, kinds, tile_kinds
 
 ROWS = 64

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from posenc_jax.engine.blocks import pad_axis
 from posenc_jax.engine.mask import MASK_VALUE, in_units
-from posenc_jax.engine.problem import LogSumExp, Problem
+from posenc_jax.engine.problem import LogSumExp, Problem, pad_axis
 from posenc_jax.engine.rules import Rule
 from posenc_jax.kernels.operands import LOG2E, out_struct
 from posenc_jax.kernels.tpu.block_specs import Call

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.mask import MASK_VALUE, in_units
 from posenc_jax.engine.problem import LogSumExp
-from posenc_jax.engine.terms import AllPairsTerm
+from posenc_jax.engine.terms import AllPairs
 from posenc_jax.kernels.elements import evaluate
 from posenc_jax.kernels.operands import EMPTY, MASKED, PLAIN, Operands, kinds, out_struct
 from posenc_jax.kernels.tpu.bands import (
@@ -379,7 +379,7 @@ class ForwardStep:
 
 def pair_grads(
     spec: TPUSpec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array
-) -> tuple[AllPairsTerm, ...]:
+) -> tuple[AllPairs, ...]:
     """Returns the cotangents of the arrays of all pairs.
 
     Args:
@@ -409,7 +409,7 @@ def pairs_refusal(
 def _pair_call(
     spec: TPUSpec,
     x: Operands,
-    term: AllPairsTerm,
+    term: AllPairs,
     d_out: jax.Array,
     lse: jax.Array,
     delta: jax.Array,

@@ -10,8 +10,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from posenc_jax.engine.blocks import pad_axis
-from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.problem import Problem, pad_axis
 from posenc_jax.kernels.base import padded, without_derivative, without_hidden
 from posenc_jax.kernels.tpu.chip import device_kind
 from posenc_jax.kernels.tpu.implementation import tile_size
