@@ -1,59 +1,14 @@
 """Errors at the public boundary name the function, the argument, its value and valid values."""
 
-import dataclasses
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import posenc_jax as pe
 from posenc_jax.checks import (
     coordinate_values,
     integer_positions,
-    not_negative,
-    positive,
-    positive_integers,
 )
-from tests.support import build
-
-
-def test_positive_integers_names_the_size():
-    positive_integers("f", heads=1, dim=np.int64(8))
-    with pytest.raises(ValueError, match=r"^f: dim must be >= 1, got 0\.$"):
-        positive_integers("f", heads=1, dim=0)
-    for size in ("8", 8.0, True, None):
-        with pytest.raises(TypeError, match=f"^f: dim must be an integer, got {size!r}"):
-            positive_integers("f", heads=1, dim=size)
-
-
-def test_numbers_out_of_range_are_named():
-    positive("f", rate=1e-9, size=3)
-    not_negative("f", rate=0.0)
-    for number in (0.0, -1.0, math.nan):
-        with pytest.raises(ValueError, match=f"^f: rate must be positive, got {number}"):
-            positive("f", size=3, rate=number)
-    with pytest.raises(ValueError, match=r"^f: rate must not be negative, got -0\.5\.$"):
-        not_negative("f", size=3, rate=-0.5)
-    for check in (positive, not_negative):
-        with pytest.raises(ValueError, match=r"^f: rate must be finite, got inf\.$"):
-            check("f", size=3, rate=math.inf)
-
-
-INITIAL = {"stddev", "init_std", "init_omega", "gain", "initial_shape"}
-"""Settings of new parameters alone, which are NaN then."""
-
-
-@pytest.mark.parametrize("name", pe.SCHEMES)
-@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_schemes_refuse_numbers_that_are_not_finite(name, number):
-    scheme = build(pe.SCHEMES[name])
-    for field in dataclasses.fields(scheme):
-        if field.type in (float, float | None) and field.name not in INITIAL:
-            with pytest.raises(ValueError, match=r"must|no"):
-                scheme.replace(**{field.name: number})
-
 
 INTEGERS = [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64]
 

@@ -1,7 +1,6 @@
 """CABLE against a run of the authors' attention layer, and against FoX."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -36,20 +35,6 @@ def test_is_fox_with_opposite_gates():
 
 
 KEY = jax.random.key(0)
-
-
-def test_decoding_continues_the_sum():
-    step = jax.jit(
-        lambda cache, x, q, k, v: pe.scheme_attention(
-            SCHEME, PARAMS, q, k, v, x=x, cache=cache, is_causal=True
-        )
-    )
-    cache = pe.new_cache(SCHEME, 1, 16, num_heads=6, head_dim=4, model_dim=24)
-    outs = []
-    for t in range(X.shape[1]):
-        out, cache = step(cache, *(a[:, t : t + 1] for a in (X, Q, K, V)))
-        outs.append(out)
-    close(jnp.concatenate(outs, 1)[0], ARRAYS["out"], 2e-6)
 
 
 ERRORS = [

@@ -7,7 +7,7 @@ import pytest
 
 import posenc_jax as pe
 from posenc_jax import contrib
-from tests.oracle import attend, qkv, query, softmax_attention
+from tests.oracle import attend, qkv, softmax_attention
 from tests.support import parameters
 
 OPTIONS = {contrib.LieRE: {"size": 4, "groups": 2}}
@@ -59,20 +59,6 @@ def test_attention_on_an_image_matches_the_authors(size, groups, dim):
     expected = softmax_attention(*mapped, v, lambda a, b, n, i, j: a @ b / np.sqrt(8))
     out = attend(scheme, params, q, k, v, coordinates=GRID, is_causal=True)
     np.testing.assert_allclose(out, expected, atol=1e-5)
-
-
-def test_blocks_of_two_rotate_exactly_at_far_positions():
-    scheme = contrib.LieRE(head_dim=4)
-    params = parameters(scheme)
-    (q, _, _) = qkv(length=4, dim=4)
-    coordinates = np.array([[1, 257, 10**6, 2**31 - 1], [0, 3, -5, 10**9]])
-    got = query(scheme, params, q, jnp.asarray(coordinates)[:, None])
-    rates = np.asarray(params["upper"], np.float64)[:, 0, :, 0]
-    rotation = np.exp(-1j * (coordinates.astype(np.float64).T @ rates))[None, :, None]
-    pairs = np.asarray(q, np.float64).reshape(1, 4, 6, 2, 2)
-    expected = (pairs[..., 0] + 1j * pairs[..., 1]) * rotation
-    np.testing.assert_allclose(got[..., 0::2], expected.real, atol=5e-6)
-    np.testing.assert_allclose(got[..., 1::2], expected.imag, atol=5e-6)
 
 
 def test_starts_uniform():

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import posenc_jax as pe
 from posenc_jax import contrib
 from tests import oracle
 from tests.oracle import qkv, softmax_attention
@@ -93,34 +92,6 @@ def test_learned_temperatures():
     tokens = arrays(length=9)
     out = attend(scheme, params, *tokens)
     np.testing.assert_allclose(out, authors(params, *tokens, 1), atol=1e-5)
-
-
-@pytest.mark.parametrize("chunks", [[12], [4, 4, 4], [1] * 12], ids=str)
-def test_sequences_with_padding_between_are_independent(chunks):
-    scheme = contrib.SelectiveRoPE(model_dim=12, head_dim=8)
-    params = parameters(scheme)
-    tokens = arrays(length=12)
-    segments = np.array([-1, 0, 0, -1, 0, 0, 1, -1, -1, 1, 1, 1])
-    positions = np.array([0, 0, 1, 0, 2, 3, 0, 0, 0, 1, 2, 3])
-    x = np.where(segments[None, :, None] < 0, np.float32(np.nan), tokens[3])
-
-    @jax.jit
-    def step(arrays, x, cache, positions, segment_ids):
-        placement = {"x": x, "positions": positions, "segment_ids": segment_ids, "cache": cache}
-        return pe.scheme_attention(scheme, params, *arrays, is_causal=True, **placement)
-
-    cache = pe.new_cache(scheme, 1, 12, num_heads=6, num_kv_heads=3, head_dim=8, model_dim=12)
-    outs, start = [], 0
-    for size in chunks:
-        part = slice(start, start + size)
-        here = tuple(a[:, part] for a in tokens[:3]), x[:, part], cache
-        out, cache = step(*here, positions[part], segments[part])
-        outs.append(out)
-        start += size
-    out = np.concatenate(outs, 1)
-    for segment in (0, 1):
-        alone = attend(scheme, params, *(a[:, segments == segment] for a in tokens))
-        np.testing.assert_allclose(out[:, segments == segment], alone, atol=2e-6)
 
 
 def test_initialises_as_torch():

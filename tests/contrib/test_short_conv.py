@@ -1,12 +1,9 @@
 """Short convolutions against the layer of the authors of Canon, and against loops."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import posenc_jax as pe
 from posenc_jax import contrib
@@ -114,31 +111,6 @@ def test_attention_matches_a_loop_in_packed_rows(on, implementation):
     close(out, expected, 2e-6)
 
 
-@pytest.mark.parametrize("segment_ids", [None, SEGMENTS[:, :21]], ids=["one", "packed"])
-def test_heads_and_rows_may_be_sharded(segment_ids):
-    scheme = pe.chain(
-        contrib.ShortConv(num_heads=6, num_kv_heads=2, head_dim=8), pe.PartialKeyOffset(head_dim=8)
-    )
-    arrays = qkv(batch=2, length=21, kv_heads=2)
-    params = parameters(scheme)
-    mix = jax.jit(lambda params, ids, *qkv: scheme.mix(params, *qkv, ids, None)[:3])
-    expected = mix(params, segment_ids, *arrays)
-    mesh = jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(AxisType.Explicit,) * 2)
-    with jax.set_mesh(mesh):
-        place = functools.partial(NamedSharding, mesh)
-        params = jax.device_put(params, place(PartitionSpec(None, "heads")))
-        ids = (
-            segment_ids
-            if segment_ids is None
-            else jax.device_put(segment_ids, place(PartitionSpec("rows")))
-        )
-        spread = (jax.device_put(x, place(PartitionSpec("rows", None, "heads"))) for x in arrays)
-        got = mix(params, ids, *spread)
-    for a, b in zip(got, expected, strict=True):
-        assert a.sharding.spec[:3] == ("rows", None, "heads")
-        close(a, b, 1e-6)
-
-
 @pytest.mark.parametrize("left_padding", [False, True])
 def test_a_convolution_of_inputs_decodes_with_its_state_beside_the_cache(left_padding):
     """Canon-A: x is convolved before q, k and v are projected from it."""
@@ -170,20 +142,6 @@ def test_a_convolution_of_inputs_decodes_with_its_state_beside_the_cache(left_pa
         outs.append(out)
     out = np.concatenate(outs, 1)
     close(out[mask], np.asarray(whole)[mask], 1e-6)
-
-
-def test_the_state_is_the_last_tokens():
-    scheme = build(contrib.ShortConv)
-    cache = jax.eval_shape(
-        lambda: pe.new_cache(scheme, 2, 5, num_heads=6, num_kv_heads=3, head_dim=8)
-    )
-    mixed, state = cache.state
-    assert state is None and cache.k_features is None
-    assert {n: mixed[n][0].shape for n in mixed} == {
-        "q": (2, 3, 6, 8),
-        "k": (2, 3, 3, 8),
-        "v": (2, 3, 3, 8),
-    }
 
 
 ERRORS = [

@@ -43,15 +43,6 @@ def test_detr(normalize):
     np.testing.assert_allclose(code(scheme, coordinates), GOLDEN[f"detr_{normalize}"], atol=1e-6)
 
 
-def test_far_positions_are_exact():
-    coordinates = np.array([[[257, 10**6]], [[10**6, 1]]])
-    angles = coordinates[[1, 0], 0][..., None] / 10000.0 ** (np.arange(3) / 3)
-    expected = np.concatenate([np.concatenate([np.sin(a), np.cos(a)], -1) for a in angles], -1)
-    np.testing.assert_allclose(
-        code(contrib.Sinusoidal2D(model_dim=12), coordinates), expected, atol=2e-6
-    )
-
-
 ERRORS = [
     (contrib.Sinusoidal2D, {"model_dim": 10}, "model_dim must be a multiple of 4, got 10"),
     (contrib.Sinusoidal2D, {"layout": "t2t"}, "layout must be .*, got 't2t'"),

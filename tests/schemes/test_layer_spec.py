@@ -10,7 +10,6 @@ from flax import nnx
 
 import posenc_jax as pe
 from posenc_jax.nnx import Attention
-from posenc_jax.schemes.layer_spec import in_chunks
 from tests.support import slow
 
 LOCAL = pe.RoPE(head_dim=8)
@@ -90,26 +89,6 @@ def test_decoding_through_layers_that_differ_equals_one_pass(name):
     np.testing.assert_allclose(np.concatenate(outs, 1), whole, atol=2e-5)
     plain = Stack(pe.layer_pattern(layers, LOCAL))
     assert np.abs(whole - run(plain, x)).max() > 0.01
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_convolution_stays_in_its_chunk(size):
-    """Its kernel of 4 tokens reaches over several chunks of this size."""
-    conv = pe.contrib.ShortConv(num_heads=2, num_kv_heads=2, head_dim=8)
-    params = jax.tree.map(lambda x: x + normal(*x.shape), conv.init(jax.random.key(0)))
-    q, k, v = normal(3, 1, 7, 2, 8)
-
-    def attend(tokens, **options):
-        out, _ = pe.scheme_attention(conv, params, *tokens, is_causal=True, **options)
-        return out
-
-    ids, window = in_chunks(size, jnp.arange(7)[None], None)
-    out = attend((q, k, v), segment_ids=ids, window=window)
-    parts = [slice(start, start + size) for start in range(0, 7, size)]
-    alone = [attend(tuple(x[:, part] for x in (q, k, v))) for part in parts]
-    np.testing.assert_allclose(out, np.concatenate(alone, 1), atol=1e-6)
-    with pytest.raises(ValueError, match="in_chunks: chunk_size must be"):
-        in_chunks(0, jnp.arange(3), None)
 
 
 @pytest.mark.parametrize("is_causal, window", [(True, 3), (False, (1, 7))])

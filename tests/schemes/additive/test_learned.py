@@ -59,14 +59,6 @@ def test_positions_outside_the_table_make_their_row_nan_and_no_other_under_jit(o
     assert np.isnan(np.delete(out, good, 0)).all()
 
 
-def test_gradient_counts_the_reads_of_each_row():
-    scheme = pe.LearnedAbsolute(max_length=10, model_dim=4)
-    positions = jnp.array([[0, 3, 3, 9]])
-    x = jnp.zeros((1, 4, 4))
-    grad = jax.grad(lambda table: embed(scheme, {"table": table}, x, positions).sum())(TABLE)
-    np.testing.assert_array_equal(grad[:, 0], [1, 0, 0, 2, 0, 0, 0, 0, 0, 1])
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, bool])
 def test_positions_that_are_not_integers_raise(dtype):
     with pytest.raises(TypeError, match="learned: coordinates must be integers, got"):

@@ -25,10 +25,6 @@ def grouped(coordinates):
     return coordinates // 4
 
 
-def same(coordinates):
-    return coordinates
-
-
 @dataclasses.dataclass(frozen=True)
 class Times:
     factor: int
@@ -199,12 +195,6 @@ def test_refusals_reach_wrapped_attention_calls(wrap):
         jax.eval_shape(lambda: attend(lambda *args: call(*args)))
 
 
-def test_chains_and_wrappers_nest():
-    rope, alibi = pe.RoPE(head_dim=8), pe.ALiBi(num_heads=6)
-    nested = pe.chain(pe.with_positions(rope, same), pe.chain(pe.with_positions(alibi, same)))
-    np.testing.assert_allclose(attend(nested), attend(pe.chain(rope, alibi)), atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "scheme",
     [
@@ -233,21 +223,6 @@ def test_the_outer_of_two_transforms_applies_first(implementation):
     wrapped = pe.with_positions(pe.with_positions(scheme, grouped), Times(3))
     expected = attend(scheme, coordinates=3 * jnp.arange(21) // 4, implementation=implementation)
     np.testing.assert_allclose(attend(wrapped, implementation=implementation), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [lambda: pe.LearnedAbsolute(max_length=9, model_dim=4), lambda: pe.Sinusoidal(model_dim=4)],
-)
-def test_transformed_positions_reach_the_embedding(make):
-    scheme, x = make(), jnp.zeros((1, 5, 4))
-    wrapped = pe.with_positions(scheme, Times(2))
-    params = parameters(wrapped)
-    out = pe.scheme_embedding(wrapped, params, x)
-    expected = pe.scheme_embedding(scheme, params, x, positions=2 * jnp.arange(5))
-    np.testing.assert_array_equal(out, expected)
-    assert wrapped.traits.scale_embedding == scheme.traits.scale_embedding
-    assert wrapped.acts == scheme.acts == pe.Acts.EMBEDDING
 
 
 def test_transformed_positions_keep_traits_except_relative():

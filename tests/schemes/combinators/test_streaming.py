@@ -1,12 +1,10 @@
 """StreamingLLM against the authors' cache, one token at a time in float64."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import posenc_jax as pe
-from posenc_jax.schemes.rotary.axial import axial_frequencies
 from tests.oracle import attend, qkv
 from tests.support import parameters, run, slow
 
@@ -90,22 +88,6 @@ def test_matches_the_authors(name, sizes, implementation):
     np.testing.assert_allclose(out[0], authors(logit, start, recent), atol=1e-5)
 
 
-@KINDS
-def test_decoding_equals_the_whole_forward_pass(name):
-    scheme = pe.streaming(SCHEMES[name][0], 4)
-    options = {"is_causal": True, "window": (8, 0)}
-    whole = attend(scheme, {}, *ARRAYS, **options)
-    whole = np.asarray(whole)
-    empty = pe.new_cache(scheme, 1, 40, num_heads=6, num_kv_heads=3, head_dim=8)
-    for chunks in ([1] * 40, [13, 1, 13, *[1] * 13]):
-        begin, cache = 0, empty
-        for size in chunks:
-            part = slice(begin, begin + size)
-            out, cache = step(scheme, cache, {}, *(a[:, part] for a in ARRAYS))
-            np.testing.assert_allclose(out, whole[:, part], atol=2e-5)
-            begin += size
-
-
 @pytest.mark.parametrize(
     "name, chunk",
     [
@@ -184,47 +166,6 @@ def test_softcap_bounds_the_logits_of_both_parts():
     options = {"is_causal": True, "window": (8, 0), "softcap": 0.7}
     out = attend(pe.streaming(pe.RoPE(head_dim=8), 4), {}, *ARRAYS, **options)
     np.testing.assert_allclose(out[0], authors(capped, 4, 8), atol=1e-5)
-
-
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_several_axes_of_coordinates(implementation):
-    """First tokens are at the first positions; outside the window both axes are clipped."""
-    grid = np.stack([np.arange(40) // 5, np.arange(40) % 5])
-    frequencies = axial_frequencies(8)
-
-    def rotated(x, positions):
-        angles = (np.minimum(positions, 4 + 8)[:, None] * frequencies).ravel()
-        z = (x[:4] + 1j * x[4:]) * np.exp(1j * angles)
-        return np.concatenate([z.real, z.imag])
-
-    expected = np.zeros((40, 6, 8))
-    for i in range(40):
-        for n in range(6):
-            seen = [j for j in range(i + 1) if i - j <= 8 or j < 4]
-            x = [rotated(Q[i, n], grid[:, i]) @ rotated(K[j, n // 2], grid[:, j]) for j in seen]
-            weights = np.exp(np.array(x) / np.sqrt(8))
-            expected[i, n] = weights @ V[seen, n // 2] / weights.sum()
-    scheme = pe.streaming(pe.AxialRoPE(head_dim=8, axes=(0, 1)), 4)
-    assert scheme.traits.num_axes == 2
-    positions = jnp.asarray(grid[:, None])
-    options = {"is_causal": True, "window": (8, 0), "implementation": implementation}
-    out = attend(scheme, {}, *ARRAYS, coordinates=positions, **options)
-    np.testing.assert_allclose(out[0], expected, atol=1e-5)
-    text = jnp.arange(40)
-    both = attend(scheme, {}, *ARRAYS, coordinates=jnp.stack([text, text])[:, None], **options)
-    np.testing.assert_allclose(attend(scheme, {}, *ARRAYS, **options), both, atol=1e-6)
-
-
-def test_gradients_agree_between_implementations():
-    def loss(arrays, implementation):
-        options = {"is_causal": True, "window": (8, 0), "implementation": implementation}
-        scheme = pe.streaming(pe.RoPE(head_dim=8))
-        return (pe.scheme_attention(scheme, {}, *arrays, **options)[0] ** 2).sum()
-
-    slopes = jax.jit(jax.grad(loss), static_argnums=1)
-    a, b = (slopes(ARRAYS, i) for i in ("reference", "xla"))
-    for x, y in zip(a, b, strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5)
 
 
 @pytest.mark.parametrize(

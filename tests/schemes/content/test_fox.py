@@ -92,20 +92,6 @@ def test_gates_independent_of_tokens_equal_alibi_with_other_slopes(gate):
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-def test_padding_does_not_contribute_and_its_nan_does_not_reach_other_rows():
-    scheme = pe.FoX(num_heads=6, model_dim=10)
-    params = parameters(scheme)
-    tokens = arrays(6, length=12)
-    real = np.array([0, 1, 2, 6, 7, 11])
-    segments = jnp.full(12, -1).at[real].set(0)
-    positions = jnp.zeros(12, int).at[real].set(jnp.arange(6))
-    x = tokens[3].at[0, 4].set(jnp.nan)
-    placement = {"positions": positions, "segment_ids": segments, "is_causal": True}
-    out = attend(scheme, params, *tokens[:3], x, **placement)[:, real]
-    alone = attend(scheme, params, *(a[:, real] for a in tokens), is_causal=True)
-    np.testing.assert_allclose(out, alone, atol=1e-6)
-
-
 def test_padding_does_not_contribute_through_combinators():
     fox = pe.FoX(num_heads=6, model_dim=10)
     both = pe.chain(pe.on_axis(pe.RoPE(head_dim=8), 1), pe.on_axis(fox, 0))

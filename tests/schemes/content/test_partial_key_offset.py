@@ -1,7 +1,5 @@
 """Partial Key Offset against modded-nanogpt's attention, and where it differs on purpose."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -74,25 +72,6 @@ def test_matches_a_loop_with_padding_within_the_segment(start):
     scheme = pe.PartialKeyOffset(H, start=start)
     out = oracle.attend(scheme, {}, q, k, v, is_causal=True, scale=H**-0.5, **placement)
     close(out[:, real], expected, 1e-6)
-
-
-@pytest.mark.parametrize("chunk", [1, 7])
-def test_decoding_two_documents_in_one_cache_equals_the_whole(chunk):
-    positions, length = np.arange(Q.shape[1], dtype=np.int32)[None], Q.shape[1]
-    placement = {"positions": positions, "segment_ids": SEGMENTS}
-    whole = oracle.attend(BOTH, ({}, {}), Q, K, V, is_causal=True, **placement)
-    cache = pe.new_cache(BOTH, 1, length, num_heads=3, head_dim=H)
-    assert cache.k_features == (None, None)
-    outs = []
-    for start in range(0, length, chunk):
-        part = slice(start, start + chunk)
-        arrays = (x[:, part] for x in (Q, K, V))
-        placement = {"positions": positions[:, part], "segment_ids": SEGMENTS[:, part]}
-        out, cache = oracle.decode(BOTH, ({}, {}), cache, *arrays, **placement)
-        outs.append(out)
-    close(jnp.concatenate(outs, 1), whole, 1e-6)
-    # The state is one key of H / 2 numbers per key head, and its segment.
-    assert [x.shape for x in jax.tree.leaves(cache.state)] == [(1, 1, 3, H // 2), (1, 1)]
 
 
 ERRORS = [

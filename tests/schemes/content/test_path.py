@@ -239,23 +239,3 @@ def test_forget_gate_matches_the_code_of_the_authors(implementation, monkeypatch
     params = parameters(scheme)
     out = oracle.attend(scheme, params, *arrays, x=x, is_causal=True, implementation=implementation)
     np.testing.assert_allclose(out, whole(scheme, params, x, arrays), atol=1e-5)
-
-
-def test_forget_gate_decodes_after_left_padding_and_in_chunks():
-    scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10, rank=4, forget_gate=True)
-    params = parameters(scheme)
-    arrays, x = qkv(batch=1, heads=6, kv_heads=3, length=14), embeddings(length=14)
-    whole = oracle.attend(scheme, params, *arrays, x=x, is_causal=True)
-    pad = [(0, 0), (3, 0)]
-    padded = [np.pad(a, pad + [(0, 0)] * (a.ndim - 2)) for a in (*arrays, x)]
-    segments = (np.arange(17) >= 3).astype(np.int32)[None] - 1
-    positions = np.maximum(np.arange(17, dtype=np.int32) - 3, 0)[None]
-    sizes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "model_dim": 10}
-    cache, outs = pe.new_cache(scheme, 1, 17, **sizes), []
-    for start, end in [(0, 8), (8, 16), (16, 17)]:
-        part = slice(start, end)
-        *parts, tokens = (a[:, part] for a in padded)
-        placement = {"positions": positions[:, part], "segment_ids": segments[:, part]}
-        out, cache = oracle.decode(scheme, params, cache, *parts, x=tokens, **placement)
-        outs.append(out)
-    np.testing.assert_allclose(np.concatenate(outs, 1)[:, 3:], whole, atol=2e-5)

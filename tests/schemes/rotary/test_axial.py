@@ -175,15 +175,6 @@ def test_attention_over_a_grid_with_a_class_token():
     np.testing.assert_allclose(far, expected, atol=1e-5)
 
 
-def test_a_plain_position_applies_to_every_axis():
-    x, coordinates = qkv(length=5)[0], jnp.array([[0, 1, 257, 4095, 10**6]])
-    scheme = pe.AxialRoPE(head_dim=8)
-    np.testing.assert_array_equal(
-        query(scheme, {}, x, coordinates),
-        query(scheme, {}, x, jnp.stack([coordinates, coordinates])),
-    )
-
-
 def test_axes_of_unequal_size_are_a_chain():
     parts = [(16, 0), (56, 16), (56, 72)]  # Flux, axes_dim: black-forest-labs/flux, math.py, rope.
     options = {"layout": "interleaved", "theta": 1e4}

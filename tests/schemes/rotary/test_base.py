@@ -1,7 +1,6 @@
 """Tables, checks, groups and padding of the abstract base of rotary schemes."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -86,59 +85,6 @@ def test_a_rotary_scheme_is_its_tables():
         Damped(head_dim=8, groups=0)
     with pytest.raises(TypeError, match=r"abstract class Rotary .*cos_sin"):
         pe.Rotary(head_dim=8)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-@functools.partial(jax.grad, argnums=(1, 2), has_aux=True)
-def padded_slopes(scheme, params, tokens, positions, segments):
-    """The gradients and the output; padding has no part in the loss."""
-    weights = jnp.asarray(np.random.default_rng(0).normal(size=(2, 12, 6, 8)), jnp.float32)
-    placement = {"positions": positions, "segment_ids": segments, "is_causal": True}
-    out, _ = pe.scheme_attention(
-        scheme, params, tokens.q, tokens.k, tokens.v, x=tokens.x, **placement
-    )
-    out = jnp.where((segments >= 0)[:, :, None, None], out, 0.0)
-    return (out * weights).sum(), out
-
-
-@pytest.mark.parametrize("name", ["repo", "selective_rope", "xpos"])
-@pytest.mark.parametrize("layout", ["left", "between", "right"])
-def test_padding_changes_nothing_whatever_it_holds(name, layout):
-    """NaN as content and a far position, in the output of tokens and in all gradients."""
-    scheme = build(pe.SCHEMES[name])
-    params, tokens = parameters(scheme), make_batch(length=12)
-    padding = {"left": [0, 1, 2], "between": [3, 4, 8], "right": [9, 10, 11]}[layout]
-    segments = np.zeros((2, 12), np.int32)
-    segments[:, padding] = -1
-    real = segments >= 0
-    order = np.cumsum(real, 1, dtype=np.int32) - 1
-
-    def run(content, position):
-        # Keys, values and activations: attention reads queries of padding in its backward pass.
-        x, k, v = (
-            np.where(real.reshape(2, 12, *(1,) * (a.ndim - 2)), a, np.float32(content))
-            for a in (tokens.x, tokens.k, tokens.v)
-        )
-        fill = dataclasses.replace(tokens, x=x, k=k, v=v)
-        positions = np.where(real, order, np.int32(position))
-        (dparams, dtokens), out = padded_slopes(scheme, params, fill, positions, segments)
-        return out, dparams, dtokens
-
-    expected = run(0.0, 0)
-    for content, position in ((jnp.nan, 0), (0.0, 2**30), (0.0, -(2**30)), (jnp.nan, 2**30)):
-        for a, b in zip(
-            jax.tree.leaves(expected), jax.tree.leaves(run(content, position)), strict=True
-        ):
-            np.testing.assert_allclose(b, a, atol=1e-5, err_msg=f"{content}, {position}")
-
-
-def test_a_cached_xpos_origin_ignores_padding():
-    scheme = pe.XPos(head_dim=8)
-    q, k, _ = qkv(length=3)
-    positions, ids = jnp.array([[5, 2**30, 6]]), jnp.array([[0, -1, 0]])
-    _, _, state = scheme.features({}, None, q, k, positions, ids, None)
-    _, _, after = scheme.features({}, None, q, k, positions, jnp.array([[-1, -1, -1]]), state)
-    assert [x.tolist() for x in state] == [x.tolist() for x in after] == [[6], [0], [2]]
 
 
 @pytest.mark.parametrize("head_dim", ["8", 8.0, True])

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from posenc_jax.schemes.rotary.rotate import apply_rotation
 from tests.oracle import apply_rope, attend, qkv, softmax_attention
-from tests.support import golden, slow
+from tests.support import golden
 
 OPTIONS = {
     pe.RoPE: {
@@ -100,47 +99,6 @@ def test_wide_heads_in_16_bits_are_those_of_32(dim):
     for half, whole in zip(rotated_and_back(x), exact, strict=True):
         assert half.dtype == jnp.bfloat16
         np.testing.assert_array_equal(half, np.asarray(whole).astype(jnp.bfloat16))
-
-
-# Each layout has each part of the head and each table, and each part each table.
-GRADIENTS = [
-    pytest.param(layout, *part, table, marks=() if (i + j + k) % 3 == 0 else slow)
-    for i, layout in enumerate(["half", "interleaved", "interleaved_to_half", "half_negative"])
-    for j, part in enumerate([(8, 0), (4, 0), (4, 3)])
-    for k, table in enumerate([(1, 5), (2, 5), (2, 5, 3)])
-]
-
-
-@pytest.mark.parametrize("layout, dim, start, table", GRADIENTS)
-def test_gradients_are_those_of_the_formula(layout, dim, start, table):
-    """Of x, and of cosine and sine where these are learned, for rows and heads that share one."""
-    random = np.random.default_rng(0)
-    x, g = (jnp.asarray(random.normal(size=(2, 5, 3, 8)), "f4") for _ in range(2))
-    cos, sin = (jnp.asarray(random.normal(size=(*table, dim // 2)), "f4") for _ in range(2))
-    first, second = start + np.array(pairs(dim, layout.split("_")[0])).T
-    inward, onto = (
-        start + np.array(pairs(dim, "half")).T if layout.endswith("half") else (first, second)
-    )
-
-    def formula(x, cos, sin):
-        shape = (*table, dim // 2) if len(table) == 3 else (*table, 1, dim // 2)
-        a, b, c, s = x[..., first], x[..., second], cos.reshape(shape), sin.reshape(shape)
-        s = -s if layout.endswith("negative") else s
-        return x.at[..., inward].set(a * c - b * s).at[..., onto].set(b * c + a * s)
-
-    def ours(x, cos, sin):
-        return apply_rotation(x, cos, sin, layout=layout, start=start)
-
-    @jax.jit
-    def outcome(x, cos, sin):
-        out, of_x = (f(x, cos, sin) for f in (ours, jax.grad(lambda *a: (ours(*a) * g).sum())))
-        got, expected = (jax.vjp(f, x, cos, sin)[1](g) for f in (ours, formula))
-        return (out, of_x, *got), (formula(x, cos, sin), expected[0], *expected)
-
-    got, expected = outcome(x, cos, sin)
-    np.testing.assert_allclose(got[0], expected[0], atol=1e-6)
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def test_gradients_with_stopped_and_second_derivatives():

@@ -79,13 +79,6 @@ def test_attention_over_a_grid():
     np.testing.assert_allclose(out, expected, atol=1e-5)  # Offsets alone count.
 
 
-def test_a_plain_position_applies_to_both_axes():
-    scheme = pe.RoPEMixed(head_dim=8)
-    params, x, grid = parameters(scheme), qkv(length=5)[0], jnp.arange(5)[None]
-    out = query(scheme, params, x, grid)
-    np.testing.assert_array_equal(out, query(scheme, params, x, jnp.stack([grid, grid])))
-
-
 ERRORS = [
     (pe.RoPEMixed, {"head_dim": 6}, "rope(_mixed)?: head_dim must be a multiple of 4, got 6"),
     (pe.RoPEMixed, {"groups": 0}, "rope(_mixed)?: groups must be >= 1, got 0"),

@@ -66,14 +66,6 @@ def test_the_ramp_over_rotations_is_that_of_the_paper(dim, theta, fast, slow):
     np.testing.assert_allclose(factor, 0.1 * math.log(s) + 1, rtol=1e-12)  # Equation 15.
 
 
-def test_the_ends_of_the_index_ramp_worked_out_by_hand():
-    """d = 20, L = 300, theta = 100: ends at 3.55 and 8.39 of the index, so 3 and 9."""
-    got, _ = mapped(20, 100.0, original_max_position=300, beta_fast=9.3, beta_slow=1.0)
-    plain, _ = pe.rope_frequencies(20, 100.0)
-    keep = 1 - np.clip((np.arange(10) - 3) / 6, 0, 1)
-    np.testing.assert_allclose(got, plain * (keep + (1 - keep) / 4), rtol=1e-12)
-
-
 def test_the_factor_is_on_what_rotates_and_squared_on_logits():
     x = jnp.ones((1, 3, 1, 8))
     scheme = pe.RoPE(head_dim=8, rotary_dim=4, scaling=pe.YaRN(**BASE))
@@ -133,17 +125,6 @@ def test_attention_of_deepseek(mscale, all_dim):
     scale = pe.yarn_logit_scale(dim, factor, all_dim)
     out = attend(scheme, {}, q, k, v, is_causal=True, scale=scale)
     np.testing.assert_allclose(out, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("position", [1, 257, 10**6])
-def test_angles_at_far_position(position):
-    w, g = mapped(12)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 1, 6, 12)), "f4")
-    out = pe.apply_rope(x, jnp.array([position]), scaling=pe.YaRN(**BASE))
-    a, b = np.split(np.asarray(x, np.float64), 2, -1)
-    c, s = np.cos(position * w), np.sin(position * w)
-    expected = g * np.concatenate([a * c - b * s, b * c + a * s], -1)
-    np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
 @pytest.mark.parametrize(
