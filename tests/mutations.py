@@ -68,7 +68,7 @@ MUTATIONS = [
              "tests/engine/test_functions.py"),
     Mutation("check does not name a function made anew", "testing/properties.py",
              "for name, function in itertools.chain(*after):", "for name, function in ():",
-             "tests/test_testing.py"),
+             "tests/testing/test_testing.py"),
     Mutation("one list of LongRoPE serves all lengths", "schemes/rotary/scaling/longrope.py",
              "            self.long is not None,", "            True,",
              "tests/schemes/rotary/scaling/test_longrope.py"),

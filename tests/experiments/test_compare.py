@@ -20,7 +20,8 @@ from experiments.runs import run as runs_module
 from experiments.runs.experiment import experiment_of, load, objects_in
 from experiments.runs.run import RunFolder
 from experiments.tasks.text import VARIANTS
-from tests import pages, support
+from tests import support
+from tests.docs import pages
 
 SMALL = """
 tasks = ["kback"]

@@ -13,7 +13,7 @@ from experiments.errors import ConfigError, ResultsError
 from experiments.runs.experiment import Experiment
 from experiments.runs.run import Run, RunFolder
 from experiments.runs.run_queue import Queue, add_arguments, grouped, number_of_workers
-from tests.obedient import TASK, order
+from tests.experiments.stub_tasks import TASK, order
 from tests.support import slow
 
 

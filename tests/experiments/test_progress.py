@@ -8,7 +8,7 @@ from rich.console import Console
 from experiments.pages.progress import Progress, TimeLeft
 from experiments.pages.terminal import final_table
 from experiments.runs.run_queue import Ended, Step
-from tests.typed_results import make_row
+from tests.experiments.result_rows import make_row
 
 PLAN = [("kback", "none"), ("kback", "rope"), ("text", "none"), ("text", "rope")]
 

@@ -14,7 +14,7 @@ from experiments.pages.page import as_html, plain
 from experiments.pages.plot_labels import spread
 from experiments.pages.report import render as whole_page
 from experiments.settings.common import Rates
-from tests.typed_results import LENGTHS, make_row
+from tests.experiments.result_rows import LENGTHS, make_row
 
 ERROR = 'ValueError: loss is NaN <script>alert("x")</script> & more\n\n* Traceback </pre>'
 

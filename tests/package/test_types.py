@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from tests import pages
+from tests.docs import pages
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 RETURN_TYPES = """
 from typing import assert_type
 

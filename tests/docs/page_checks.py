@@ -18,7 +18,7 @@ import posenc_jax as pe
 from experiments.scoreboard import claims
 from experiments.study import plan
 from experiments.tasks import TASKS
-from tests import pages
+from tests.docs import pages
 
 CHECKS = {}
 WEIGHTS = "query", "key", "value", "out"

@@ -20,7 +20,7 @@ import traceback
 
 from packaging.version import Version
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 BLOCK = re.compile(
     r"(?:^ *<!-- not run(?P<why>:| without) (?P<reason>[^>]+?) -->\n+)?"
     r"^(?P<indent> *)```python\n(?P<code>.*?)^ *```\n"

@@ -8,7 +8,7 @@ import math
 import re
 
 from posenc_jax.hf.model_types import MODEL_TYPES
-from tests import pages
+from tests.docs import pages
 
 
 def number(cell):

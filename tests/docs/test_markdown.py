@@ -8,8 +8,8 @@ import re
 import jax
 import pytest
 
-from tests import page_checks, pages
-from tests.pages import ROOT, Block
+from tests.docs import page_checks, pages
+from tests.docs.pages import ROOT, Block
 from tests.support import slow
 
 OTHER_WORDS = r"^\{?(py(thon3?|con)?|ipython\w*|code-cell|doctest|testcode)\b(?!:)|code-block\} py"

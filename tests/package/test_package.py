@@ -5,7 +5,7 @@ import re
 
 import posenc_jax as pe
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_files_name_the_version():

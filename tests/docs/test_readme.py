@@ -5,7 +5,7 @@ import re
 import posenc_jax as pe
 from experiments.tasks import TASKS
 from posenc_jax.hf.model_types import MODEL_TYPES
-from tests import pages
+from tests.docs import pages
 
 
 def prose(page):
