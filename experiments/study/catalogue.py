@@ -10,12 +10,13 @@ import matplotlib as mpl
 
 from experiments.pages import plots
 from experiments.pages.intervals import in_words
-from experiments.pages.page import fill
+from experiments.pages.page import as_csv, fill
 from experiments.pages.plot_labels import label_ends
 from experiments.pages.scheme_results import Lookup, mean
 from experiments.pages.tables import label
 from experiments.study.clock import Clock
 from experiments.study.comparison import FLAT
+from experiments.study.numbers import ratio
 from experiments.study.page import origin
 from experiments.study.plan import Study
 from experiments.study.rows import Row, Rows
@@ -107,6 +108,27 @@ def _summary(screen: Mapping[str, Row], finalists: list, baseline: str) -> dict[
     }
 
 
+def screen_numbers(rows: Mapping[str, Row]) -> str:
+    """Returns the table of all schemes as CSV, best first."""
+    lines, none = [], rows.get("none")
+    for scheme, row in rows.items():
+        first, task = row.results[0], row.cell.task
+        scores = {n: row.values(task.views[0], n) for n in task.test_lengths}
+        line = {"scheme": label(scheme)}
+        line |= {str(n): f"{mean(x):.3f}" if x else "diverged" for n, x in scores.items()}
+        line["step"] = ratio(row.step, none.step if none else None)
+        line["memory"] = ratio(first.memory_bytes, none.results[0].memory_bytes if none else None)
+        line["parameters"] = f"{first.parameters:,}" if first.parameters else ""
+        lines.append(line | {"rate": _rate(row)})
+    return as_csv(lines)
+
+
+def _rate(row: Row) -> str:
+    """Returns the learning rate, marked if it is the least or the greatest of the grid."""
+    rate = row.run.task.train.learning_rate
+    return f"{rate:g}{'*' if row.selection.is_edge(rate) else ''}"
+
+
 def _finalists(study: Study, size: str, rows: Mapping[str, Row], results: Lookup) -> dict[str, Any]:
     """The table of a size with more seeds."""
     baseline = study.about.baseline
@@ -114,14 +136,12 @@ def _finalists(study: Study, size: str, rows: Mapping[str, Row], results: Lookup
     lines = []
     for scheme, row in rows.items():
         differences = [row.against(), row.against()[screen:]]
-        run = row.run.task.train.learning_rate
         lines.append([label(scheme), in_words(row.at_trained_length, shifts=row.shifts)])
         lines[-1] += [
             "" if scheme == baseline else in_words(x, 3, "+", row.shifts_against)
             for x in differences
         ]
-        edge = "*" if row.selection.is_edge(run) else ""
-        lines[-1] += [in_words(_longest(row)), f"{run:g}{edge}"]
+        lines[-1] += [in_words(_longest(row)), _rate(row)]
     about, count = rows[baseline].cell.about, len(study.compared(size, results))
     return {"name": size, "about": about, "rows": lines, "schemes": count}
 

@@ -13,7 +13,7 @@ from experiments.runs.run import Result, Run, RunFolder
 from experiments.runs.run_queue import add_arguments, carry_out, refuse_other_versions, say
 from experiments.settings.config_io import Parser, names
 from experiments.study import clock
-from experiments.study.catalogue import catalogue_page, catalogue_picture
+from experiments.study.catalogue import catalogue_page, catalogue_picture, screen_numbers
 from experiments.study.numbers import numbers
 from experiments.study.page import drawing, length_suffix, page
 from experiments.study.plan import Study, load
@@ -99,12 +99,14 @@ def pages(study: Study, file: Path, folder: Path, target: Path) -> dict[Path, st
     }
     if is_catalogue:
         text = catalogue_page(study, rows, results, times, files, **places)
+        table = screen_numbers(next(iter(rows.values())))
     else:
         text = page(study, rows, results, times, files, earlier(study, folder.parent), **places)
+        table = numbers(study, rows, results)
     inside = {files[suffix]: svg for suffix, svg in pictures.items()}
     return {
         target: text,
-        target.with_suffix(".csv"): numbers(study, rows, results),
+        target.with_suffix(".csv"): table,
         folder / "report.html": as_html(text, inside),
         **{target.with_name(name): plots.standalone(svg) for name, svg in inside.items()},
     }

@@ -33,18 +33,15 @@ def numbers(study: Study, rows: Rows, results: Lookup) -> str:
     for size, of_size in rows.items():
         cells = study.compared(size, results)
         curve = curve_of(of_size[study.about.baseline], results) if of_size else {}
-        none = of_size.get("none")
         for scheme in [*of_size, *(scheme for scheme in cells if scheme not in of_size)]:
             line = {"size": size, "scheme": label(scheme)}
             if scheme in of_size:
-                line |= _scores(of_size[scheme], scheme, study.about.baseline, none, curve)
+                line |= _scores(of_size[scheme], scheme, study.about.baseline, curve)
             lines.append(line | _choice(cells[scheme], results))
     return as_csv(lines)
 
 
-def _scores(
-    row: Row, scheme: str, baseline: str, none: Row | None, curve: Mapping[float, float]
-) -> dict[str, str]:
+def _scores(row: Row, scheme: str, baseline: str, curve: Mapping[float, float]) -> dict[str, str]:
     task, first, name = row.cell.task, row.results[0], label(baseline)
     validation = [] if scheme == baseline else row.on_validation
     shifts = row.shifts_against
@@ -54,14 +51,11 @@ def _scores(
         f"difference to {name}": "" if scheme == baseline else row.difference_in_words(),
         "on validation text": in_words(validation, 3, "+", shifts) if validation else "",
         "rate": row.rate_in_words(),
-        f"step relative to {name}": _ratio(row.step, 1.0),
+        f"step relative to {name}": ratio(row.step, 1.0),
         "in equal time, difference": row.difference_in_words(row.timed) if row.timed else "",
         "compute gain": _gain(row, curve) if curve and row.timed else "",
         "parameters": f"{first.parameters:,}" if first.parameters else "",
     }
-    if none:
-        line["step relative to none"] = _ratio(row.step, none.step)
-        line["memory relative to none"] = _ratio(first.memory_bytes, none.results[0].memory_bytes)
     for view in task.views:
         for length in task.test_lengths:
             if values := row.values(view, length):
@@ -69,7 +63,8 @@ def _scores(
     return line
 
 
-def _ratio(number: float | None, whole: float | None) -> str:
+def ratio(number: float | None, whole: float | None) -> str:
+    """Returns a ratio as text, nothing where a number is not known."""
     return f"{number / whole:.2f}" if number and whole else ""
 
 

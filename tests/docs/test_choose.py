@@ -34,7 +34,7 @@ def rows(text):
 def cells_of(name, size):
     """The numbers of a study at a size: {(scheme, column): text}."""
     lines = csv.DictReader(pages.read(f"docs/{name}.csv").splitlines())
-    of_size = {line["scheme"]: line for line in lines if line["size"] == size}
+    of_size = {line["scheme"]: line for line in lines if line.get("size", size) == size}
     return {(s, c): v for s, line in of_size.items() for c, v in line.items() if v}
 
 
@@ -52,7 +52,7 @@ SCORES = {
 }
 MODELS = rows(pages.read("docs/models.md"))
 TRAINED, LONGEST, STEP = "score", "nonoverlapping 1024", "step relative to rope"
-TO_NONE, BITS, DIFFERENCE = "step relative to none", "bits per byte", "difference to rope"
+BITS, DIFFERENCE = "bits per byte", "difference to rope"
 ERROR = "greatest difference of logits"
 
 
@@ -79,7 +79,7 @@ FACTS = [
     f"Models have {LEAST} to {MOST} million parameters",
     f"{len(MODEL_TYPES)} model types",
     f"a training step takes {claim('R18b', 'rope', 2048):.3f} times as long as without",
-    f"in {SCREEN['rope+short_conv', TO_NONE] / SCREEN['rope', TO_NONE]:.2f} times RoPE's time",
+    f"in {SCREEN['rope+short_conv', 'step'] / SCREEN['rope', 'step']:.2f} times RoPE's time",
     f"{SMALL['t5', TRAINED]:.3f} and {BEST['rope+short_conv', BITS]:.3f} bits per byte "
     f"against RoPE's {SMALL['rope', TRAINED]:.3f} and {BEST['rope', BITS]:.3f}",
     f"KERPLE goes from {SMALL['kerple', TRAINED]:.3f} to {SMALL['kerple', LONGEST]:.3f} and "
