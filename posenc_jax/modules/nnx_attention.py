@@ -144,7 +144,7 @@ class Attention(AttentionLayer, nnx.Module):
         """
         settings = dict(window=window, softcap=softcap, scale=scale, qk_norm=qk_norm, sinks=sinks)
         spec = layer_spec("Attention", position, shared_encoding, **settings)
-        self.initial = spec
+        self._spec = spec
         self.window, self.chunk_size = spec.window, spec.chunk_size
         self.scale, self.softcap = spec.scale, spec.softcap
         check_axis_names("Attention", axis_names)
@@ -219,7 +219,7 @@ class Attention(AttentionLayer, nnx.Module):
     def spec(self) -> LayerSpec:
         """Returns the settings that a `LayerSpec` has, as assigned."""
         names = "window", "chunk_size", "scale", "softcap"
-        return dataclasses.replace(self.initial, **{name: getattr(self, name) for name in names})
+        return dataclasses.replace(self._spec, **{name: getattr(self, name) for name in names})
 
     settings = property(spec)
     position = property(lambda self: self.encoding.scheme)

@@ -18,7 +18,6 @@ from flax import nnx
 import posenc_jax as pe
 from posenc_jax import testing
 from tests.makers import scheme_pages
-from tests.support import slow
 
 PROPERTIES = [
     "jit_equals_eager",
@@ -76,24 +75,15 @@ class Doubled(pe.FrequencyMap):
         return self.factor * frequencies, 1.0
 
 
-SCHEMES = [LogDistance(6), LearnedSpeed(8), pe.RoPE(8, scaling=Doubled())]
+@pytest.fixture(scope="module")
+def case():
+    return testing.Case(LearnedSpeed(8))
 
 
-CASES = {scheme: testing.Case(scheme) for scheme in SCHEMES}
-WORDS = ["scheme", "rotary scheme", "frequency map"]
-
-
-def properties():
-    """Every scheme with each property; RoPE with other frequencies is slow but for the last."""
-    for scheme, word in zip(SCHEMES, WORDS, strict=True):
-        for name in PROPERTIES:
-            marks = slow if isinstance(scheme, pe.RoPE) and name != PROPERTIES[-1] else ()
-            yield pytest.param(scheme, name, id=f"{word}-{name}", marks=marks)
-
-
-@pytest.mark.parametrize(("scheme", "name"), list(properties()))
-def test_added_scheme_has_the_common_properties(scheme, name):
-    testing.PROPERTIES[name].check(CASES[scheme])
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_added_scheme_has_the_common_properties(case, name):
+    """A rotary one; test_testing.py has a scheme with features."""
+    testing.PROPERTIES[name].check(case)
 
 
 def test_added_schemes_run_in_a_layer_and_in_a_chain():
