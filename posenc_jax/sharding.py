@@ -28,18 +28,13 @@ from jax.sharding import PartitionSpec
 
 from posenc_jax.checks import divides, one_of, require
 from posenc_jax.engine.api import AttentionCall, make_problem, run
+from posenc_jax.engine.mask import Window
 from posenc_jax.engine.problem import Implementation, LogSumExp, Problem, vary_over, with_sinks
-from posenc_jax.engine.rules import as_tuple
+from posenc_jax.engine.rules import Rule, as_tuple
 from posenc_jax.engine.terms import Traced, trace_once
 from posenc_jax.ops.partition import combine, partition
 
 __all__ = ["SequenceParallel", "carried_in", "sequence_parallel_attention", "zigzag"]
-
-_BY_SLOT = "mask", "dropout_key", "contiguous", "return_lse"
-"""Arguments of `attention` about slots, whose place in the sequence a shard does not know."""
-_OPTIONS = {"rules", *(field.name for field in dataclasses.fields(AttentionCall))}
-_OPTIONS -= {*_BY_SLOT, "dropout_rate", "extra_rules", "finite_values"}
-"""Arguments of `attention` that are passed on."""
 
 
 def sequence_parallel_attention(
@@ -50,9 +45,19 @@ def sequence_parallel_attention(
     axis_name: str,
     q_positions: jax.Array,
     k_positions: jax.Array,
-    method: str = "ring",
+    rules: Rule | tuple[Rule, ...] = (),
+    q_coordinates: jax.Array | None = None,
+    k_coordinates: jax.Array | None = None,
+    q_segment_ids: jax.Array | None = None,
+    k_segment_ids: jax.Array | None = None,
+    is_causal: bool = False,
+    window: Window = None,
+    prefix_length: jax.Array | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
     sinks: jax.Array | None = None,
-    **options: Any,
+    method: str = "ring",
+    implementation: str | Implementation | None = None,
 ) -> jax.Array:
     """Attention of this device's queries to the keys of all devices along a mesh axis.
 
@@ -63,43 +68,42 @@ def sequence_parallel_attention(
       axis_name: the mesh axis over which the sequence is spread.
       q_positions: integers [B, T], of these queries in the whole sequence.
       k_positions: integers [B, S].
+      rules, q_coordinates, k_coordinates, q_segment_ids, k_segment_ids, is_causal, window,
+        prefix_length, scale, softcap, sinks, implementation: as in `attention`, for this device's
+        tokens. What goes by slots, such as `mask` and dropout, is not supported: a shard does not
+        know its slots in the whole sequence.
       method: "ring" or "all_gather"; see the top of the file.
-      sinks: [N], or [B, T, N] for this device's queries, as in `attention`.
-      **options: further arguments of `attention`, each for this device's tokens. `mask`
-        and dropout, which go by slots and not by positions, are refused.
 
     Returns:
       [B, T, N, V] in q's dtype.
 
     Raises:
       ValueError: for an unknown method.
-      NotImplementedError: for options that go by slots.
+      NotImplementedError: for a `DenseBias`, which goes by slots, and in a ring for rules on whole
+        rows of logits.
     """
-    require(
-        method in ("ring", "all_gather"),
-        f"sequence_parallel_attention: method must be 'ring' or 'all_gather', got {method!r}.",
-    )
-    if not options.get("dropout_rate", 0.0):
-        options.pop("dropout_rate", None)
-    for name in _BY_SLOT:
-        value = options.pop(name, None)
-        if value is not None and value is not False:
-            raise NotImplementedError(
-                f"sequence_parallel_attention: {name} is not supported; a shard does not know "
-                "its slots in the whole sequence."
-            )
+    one_of("sequence_parallel_attention", ("ring", "all_gather"), method=method)
     require(
         q_positions is not None and k_positions is not None,
         "sequence_parallel_attention: q_positions and k_positions must be given; a shard does not "
         "know its place in the whole sequence.",
     )
-    unknown = sorted(options.keys() - _OPTIONS)
-    if unknown:
-        raise TypeError(f"sequence_parallel_attention: unknown argument {unknown[0]!r}.")
-    rules, implementation = as_tuple(options.pop("rules", ())), options.pop("implementation", None)
     call = AttentionCall(
-        q_positions=q_positions, k_positions=k_positions, contiguous=False, sinks=sinks, **options
+        q_positions=q_positions,
+        k_positions=k_positions,
+        q_coordinates=q_coordinates,
+        k_coordinates=k_coordinates,
+        q_segment_ids=q_segment_ids,
+        k_segment_ids=k_segment_ids,
+        contiguous=False,
+        is_causal=is_causal,
+        window=window,
+        prefix_length=prefix_length,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
     )
+    rules = as_tuple(rules)
     if any(rule.pairs is not None for rule in rules):
         raise NotImplementedError(
             "sequence_parallel_attention: DenseBias is not supported; a shard does not know its "

@@ -10,7 +10,7 @@ import numpy as np
 from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.cache.slots import finite_values
 from posenc_jax.checks import array_of_rank, coordinate_values, require, token_integers
-from posenc_jax.engine.api import AttentionCall, mask_hint
+from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.mask import Window
 from posenc_jax.engine.problem import Implementation
 from posenc_jax.functional.arguments import (
@@ -331,15 +331,10 @@ def _check_call(call: AttentionCall, cache: KVCache | None, scheme: Scheme) -> N
         raise TypeError(
             f"scheme_attention: cache must be a KVCache, which new_cache makes, got {type(cache)}."
         )
-    mask = call.mask
-    if mask is not None and jnp.ndim(mask) != 4:
-        raise ValueError(
-            f"scheme_attention: mask must be [B or 1, N or 1, T, S], got shape {jnp.shape(mask)}"
-            f"{mask_hint(jnp.shape(mask))}."
-        )
     if cache is None:
         return
-    if mask is not None and jnp.shape(mask)[3] != cache.capacity:
+    mask = call.mask
+    if mask is not None and jnp.shape(mask)[3:] != (cache.capacity,):
         raise ValueError(
             "scheme_attention: mask must be [B or 1, N or 1, T, S] with S the capacity of the "
             f"cache, {cache.capacity}, got shape {jnp.shape(mask)}."

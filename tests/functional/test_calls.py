@@ -30,7 +30,6 @@ CALLS = {
     "new_cache: coordinates must be [T], .* got shape ()": lambda: cache(coordinates=AT[0]),
     "new_cache: batch must not be negative, got -1": lambda: cache(-1),
     "new_cache: value_dim must not be negative, got -2": lambda: cache(value_dim=-2),
-    "attention: sinks must be an array, got 'abcd'": lambda: pe.attention(Q, Q, Q, sinks="abcd"),
     "attention: the head dim of q and k must be at least 1": lambda: pe.attention(EMPTY, EMPTY, Q),
     "Attention: head_dim must be >= 1, got 0": lambda: nnx.Attention(
         8, 2, head_dim=0, rngs=fnnx.Rngs(0)
