@@ -6,7 +6,7 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from posenc_jax.checks import require
@@ -149,6 +149,15 @@ class TrackedConfig:
     def check_ignored(self, condition: bool, text: str) -> None:
         """Raises for a setting that transformers ignores, unless `condition` holds."""
         self.check(condition, f"{text}, which transformers ignores for its type")
+
+    def check_count(self, name: str, values: Sequence[Any], count: int) -> None:
+        """Raises `ValueError` unless a list has one value for each layer."""
+        self.check(len(values) == count, f"{len(values)} {name} for {count} layers")
+
+    def implied(self, name: str, *values: Any) -> None:
+        """Raises for a key that transformers ignores unless it is absent or one of `values`."""
+        value = self.explicit(name)
+        self.check_ignored(value is None or value in values, f"{name}={value}")
 
     def explicit(self, name: str) -> Any:
         """Returns the value in the config under any name of the key, or None.
@@ -305,6 +314,5 @@ def as_many_key_heads(config: TrackedConfig, num_heads: int) -> int:
     Raises:
       ValueError: for another `num_key_value_heads`.
     """
-    count = config.explicit("num_key_value_heads")
-    config.check_ignored(count in (None, num_heads), f"num_key_value_heads={count}")
+    config.implied("num_key_value_heads", num_heads)
     return num_heads

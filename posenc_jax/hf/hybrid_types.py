@@ -65,8 +65,7 @@ def _jamba(config: TrackedConfig) -> list[str]:
 
 def _bamba(config: TrackedConfig) -> list[str]:
     """Full attention for layers in `attn_layer_indices`."""
-    dim, half = config.explicit("attn_rotary_emb"), head_size(config) // 2
-    config.check_ignored(dim in (None, half), f"attn_rotary_emb={dim}")
+    config.implied("attn_rotary_emb", head_size(config) // 2)
     indices = config.explicit("attn_layer_indices") or ()
     return _fixed(config, lambda i: i in indices)
 
@@ -163,8 +162,7 @@ def _unless_null(config: TrackedConfig, kinds: list[str]) -> list[bool]:
 
 def _half_rotary(config: TrackedConfig) -> Layers:
     """Reads RoPE on half of a head, unless the rotary dict has another part."""
-    fraction = config.explicit("partial_rotary_factor")
-    config.check_ignored(fraction in (None, 0.5), f"partial_rotary_factor={fraction}")
+    config.implied("partial_rotary_factor", 0.5)
     return Rotating(partial=True, kinds=_bamba)(config.without("partial_rotary_factor"))
 
 
@@ -184,8 +182,7 @@ def _zamba2(config: TrackedConfig) -> Layers:
         "use_long_context, for which transformers 4 changes the base and transformers 5 does not",
     )
     dim, heads = config.need("hidden_size"), config.need("num_attention_heads")
-    size = config.explicit("attention_head_dim")
-    config.check_ignored(size in (None, 2 * dim // heads), f"attention_head_dim={size}")
+    config.implied("attention_head_dim", 2 * dim // heads)
     if not config.get("use_mem_rope", False):
         config.ignore("rope_parameters", "rope_scaling", "rope_theta")
         return without_positions(lambda _: kinds)(config)

@@ -56,16 +56,9 @@ class Latent:
             interleave = config.get("rope_interleave", "rope_interleave" not in config.defaults)
         else:
             config.only("rope_interleave", interleave)
-        layout = "half"
-        if interleave:
-            layout = "interleaved" if self.in_place else "interleaved_to_half"
-        return {
-            "head_dim": start + dim,
-            "theta": settings.theta,
-            "layout": layout,
-            "rotary_start": start,
-            "scaling": settings.scaling,
-        }
+        layout = "interleaved" if self.in_place else "interleaved_to_half"
+        out = {"head_dim": start + dim, "rotary_start": start, "theta": settings.theta}
+        return out | {"layout": layout if interleave else "half", "scaling": settings.scaling}
 
 
 def latent_scale(config: TrackedConfig, layer: int) -> float | None:
@@ -109,22 +102,17 @@ def _deepseek_v4(config: TrackedConfig) -> Layers:
         )
         kind = rope.get("rope_type", rope.get("type"))
         rope = rope | {"rope_theta": compress_theta}
-        other = config.explicit("compress_rope_parameters")
-        config.check_ignored(other in (None, rope), f"compress_rope_parameters={other}")
+        config.implied("compress_rope_parameters", rope)
         compress = {"attention_factor": 1.0} | rope if kind == "yarn" else rope
         parts = {"main": {}, "compress": compress}
     config.check_ignored(
         all(part.get("truncate", True) for part in parts.values()), "truncate=false"
     )
-    schemes = {
-        "main": _scheme(config, parts["main"], "rope_theta"),
-        "compress": _scheme(config, parts["compress"], "compress_rope_theta"),
-    }
+    main = _scheme(config, parts["main"], "rope_theta")
+    compress = _scheme(config, parts["compress"], "compress_rope_theta")
     window = config.need("sliding_window")
-    return tuple(
-        LayerSpec(schemes["main" if kind == LOCAL else "compress"], window)
-        for kind in _kinds(config)
-    )
+    schemes = (main if kind == LOCAL else compress for kind in _kinds(config))
+    return tuple(LayerSpec(scheme, window) for scheme in schemes)
 
 
 def _scheme(config: TrackedConfig, part: dict[str, Any], base: str) -> Scheme:
@@ -171,7 +159,7 @@ def _kinds(config: TrackedConfig) -> list[str]:
     if kinds is None:
         kinds = [_KINDS[128]] * 2 + [_KINDS[4 if i % 2 else 128] for i in range(count)]
     kinds = kinds[:count]
-    config.check(len(kinds) == count, f"{len(kinds)} layer_types for {count} layers")
+    config.check_count("layer_types", kinds, count)
     unknown = sorted(set(kinds) - set(_KINDS.values()))
     config.check(not unknown, f"layer_types {unknown}")
     return kinds

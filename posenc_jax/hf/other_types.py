@@ -234,8 +234,7 @@ def _inkling(config: TrackedConfig) -> Layers:
     common["rank"] = config.need("d_rel")
     if "rel_l2_clip_threshold" in config.defaults:
         common["clip"] = float(config.need("rel_l2_clip_threshold"))
-        ids = config.explicit("local_layer_ids")
-        config.check_ignored(ids is None, f"local_layer_ids={ids}")
+        config.implied("local_layer_ids")
     window, heads = config.need("sliding_window_size"), config.need("num_attention_heads")
     local = Inkling(num_heads=config.need("swa_num_attention_heads"), extent=window, **common)
     far = Inkling(

@@ -227,7 +227,7 @@ def rotating_flags(config: TrackedConfig, kinds: list[str] | None = None) -> lis
     """
     count, period = layer_count(config), config.get("no_rope_layer_interval", 4)
     flags = config.explicit("no_rope_layers") or [(i + 1) % period != 0 for i in range(count)]
-    config.check(len(flags) == count, f"{len(flags)} no_rope_layers for {count} layers")
+    config.check_count("no_rope_layers", flags, count)
     return [bool(flag) for flag in flags]
 
 

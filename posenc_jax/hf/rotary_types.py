@@ -4,6 +4,7 @@ Readers that only one row or one family needs precede the table.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from posenc_jax.engine.mask import Window
@@ -113,14 +114,10 @@ def _mimo_v2(config: TrackedConfig) -> list[str]:
             f"no partial_rotary_factor in its {kind!r} rope parameters",
         )
     kinds = cycle("LLLLLF", first="F")(config)
-    pattern, base = config.explicit("hybrid_layer_pattern"), config.explicit("swa_rope_theta")
-    config.check_ignored(
-        pattern is None or [LOCAL if x else FULL for x in pattern] == kinds,
-        f"hybrid_layer_pattern={pattern}",
-    )
+    config.implied("hybrid_layer_pattern", [int(kind == LOCAL) for kind in kinds])
     local = (rope_dict(config) or {}).get(LOCAL)
     theta = local.get("rope_theta") if isinstance(local, dict) else None
-    config.check_ignored(base in (None, theta), f"swa_rope_theta={base}")
+    config.implied("swa_rope_theta", theta)
     if config.values.get("attention_chunk_size") == config.values.get("sliding_window"):
         config.ignore("attention_chunk_size")  # Releases repeat the window.
     return kinds
@@ -187,8 +184,8 @@ def _two_sided_window_of(config: TrackedConfig) -> Window:
 
 def _modernbert_decoder_window(config: TrackedConfig) -> Window:
     """Half of `local_attention`."""
-    half, window = config.need("local_attention") // 2, config.explicit("sliding_window")
-    config.check_ignored(window in (None, half), f"sliding_window={window}")
+    half = config.need("local_attention") // 2
+    config.implied("sliding_window", half)
     return half
 
 
@@ -211,10 +208,11 @@ def _dense_ones(config: TrackedConfig, kinds: list[str]) -> list[bool]:
     return [kind == LOCAL or i in dense for i, kind in enumerate(kinds)]
 
 
-def _thetas(config: TrackedConfig, kinds: list[str]) -> list[float]:
+def _thetas(config: TrackedConfig, kinds: list[str]) -> Sequence[float | bool]:
     """A base for each layer, 0 for layers without positions."""
-    thetas = config.explicit("layer_rope_theta")
-    return _checked(config, thetas or [True] * len(kinds), kinds)
+    thetas = config.explicit("layer_rope_theta") or [True] * len(kinds)
+    config.check_count("layer_rope_theta", thetas, len(kinds))
+    return thetas
 
 
 def _zero_thetas(config: TrackedConfig, kinds: list[str]) -> list[bool]:
@@ -223,14 +221,8 @@ def _zero_thetas(config: TrackedConfig, kinds: list[str]) -> list[bool]:
     if thetas is None:
         return [i % 4 > 0 for i in range(layer_count(config))[::-1]]
     config.check_ignored({*thetas} <= {0, theta}, f"layer_rope_theta={thetas} beside {theta}")
-    return [x != 0 for x in _checked(config, thetas, kinds)]
-
-
-def _checked(config, thetas, kinds):
-    config.check(
-        len(thetas) == len(kinds), f"{len(thetas)} layer_rope_theta for {len(kinds)} layers"
-    )
-    return thetas
+    config.check_count("layer_rope_theta", thetas, len(kinds))
+    return [x != 0 for x in thetas]
 
 
 def _llama4_temperature(config: TrackedConfig) -> Scheme:
@@ -264,9 +256,9 @@ def _nomic(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeSettin
 
 def _gpt_neox(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeSettings:
     """The base `rotary_emb_base`, and the part `rotary_pct`."""
-    fraction, usual = (config.explicit(n) for n in ("partial_rotary_factor", "rotary_pct"))
+    usual = config.explicit("rotary_pct")
     usual = config.defaults.get("partial_rotary_factor", 1.0) if usual is None else usual
-    config.check_ignored(fraction in (None, usual), f"partial_rotary_factor={fraction}")
+    config.implied("partial_rotary_factor", usual)
     theta, own = config.explicit("rope_theta"), config.get("rotary_emb_base")
     own = rope.get("rope_theta", own)
     config.check(
@@ -279,11 +271,8 @@ def _gpt_neox(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeSet
 
 def _rotary_dim(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeSettings:
     """The first `rotary_dim` dimensions."""
-    dim, head_dim, settings = (
-        config.explicit("rotary_dim"),
-        head_size(config),
-        read_rope(config, rope),
-    )
+    dim, head_dim = config.explicit("rotary_dim"), head_size(config)
+    settings = read_rope(config, rope)
     if dim is None:
         return settings
     config.check(

@@ -5,9 +5,12 @@ import functools
 import importlib.util
 import pathlib
 import random
+import re
 
 from transformers import CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from tests.hf.test_layers import KINDS as KNOWN
 
 FULL, LOCAL = "full_attention", "sliding_attention"
 # Small sizes, under the names that config classes have for them.
@@ -42,69 +45,52 @@ KINDS = {
     "lfm2_moe": (CONVOLUTION, FULL),
     "minimax_m3_vl_text": (FULL, "minimax_m3_sparse"),
 }
-# Values that only these model types need, or that their sizes imply.
+# Values that only these model types need; layers.npz has small sizes of each.
 _MROPE = {"head_dim": 64, "partial_rotary_factor": 0.5}
-_SWA = {"layer_rope_theta": "thetas"}
 _LATENT = {"num_key_value_heads": (4,)}
 VALUES_OF = {
     **dict.fromkeys(("axk1", "axk2", "glm4_moe_lite", "glm_moe_dsa", "minicpm3", "youtu"), _LATENT),
+    **{kind: {"layer_rope_theta": "thetas"} for kind in ("granite_swa", "granitemoe_swa")},
     "bailing_hybrid": _LATENT | {"layer_group_size": (2, 3), "short_conv_kernel_size": (2,)},
-    "xmod": {"default_language": ("en_XX",)},
-    "bamba": {"attn_layer_indices": ([0], [1, 3]), "mamba_n_heads": (4,), "mamba_d_state": (8,)},
-    "jamba": {"attn_layer_period": (2, 3), "attn_layer_offset": (0, 1), "mamba_d_state": (8,)},
-    "olmo_hybrid": {"linear_key_head_dim": (8,), "linear_value_head_dim": (8,)},
+    "bamba": {"attn_layer_indices": ([0], [1, 3])},
+    "jamba": {"attn_layer_period": (2, 3), "attn_layer_offset": (0, 1)},
     "dbrx": {
         "attn_config": tuple(
             {"kv_n_heads": kv, "clip_qkv": clip, "rope_theta": 1e4}
             for kv, clip in ((1, None), (2, 0.5), (4, 8))
         ),
-        "ffn_config": ({"moe_num_experts": 2, "ffn_hidden_size": 16},),
     },
-    "nemotron_h": {
-        **{"mamba_num_heads": (4,), "mamba_head_dim": (8,), "ssm_state_size": (8,)},
-        **{"n_groups": (2,), "moe_shared_expert_intermediate_size": (8,), "layer_types": "mixers"},
-        "num_hidden_layers": (None,),
-    },
+    "nemotron_h": {"layer_types": "mixers", "num_hidden_layers": (None,)},
     "recurrent_gemma": {
-        **{"attention_window_size": (3, 7, 64), "lru_width": (32,)},
+        "attention_window_size": (3, 7, 64),
         "block_types": (None, ["attention", "recurrent"], ["attention"]),
     },
     "zamba": {
-        **{"attn_layer_period": (2, 3), "attn_layer_offset": (0, 1), "mamba_d_state": (8,)},
+        **{"attn_layer_period": (2, 3), "attn_layer_offset": (0, 1)},
         "attention_head_dim": (None, 16),
     },
     "zamba2": {
-        **{"mamba_d_state": (8,), "use_mem_rope": (True, False), "layer_types": "hybrids"},
-        **{"mamba_ngroups": (1,), "chunk_size": (8,), "head_dim": (None,)},
+        **{"use_mem_rope": (True, False), "layer_types": "hybrids"},
+        **{"mamba_ngroups": (1,), "head_dim": (None,)},
     },
     "cohere2_moe": {
         "first_k_dense_replace": (0, 1, 2),
         "prefix_dense_sliding_window_pattern": (1, 2),
-        "prefix_dense_intermediate_size": (16,),
     },
-    "gemma3n_text": {"hidden_size_per_layer_input": (8,), "laurel_rank": (4,)},
+    "gemma3n_text": {"hidden_size_per_layer_input": (8,)},
     "gpt_neo": {"window_size": (3, 7, 64)},
-    "granite_swa": _SWA,
-    "granitemoe_swa": _SWA,
     "granitemoehybrid": {
         "position_embedding_type": ("rope", "nope", None),
         "layers_block_type": (None,),
-        **{"mamba_n_heads": (4,), "mamba_d_state": (8,), "shared_intermediate_size": (16,)},
     },
-    "kimi_linear": {
-        **{"num_key_value_heads": (4,), "linear_head_dim": (8,), "linear_num_heads": (2,)},
-        "full_attention_interval": (None,),
-    },
+    "kimi_linear": _LATENT | {"full_attention_interval": (None,)},
     "laguna": {"gating": (True, "per-element"), "num_attention_heads_per_layer": "heads"},
-    "longcat_flash": {
-        **{"num_key_value_heads": (4,), "head_dim": (8,), "expert_ffn_hidden_size": (8,)},
-        "zero_expert_num": (2,),
-    },
+    "longcat_flash": _LATENT | {"head_dim": (8,)},
     "lfm3": {"use_attention_gate": (True, False)},
     "mimo_v2_flash": {"head_dim": (24,), "sliding_window_size": (None, None, 6)},
     "minimax_m3_vl_text": {
         **{"head_dim": (16,), "rotary_dim": (8,), "index_block_size": (32,)},
-        **{"dense_intermediate_size": (16,), "shared_intermediate_size": (16,)},
+        "shared_intermediate_size": (16,),
     },
     "muse_spark_text": {"qk_scale_factor": (1.5, 3.0)},
 }
@@ -198,6 +184,10 @@ def draw(kind, rng: random.Random):
     fields = fields_of(kind)
     cls = CONFIG_MAPPING[kind]
     raw = {n: x for n, x in SIZES.items() if n in fields}
+    small = KNOWN[kind]["config"] if kind in KNOWN else {}
+    drawn = {"model_type", *VALUES, *_LAYERS, *VALUES_OF.get(kind, ())}
+    others = {n for n in small if n in drawn or re.search("rope|layer|pattern|idxs", n)}
+    raw |= {n: x for n, x in small.items() if n not in raw and n not in others}
     if "list[int]" in str(cls.__annotations__.get("moe_intermediate_size")):
         raw["moe_intermediate_size"] = [8, 8]
     if cls.attribute_map.get("intermediate_size") == "ffn_dim":

@@ -9,7 +9,7 @@ from tests.makers import hf_mixed, hf_others, hf_rotary
 from tests.makers.hf_record import about, in_double
 
 FOLDER = pathlib.Path(__file__).parents[1] / "hf" / "golden"
-CASES = {case.__name__: case for case in hf_rotary.CASES + hf_mixed.CASES + hf_others.CASES}
+CASES = hf_rotary.CASES | hf_mixed.CASES | hf_others.CASES
 
 
 def make(name):

@@ -1,5 +1,7 @@
 """Layers that rotate by several coordinates, or do more than rotate queries and keys."""
 
+import functools
+
 import torch
 
 from tests.makers.hf_record import (
@@ -17,27 +19,6 @@ from tests.makers.hf_record import (
     watch,
 )
 from tests.makers.hf_rotary import MLA, YARN, rotated, untouched
-
-
-def qwen2_vl():
-    return rotated("qwen2_vl_text", settings=multimodal(mrope_section=[2, 3, 3]), positions=GRID)
-
-
-def qwen3_vl():
-    settings = multimodal(mrope_section=[4, 2, 2], mrope_interleaved=True) | {"head_dim": 16}
-    return rotated("qwen3_vl_text", settings=settings, positions=GRID)
-
-
-def ernie4_5_vl():
-    settings = multimodal(mrope_section=[3, 3, 2])
-    return rotated("ernie4_5_vl_moe_text", settings=settings, positions=GRID)
-
-
-def multimodal(**more):
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | more}
-
-
-GRID = [[[0, 1, 1, 1, 1, 257, 4095]], [[0, 1, 1, 2, 2, 257, 4095]], [[0, 1, 2, 1, 2, 257, 4095]]]
 
 
 def beam_nope():
@@ -87,10 +68,6 @@ def mistral_large4(layer=0):
     )
 
 
-def mistral_large4_nope():
-    return mistral_large4(layer=3)
-
-
 LARGE4 = {n: MLA[n] for n in MLA if n != "rope_parameters"} | {
     "index_n_heads": 2,
     "index_head_dim": 16,
@@ -126,12 +103,23 @@ def deepseek_v4(layer=0):
     return config, layer, True, arrays(positions=at, **made)
 
 
-def deepseek_v4_compress():
-    """The base and the scaling of compressing layers."""
-    return deepseek_v4(layer=1)
+GRID = [[[0, 1, 1, 1, 1, 257, 4095]], [[0, 1, 1, 2, 2, 257, 4095]], [[0, 1, 2, 1, 2, 257, 4095]]]
 
 
-CASES = [
-    *(qwen2_vl, qwen3_vl, ernie4_5_vl, beam_nope, mistral_large4, mistral_large4_nope),
-    *(deepseek_v4, deepseek_v4_compress),
-]
+def multimodal(kind, wide=None, **more):
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | more}
+    return functools.partial(rotated, kind, settings=rope | (wide or {}), positions=GRID)
+
+
+INTERLEAVED = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+CASES = {
+    "qwen2_vl": multimodal("qwen2_vl_text", mrope_section=[2, 3, 3]),
+    "qwen3_vl": multimodal("qwen3_vl_text", {"head_dim": 16}, **INTERLEAVED),
+    "ernie4_5_vl": multimodal("ernie4_5_vl_moe_text", mrope_section=[3, 3, 2]),
+    "beam_nope": beam_nope,
+    "mistral_large4": mistral_large4,
+    "mistral_large4_nope": functools.partial(mistral_large4, layer=3),
+    "deepseek_v4": deepseek_v4,
+    # The base and the scaling of compressing layers.
+    "deepseek_v4_compress": functools.partial(deepseek_v4, layer=1),
+}

@@ -1,5 +1,7 @@
 """Layers whose positions act on the logits, or on images; and tables at the input."""
 
+import functools
+
 import torch
 
 from tests.makers.hf_record import (
@@ -37,22 +39,6 @@ def _t5(model_type, is_decoder):
     made = {n: heads(y, 6) for n, y in store.items()}
     table = attend.relative_attention_bias.weight
     return config, 0, is_decoder, arrays(table=table, far=far, far_keys=FAR, **made)
-
-
-def t5_encoder():
-    return _t5("t5", False)
-
-
-def t5_decoder():
-    return _t5("t5", True)
-
-
-def mt5_encoder():
-    return _t5("mt5", False)
-
-
-def umt5_decoder():
-    return _t5("umt5", True)
 
 
 def bloom():
@@ -123,12 +109,12 @@ def falcon():
     return config, 0, True, arrays(positions=at, q_rot=q_rot, k_rot=k_rot, **made)
 
 
-def _interleaved_table(model_type, attention, fused):
+def gptj():
     settings = {"n_embd": 64, "n_head": 4, "n_layer": 1, "rotary_dim": 8, "n_positions": 4096}
-    config = make_config(model_type, **settings)
-    attend = randomize(getattr(modeling(config), attention)(config, layer_idx=0))
+    config = make_config("gptj", **settings)
+    attend = randomize(modeling(config).GPTJAttention(config, layer_idx=0))
     at = torch.tensor([[0, 1, 257, 4095]])
-    names = {"qkv": "qkv_proj"} if fused else {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
+    names = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
     with hooked(attend, out="<out_proj", **names) as store, watch(attend, "_attn") as calls:
         attend(tokens(1, 4, 64), attention_mask=causal(4), position_ids=at)
     (args, _) = calls[0]
@@ -136,10 +122,6 @@ def _interleaved_table(model_type, attention, fused):
     made = {"q_rot": q_rot, "k_rot": k_rot, "v": v, "out": heads(store["out"], 4)}
     made |= {n: heads(store[n], 4) for n in "qk"}
     return config, 0, True, arrays(positions=at, **made)
-
-
-def gptj():
-    return _interleaved_table("gptj", "GPTJAttention", False)
 
 
 def _deberta(shared, terms):
@@ -159,15 +141,6 @@ def _deberta(shared, terms):
         learned = {"table": table, "keys": attend.pos_key_proj.weight.T.reshape(48, 6, 8)}
     made = {n: heads(y, 6) for n, y in {"q": q, "k": k, "v": v, "out": out}.items()}
     return config, 0, False, arrays(**made, **{f"param.{n}": y for n, y in learned.items()})
-
-
-def deberta_v2():
-    return _deberta(True, "p2c|c2p")
-
-
-def deberta_v2_c2p():
-    """With a projection of its own; its bias adds the same to all keys of a query."""
-    return _deberta(False, ["c2p"])
 
 
 def xlnet():
@@ -220,11 +193,6 @@ def inkling(layer=1):
     return config, layer, True, arrays(x=x, **made, **learned)
 
 
-def inkling_local():
-    """The window's mask is not applied here, only what it learned within it."""
-    return inkling(layer=0)
-
-
 def inkling2(layer=1):
     """All arrays of a layer, whose keys and values have inputs of their own."""
     sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -263,11 +231,6 @@ def inkling2(layer=1):
     )
 
 
-def inkling2_local():
-    """As `inkling_local`; the three inputs are one."""
-    return inkling2(layer=0)
-
-
 def _windowed(model_type, version):
     sizes = {"embed_dim": 24, "num_heads": [3, 6], "depths": [1, 1], "window_size": 4}
     more = {"image_size": 32, "patch_size": 2}
@@ -294,33 +257,6 @@ def _windowed(model_type, version):
     if version == 2:
         store["out"] = result[0]
     return config, 0, False, arrays(**{n: heads(y, 3) for n, y in store.items()}, **learned)
-
-
-def swin():
-    return _windowed("swin", 1)
-
-
-def swinv2():
-    return _windowed("swinv2", 2)
-
-
-ROWS = [0, 0, 0, 1, 1, 1, 2, 2, 2]
-COLUMNS = [0, 1, 2] * 3
-
-
-def pixtral():
-    settings = {"image_size": 32, "patch_size": 4}
-    grid = torch.tensor([ROWS, COLUMNS])
-    return rotated(
-        "pixtral",
-        attention="PixtralAttention$",
-        rotary="Pixtral.*Rotary",
-        positions=grid.T.tolist(),
-        tokens_count=9,
-        grid=grid[:, None],
-        mask=None,
-        settings=settings,
-    )
 
 
 def dinov3():
@@ -364,9 +300,26 @@ def whisper():
     return config, 0, False, arrays(positions=at, embedded=table[at[0]][None])
 
 
-CASES = [
-    *(t5_encoder, t5_decoder, mt5_encoder, umt5_decoder, bloom, mpt, falcon_alibi, falcon, gptj),
-    *(deberta_v2, deberta_v2_c2p, xlnet, wav2vec2_bert, inkling, inkling_local, swin, swinv2),
-    *(inkling2, inkling2_local),
-    *(pixtral, dinov3, opt, roberta, whisper),
-]
+GRID = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 2], [0, 1, 2] * 3])  # Rows and columns.
+PIXTRAL = {
+    **{"attention": "PixtralAttention$", "rotary": "Pixtral.*Rotary", "mask": None},
+    **{"positions": GRID.T.tolist(), "tokens_count": 9, "grid": GRID[:, None]},
+    "settings": {"image_size": 32, "patch_size": 4},
+}
+SINGLE = bloom, mpt, falcon_alibi, falcon, xlnet, wav2vec2_bert, inkling, inkling2
+SINGLE += gptj, dinov3, opt, roberta, whisper
+CASES = {function.__name__: function for function in SINGLE} | {
+    "t5_encoder": functools.partial(_t5, "t5", False),
+    "t5_decoder": functools.partial(_t5, "t5", True),
+    "mt5_encoder": functools.partial(_t5, "mt5", False),
+    "umt5_decoder": functools.partial(_t5, "umt5", True),
+    "deberta_v2": functools.partial(_deberta, True, "p2c|c2p"),
+    # With a projection of its own; its bias adds the same to all keys of a query.
+    "deberta_v2_c2p": functools.partial(_deberta, False, ["c2p"]),
+    # The mask of the window is not applied, only what was learned within it.
+    "inkling_local": functools.partial(inkling, layer=0),
+    "inkling2_local": functools.partial(inkling2, layer=0),
+    "swin": functools.partial(_windowed, "swin", 1),
+    "swinv2": functools.partial(_windowed, "swinv2", 2),
+    "pixtral": functools.partial(rotated, "pixtral", **PIXTRAL),
+}

@@ -1,5 +1,7 @@
 """Layers that rotate queries and keys."""
 
+import functools
+
 import torch
 
 from tests.makers.hf_record import (
@@ -106,215 +108,95 @@ def untouched(calls, record, leading=False):
         yield name, torch.cat(whole, -1)
 
 
-YARN = dict(
-    rope_type="yarn",
-    rope_theta=10000.0,
-    factor=8.0,
-    original_max_position_embeddings=512,
-    beta_fast=8.0,
-    beta_slow=1.0,
-)
-LLAMA3 = dict(
-    rope_type="llama3",
-    rope_theta=500000.0,
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=256,
-)
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0}
+YARN |= {"original_max_position_embeddings": 512, "beta_fast": 8.0, "beta_slow": 1.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+HEATED = {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
+WIDE = {"head_dim": 16}
+SIX = {"num_hidden_layers": 6}
+LLAMA4 = {
+    "settings": WIDE | {"use_qk_norm": False, "floor_scale": 3, "attn_scale": 0.7},
+    "function": "apply_rotary_emb",
+}
+# Up to the trained length, where nothing changes, and at 5999, where the base does.
+DYNAMIC = {"positions": [[0, 1, 2, 257, 4095, 5999]]}
+GEMMA3 = WIDE | SIX | {"query_pre_attn_scalar": 20}
+GEMMA3["rope_parameters"] = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+GEMMA4 = WIDE | SIX | {"global_head_dim": 32, "num_kv_shared_layers": 0}
+GEMMA4 |= {"hidden_size_per_layer_input": 0, "num_global_key_value_heads": 2}
+GEMMA4 = {"settings": GEMMA4, "shared_kv_states": {}}
+PHI3 = {"pad_token_id": 0, "max_position_embeddings": 8192}
+PHI3["rope_parameters"] = {
+    **{"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+    "short_factor": [1.0, 1.0, 1.1, 1.2, 1.5, 2.0],
+    "long_factor": [1.0, 1.5, 2.0, 4.0, 16.0, 32.0],
+}
+MLA = {
+    **{"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8},
+    **{"qk_rope_head_dim": 16, "v_head_dim": 8},
+    "rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 1.0},
+}
+LATENT = {"function": "apply_rotary_pos_emb_interleave"}
+GPT_OSS = WIDE | {"rope_parameters": YARN | {"truncate": False, "factor": 32.0}}
 
 
 def scaled(**parameters):
     return {"settings": {"rope_parameters": parameters}}
 
 
-def llama():
-    return rotated("llama", settings={"head_dim": 16})
-
-
-def llama_3_1():
-    return rotated("llama", **scaled(**LLAMA3))
-
-
-def llama_linear():
-    return rotated("llama", **scaled(rope_type="linear", rope_theta=10000.0, factor=4.0))
-
-
-def llama_yarn():
-    return rotated("llama", **scaled(**YARN))
-
-
-def llama_dynamic():
-    """Up to the trained length, where nothing changes, and at 5999, where the base does."""
-    at = [[0, 1, 2, 257, 4095, 5999]]
-    parameters = dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0)
-    return rotated("llama", positions=at, **scaled(**parameters))
-
-
-def llama4():
-    return rotated("llama4_text", settings=LLAMA4, function="apply_rotary_emb")
-
-
-def llama4_nope():
-    return rotated(
-        "llama4_text", layer=3, settings=LLAMA4, function="apply_rotary_emb", **PROJECTED
-    )
-
-
-LLAMA4 = {"head_dim": 16, "use_qk_norm": False, "floor_scale": 3, "attn_scale": 0.7}
-QK = {"q": "q_proj", "k": "k_proj"}
-PROJECTED = {"projections": QK, "positions": [list(range(12))]}
-
-
-def smollm3_nope():
-    return rotated("smollm3", layer=3)
-
-
-def cohere2():
-    return rotated("cohere2")
-
-
-def cohere2_nope():
-    return rotated("cohere2", layer=3)
-
-
-def gemma3_sliding():
-    return rotated("gemma3_text", settings=GEMMA3)
-
-
-def gemma3_full():
-    return rotated("gemma3_text", layer=5, settings=GEMMA3)
-
-
-GEMMA3 = {
-    "head_dim": 16,
-    "num_hidden_layers": 6,
-    "query_pre_attn_scalar": 20,
-    "rope_parameters": {
-        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    },
-}
-
-
-def gemma4_sliding():
-    return rotated("gemma4_text", settings=GEMMA4, shared_kv_states={})
-
-
-def gemma4_full():
-    return rotated("gemma4_text", layer=5, settings=GEMMA4, shared_kv_states={})
-
-
-GEMMA4 = {
-    "head_dim": 16,
-    "global_head_dim": 32,
-    "num_hidden_layers": 6,
-    "num_kv_shared_layers": 0,
-    "hidden_size_per_layer_input": 0,
-    "num_global_key_value_heads": 2,
-}
-
-
-def modernbert_full():
-    return rotated("modernbert", mask=None, settings={"num_hidden_layers": 6})
-
-
-def modernbert_sliding():
-    return rotated("modernbert", layer=1, mask=None, settings={"num_hidden_layers": 6})
-
-
-def exaone4_nope():
-    return rotated("exaone4", layer=3)
-
-
 def partial(share):
     return scaled(rope_type="default", rope_theta=1e4, partial_rotary_factor=share)
 
 
-def gpt_neox():
-    return rotated("gpt_neox", **partial(0.5))
+def trained(length):
+    return {"settings": PHI3 | {"original_max_position_embeddings": length}}
 
 
-def stablelm():
-    return rotated("stablelm", leading=True, **partial(0.25))
-
-
-def glm():
-    return rotated("glm", settings={"head_dim": 16})
-
-
-def helium():
-    return rotated("helium", settings={"head_dim": 16})
-
-
-def granite():
-    return rotated("granite", settings={"attention_multiplier": 0.31})
-
-
-def phi3_short():
-    return rotated("phi3", settings=PHI3 | {"original_max_position_embeddings": 4096})
-
-
-def phi3_long():
-    return rotated("phi3", settings=PHI3 | {"original_max_position_embeddings": 1024})
-
-
-PHI3 = {
-    "pad_token_id": 0,
-    "max_position_embeddings": 8192,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.75,
-        "short_factor": [1.0, 1.0, 1.1, 1.2, 1.5, 2.0],
-        "long_factor": [1.0, 1.5, 2.0, 4.0, 16.0, 32.0],
-    },
+# {name: (model type, options of `rotated`)}.
+ROTATED = {
+    "llama": ("llama", {"settings": WIDE}),
+    "llama_3_1": ("llama", scaled(**LLAMA3)),
+    "llama_linear": ("llama", scaled(rope_type="linear", rope_theta=10000.0, factor=4.0)),
+    "llama_yarn": ("llama", scaled(**YARN)),
+    "llama_dynamic": (
+        "llama",
+        DYNAMIC | scaled(rope_type="dynamic", rope_theta=10000.0, factor=4.0),
+    ),
+    "llama4": ("llama4_text", LLAMA4),
+    "llama4_nope": (
+        "llama4_text",
+        {"layer": 3, "projections": {"q": "q_proj", "k": "k_proj"}, **LLAMA4}
+        | {"positions": [list(range(12))]},
+    ),
+    "smollm3_nope": ("smollm3", {"layer": 3}),
+    "cohere2": ("cohere2", {}),
+    "cohere2_nope": ("cohere2", {"layer": 3}),
+    "gemma3_sliding": ("gemma3_text", {"settings": GEMMA3}),
+    "gemma3_full": ("gemma3_text", {"layer": 5, "settings": GEMMA3}),
+    "gemma4_sliding": ("gemma4_text", GEMMA4),
+    "gemma4_full": ("gemma4_text", {"layer": 5} | GEMMA4),
+    "modernbert_full": ("modernbert", {"mask": None, "settings": SIX}),
+    "modernbert_sliding": ("modernbert", {"layer": 1, "mask": None, "settings": SIX}),
+    "exaone4_nope": ("exaone4", {"layer": 3}),
+    "gpt_neox": ("gpt_neox", partial(0.5)),
+    "stablelm": ("stablelm", {"leading": True} | partial(0.25)),
+    "glm": ("glm", {"settings": WIDE}),
+    "helium": ("helium", {"settings": WIDE}),
+    "granite": ("granite", {"settings": {"attention_multiplier": 0.31}}),
+    "phi3_short": ("phi3", trained(4096)),
+    "phi3_long": ("phi3", trained(1024)),
+    "deepseek_v3": ("deepseek_v3", {"settings": MLA} | LATENT),
+    "deepseek_v3_half": ("deepseek_v3", {"settings": MLA | {"rope_interleave": False}}),
+    "mistral4": (
+        "mistral4",
+        {"settings": MLA | {"rope_parameters": YARN | HEATED}, "projections": {"q": "q_proj"}}
+        | LATENT,
+    ),
+    "ministral3": ("ministral3", {"settings": WIDE | {"rope_parameters": YARN | HEATED}}),
+    "gpt_oss": ("gpt_oss", {"settings": GPT_OSS}),
 }
-
-
-def deepseek_v3():
-    return rotated("deepseek_v3", settings=MLA, function="apply_rotary_pos_emb_interleave")
-
-
-def deepseek_v3_half():
-    return rotated("deepseek_v3", settings=MLA | {"rope_interleave": False})
-
-
-MLA = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": None,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 8,
-    "rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 1.0},
-}
-
-
-def mistral4():
-    settings = MLA | {"rope_parameters": YARN | HEATED}
-    function = "apply_rotary_pos_emb_interleave"
-    return rotated("mistral4", settings=settings, function=function, projections={"q": "q_proj"})
-
-
-def ministral3():
-    return rotated("ministral3", settings={"head_dim": 16, "rope_parameters": YARN | HEATED})
-
-
-HEATED = {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
-
-
-def gpt_oss():
-    return rotated("gpt_oss", settings=GPT_OSS)
-
-
-GPT_OSS = {"head_dim": 16, "rope_parameters": YARN | {"truncate": False, "factor": 32.0}}
-
-
-CASES = [
-    *(llama, llama_3_1, llama_linear, llama_yarn, llama_dynamic, llama4),
-    *(llama4_nope, smollm3_nope, cohere2, cohere2_nope, gemma3_sliding, gemma3_full),
-    *(gemma4_sliding, gemma4_full, modernbert_full, modernbert_sliding, exaone4_nope, gpt_neox),
-    *(stablelm, glm, helium, granite, phi3_short, phi3_long),
-    *(deepseek_v3, deepseek_v3_half, mistral4, ministral3, gpt_oss),
-]
+CASES = {name: functools.partial(rotated, kind, **more) for name, (kind, more) in ROTATED.items()}
