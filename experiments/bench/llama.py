@@ -5,8 +5,8 @@ and sines of `positions * theta ** (-2p / H)` and calls `jax.nn.dot_product_atte
 have `posenc_jax.nnx.Attention(position=RoPE(...))`: one with `implementation="jax"`, which calls
 the same function, and one with the default. A step is a loss, its gradients and an update by SGD.
 
-Tracing, lowering and compiling are seconds of processor time of all threads, which other load
-disturbs less: the least of several times from empty caches, the models in turns.
+Tracing and compiling are seconds of processor time of all threads, which other load disturbs less:
+the least of several times from empty caches, the models in turns.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.extend.core import Jaxpr
 
 import posenc_jax as pe
 from experiments.bench.cases import add_common_arguments, positive, positives
@@ -74,7 +73,7 @@ def run(options: argparse.Namespace) -> dict:
         arguments = {
             name: (*nnx.split(model), tokens[:, : length + 1]) for name, model in models.items()
         }
-        compiled, figures = compile_in_turns(arguments, options.compilations)
+        compiled, seconds = compile_in_turns(arguments, options.compilations)
         losses = {n: compiled[n](*arguments[n][1:])[0] for n in arguments}
         check_losses(losses)
         cases: dict[str, Callable] = {
@@ -82,8 +81,12 @@ def run(options: argparse.Namespace) -> dict:
         }
         timings = side_by_side(cases, rounds=options.rounds, seconds=options.seconds)
         show(f"training step, {length} tokens, {sizes.layers} layers", timings)
-        show_compilation(figures)
-        rows = [dataclasses.asdict(timing) | figures[timing.name] for timing in timings]
+        rows = [dataclasses.asdict(timing) for timing in timings]
+        for row in rows:
+            row["compile_seconds"] = seconds[row["name"]]
+            row["compile_ratio"] = seconds[row["name"]] / seconds["by hand"]
+            figures = f"{row['compile_seconds']:.3f} s of tracing and compiling"
+            print(f"  {row['name']:34s} {figures}, {row['compile_ratio']:.2f} times as much")
         results.append({"length": length, "rows": rows})
     return {"sizes": dataclasses.asdict(sizes) | {"batch": options.batch}, "results": results}
 
@@ -108,59 +111,22 @@ def train_step(graph: Any, state: Any, tokens: jax.Array) -> tuple[jax.Array, An
 
 
 def compile_in_turns(models: dict[str, tuple], times: int) -> tuple[dict[str, Callable], dict]:
-    """Returns the compiled steps, and the least seconds and the sizes of each by name.
+    """Returns the compiled steps, and the least seconds of compilation of each by name.
 
     Args:
       models: graph, state and tokens of each model, by name.
       times: number of compilations of each.
     """
-    compiled, figures = {}, {name: {} for name in models}
-    names = list(models)
+    compiled, least, names = {}, dict.fromkeys(models, np.inf), list(models)
     for i in range(times):
         for name in names[i % len(names) :] + names[: i % len(names)]:
             jax.clear_caches()
             graph, *arguments = models[name]
+            began = time.process_time()
             step = jax.jit(functools.partial(train_step, graph))
-            clock = [time.process_time()]
-            traced = step.trace(*arguments)
-            clock.append(time.process_time())
-            lowered = traced.lower()
-            clock.append(time.process_time())
-            compiled[name] = lowered.compile()
-            clock.append(time.process_time())
-            least = figures[name]
-            stages = zip(("trace", "lower", "compile"), np.diff(clock), strict=True)
-            for stage, took in [*stages, ("all stages", clock[-1] - clock[0])]:
-                least[f"{stage}_seconds"] = min(took, least.get(f"{stage}_seconds", np.inf))
-            least["equations"] = count_equations(traced.jaxpr.jaxpr)
-            least["instructions"] = compiled[name].as_text().count(" = ")
-    first = figures[names[0]]
-    for figure in figures.values():
-        figure["compile_ratio"] = figure["all stages_seconds"] / first["all stages_seconds"]
-    return compiled, figures
-
-
-def count_equations(jaxpr: Any) -> int:
-    """Returns the number of equations of a jaxpr and of all jaxprs inside it.
-
-    >>> count_equations(jax.make_jaxpr(jax.jit(lambda x: jnp.sin(x) + 1))(1.0).jaxpr)
-    3
-    """
-    values = (value for eqn in jaxpr.eqns for value in jax.tree.leaves(eqn.params))
-    inner = (getattr(value, "jaxpr", value) for value in values)
-    return len(jaxpr.eqns) + sum(count_equations(j) for j in inner if isinstance(j, Jaxpr))
-
-
-def show_compilation(figures: dict[str, dict]) -> None:
-    """Prints the times and sizes of compilation as a table."""
-    heads = ("trace s", "lower s", "compile s", "sum s", "ratio", "equations", "instructions")
-    print("\n" + " " * 36 + " ".join(f"{head:>12s}" for head in heads))
-    for name, figure in figures.items():
-        stages = ("trace", "lower", "compile", "all stages")
-        numbers = [f"{figure[f'{stage}_seconds']:12.3f}" for stage in stages]
-        numbers += [f"{figure['compile_ratio']:12.2f}"]
-        numbers += [f"{figure[size]:12d}" for size in ("equations", "instructions")]
-        print(f"  {name:34s}" + " ".join(numbers), flush=True)
+            compiled[name] = step.lower(*arguments).compile()
+            least[name] = min(least[name], time.process_time() - began)
+    return compiled, least
 
 
 class ByHand(nnx.Module):
