@@ -93,3 +93,48 @@ def softmax_attention(q, k, v, logit, *, positions=None, sees=lambda i, j: j <= 
             more = 0.0 if value is None else value(n, at[t], at[s])
             out[b, t, n] += w * (v[b, s, m] + more)
     return out
+
+
+def attention(arrays, added, seen, d_out, d_lse, *, sinks=None, scale=8**-0.5, softcap=None):
+    """Returns output, log-sum-exp, and the cotangents of q, k, v, logits and sinks, in float64.
+
+    Logits are added in float32, as -1e9 + 3 is -1e9 there.
+
+    Args:
+      arrays: q, k and v [1, T, heads, H].
+      added: numbers added to the logits, [N or 1, T, S].
+      seen: bool [T, S], the pairs that are not hidden.
+      d_out, d_lse: the cotangents of output and log-sum-exp.
+      sinks: [N] or [T, N].
+      scale, softcap: as in `pe.attention`.
+    """
+    scale = np.float32(scale)
+    q, k, v = (np.asarray(x[0], np.float64) for x in arrays)
+    kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    k, v = (np.repeat(x, group, 1) for x in (k, v))
+    logits = np.einsum("tnh,snh->nts", q, k) * scale
+    logits, slope = (logits.astype("f4") + added).astype(np.float64), 1.0
+    if softcap is not None:
+        bounded = np.tanh(logits / softcap)
+        logits, slope = softcap * bounded, 1 - bounded**2
+    logits = np.where(seen, logits, -np.inf)
+    per_query = np.full(q.shape[:2], -np.inf) if sinks is None else np.asarray(sinks, np.float64)
+    per_query = np.broadcast_to(per_query, q.shape[:2]).T
+    top = np.maximum(logits.max(-1), per_query)
+    top = np.where(np.isneginf(top), 0.0, top)
+    p, of_sinks = np.exp(logits - top[..., None]), np.exp(per_query - top)
+    total = p.sum(-1) + of_sinks
+    with np.errstate(divide="ignore"):
+        lse = top + np.log(total)
+    total = np.where(total == 0, 1.0, total)
+    p, of_sinks = p / total[..., None], of_sinks / total
+    out = np.einsum("nts,snv->tnv", p, v)
+    delta = np.einsum("tnv,tnv->nt", d_out[0], out) - d_lse[0].T
+    ds = p * (np.einsum("tnv,snv->nts", d_out[0], v) - delta[..., None]) * slope
+    d_k = np.einsum("nts,tnh->snh", ds, q) * scale
+    d_v = np.einsum("nts,tnv->snv", p, d_out[0])
+    d_k, d_v = (x.reshape(len(x), kv_heads, group, -1).sum(2) for x in (d_k, d_v))
+    d_q = np.einsum("nts,snh->tnh", ds, k) * scale
+    d_sinks = -(of_sinks * delta).T
+    d_sinks = d_sinks if np.ndim(sinks) == 2 else d_sinks.sum(0)
+    return *(x[None] for x in (out, lse.T, d_q, d_k, d_v)), ds, d_sinks

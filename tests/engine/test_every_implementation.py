@@ -1,4 +1,9 @@
-"""Every kind of rule with every feature: each implementation against the reference."""
+"""Each implementation against the reference, by rule and feature, and against float64.
+
+Masks are large finite numbers too, and -inf in an array of all pairs. The first keys are padding
+there: their own queries are masked as a whole by the number, and get the mean of the values where
+it is low. Only -inf hides a key.
+"""
 
 import functools
 
@@ -7,11 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.xla import XLA
+from posenc_jax.kernels.gpu.implementation import PallasGPU
+from posenc_jax.kernels.operands import LOG2E
+from posenc_jax.kernels.tpu.implementation import PallasTPU
+from posenc_jax.sharding import SequenceParallel
+from tests import oracle
 from tests.engine.rules import KINDS, explicit_mask
 from tests.kernels.kernel_cases import assert_close
 from tests.support import slow
@@ -19,6 +30,9 @@ from tests.support import slow
 B, T, N, K, H, V = 2, 37, 4, 2, 8, 8
 # Many tiles, of other shapes forward than backward, and a ragged end.
 SMALL_TILES = XLA(Blocks(16, 8), Blocks(8, 16), pairs_at_once=64, row_block=8 * B * N * T)
+HEADS, PAD = 6, 3
+LEAST = float(np.finfo(np.float32).min)
+KERNELS = PallasTPU(Blocks(128, 128), Blocks(128, 128), interpret=True)
 IMPLEMENTATIONS = {"xla": SMALL_TILES, "dense": Dense(block=5 * B * N * T)}
 
 
@@ -196,60 +210,181 @@ def test_the_reference_reads_what_is_seen_from_the_options():
     chex.assert_trees_all_close(got, expected, atol=1e-6)
 
 
+def _later_or_padding(number, head, q, k):
+    return jnp.where((k > q) | (k < PAD), number, 0.0)
+
+
+def _near(number, head, q, k):
+    return jnp.where(q - k < PAD, number, 0.0)
+
+
+def _hidden(rule, length):
+    """Returns the pairs [T, T] that a rule masks by the number."""
+    i, j = np.arange(length)[:, None], np.arange(length)[None]
+    return i - j < PAD if rule is _near else (j > i) | (j < PAD)
+
+
+def _rule(rule, number, length):
+    if rule is None:
+        bias = np.where(_hidden(rule, length), np.float32(number), np.float32(0))
+        return pe.DenseBias(jnp.asarray(bias)[None, None])
+    return pe.LogitBias(rule, shared=jnp.float32(number), relative=rule is _near)
+
+
+def _inputs(length, seed=0):
+    q, k, v = oracle.qkv(length=length, seed=seed)
+    random = np.random.default_rng(length)
+    d_out, d_lse = (random.normal(size=(1, length, HEADS, *x)).astype("f4") for x in ((8,), ()))
+    return (q, k, v), d_out, d_lse
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _results(implementation, options, arrays, rule, sinks, d_out, d_lse, segments=None):
+    def attend(arrays, rule, sinks):
+        out, lse = pe.attention(
+            *arrays,
+            rules=rule,
+            sinks=sinks,
+            q_segment_ids=segments,
+            return_lse=True,
+            implementation=implementation,
+            **dict(options),
+        )
+        return (out, jnp.where(jnp.isneginf(lse), 0.0, lse)), lse
+
+    (out, _), pull, lse = jax.vjp(attend, arrays, rule, sinks, has_aux=True)
+    (q, k, v), rule, sinks = pull((out * 0 + d_out, d_lse))
+    return out, lse, q, k, v, rule, sinks
+
+
+def _compare(got, want, implementation, of_rule):
+    """Compares with float64; `of_rule` maps the cotangent of the logits to that of the rule."""
+    out, lse, q, k, v, d_rule, d_sinks = jax.device_get(got)
+    assert_close((out, q, k, v), (want[0], *want[2:5]))
+    least = LEAST / LOG2E if isinstance(implementation, PallasTPU | PallasGPU) else LEAST
+    expected = np.where(np.isneginf(want[1]), want[1], np.maximum(want[1], least))
+    np.testing.assert_allclose(lse, expected, rtol=1e-6, atol=1e-5)
+    leaf, expected = np.squeeze(*jax.tree.leaves(d_rule)), of_rule(want[5])
+    if expected.ndim:
+        assert_close(leaf, expected)
+    else:  # Single entries cancel.
+        np.testing.assert_allclose(leaf, expected, atol=3e-5 * np.abs(want[5].sum(0)).sum())
+    if d_sinks is not None:
+        assert_close(d_sinks, want[6])
+
+
 @pytest.mark.parametrize("implementation", ("reference", *IMPLEMENTATIONS.values()), ids=repr)
 @pytest.mark.parametrize(
     ("window", "per_query"), [pytest.param(None, False, marks=slow), (3, True)]
 )
-def test_equals_what_is_written_in_the_paper(implementation, window, per_query):
-    """Float64 loops over heads, queries and keys: GQA, a bias, softcap, sinks, segments.
-
-    With w the share of a sink, the derivative of log-sum-exp and output by it is w and - w out.
-    """
-    rng = np.random.default_rng(0)
-    length = 9
-    q, k, v = (rng.normal(size=(1, length, n, 4)) for n in (4, 2, 2))
-    slopes, cap, scale = 2.0 ** -np.arange(2, 10, 2.0), 4.0, 0.3
-    segments = np.array([[0, 0, 0, 1, 1, 1, 1, -1, 1]])
-    given = rng.normal(size=(1, length, 4) if per_query else 4).astype(np.float32)
-    sinks = np.broadcast_to(given, (1, length, 4)).astype(np.float64)
+def test_equals_float64(implementation, window, per_query):
+    """Grouped heads, a bias, softcap, sinks, segments and padding, with all gradients."""
+    length = 19
+    arrays, d_out, d_lse = _inputs(length)
+    segments = np.array([0] * 7 + [1] * 6 + [-1] + [1] * 5, np.int32)
+    sinks = np.random.default_rng(3).normal(size=(length, HEADS) if per_query else HEADS)
+    given, real = sinks.astype("f4"), (segments >= 0)[:, None]
     if per_query:  # Of padding they are not read.
-        given[:, 7], sinks[:, 7] = np.nan, 0.0
-    out, lse = np.zeros((1, length, 4, 4)), np.full((1, length, 4), -np.inf)
-    for n in range(4):
-        for i in range(length):
-            sees = [
-                j
-                for j in range(i + 1)
-                if segments[0, i] == segments[0, j] >= 0 and (window is None or i - j < window)
-            ]
-            logits = [
-                cap * np.tanh((scale * q[0, i, n] @ k[0, j, n // 2] - slopes[n] * (i - j)) / cap)
-                for j in sees
-            ]
-            total = np.exp(sinks[0, i, n]) + sum(np.exp(x) for x in logits)
-            lse[0, i, n] = np.log(total)
-            for j, x in zip(sees, logits, strict=True):
-                out[0, i, n] += np.exp(x) / total * v[0, j, n // 2]
+        sinks, given = np.where(real, given, 0.0), np.where(real, given, np.nan)[None]
+    rule = pe.ALiBi(num_heads=HEADS).rules({})
+    distances = np.arange(length)[:, None] - np.arange(length)
+    seen = (segments[:, None] == segments) & (segments >= 0) & (distances >= 0)
+    seen &= distances < (window or length)
+    added = -np.asarray(rule.heads)[:, None, None] * distances.astype("f4")
+    numbers = {"scale": 0.3, "softcap": 4.0}
+    want = list(oracle.attention(arrays, added, seen, d_out, d_lse, sinks=sinks, **numbers))
+    if per_query:
+        want[6] = np.where(real, want[6], 0.0)[None]
+    options = tuple({"is_causal": True, "window": window, **numbers}.items())
+    got = _results(implementation, options, arrays, rule, given, d_out, d_lse, segments[None])
+    _compare(got, want, implementation, lambda ds: -np.einsum("nts,ts->n", ds, distances))
 
-    def attend(sinks):
-        return pe.attention(
-            *(jnp.asarray(x, jnp.float32) for x in (q, k, v)),
-            rules=pe.ALiBi(num_heads=4).rules({}),
-            is_causal=True,
-            window=window,
-            scale=scale,
-            softcap=cap,
-            sinks=sinks,
-            q_segment_ids=jnp.asarray(segments),
-            return_lse=True,
-            implementation=implementation,
-        )
 
-    (got, got_lse), pull = jax.vjp(attend, given)
-    np.testing.assert_allclose(got, out, atol=2e-6)
-    np.testing.assert_allclose(got_lse, lse, atol=2e-6)
-    d_out, d_lse = (rng.normal(size=x.shape).astype(np.float32) for x in (out, lse))
-    slope = np.exp(sinks - lse) * (d_lse - (d_out * out).sum(-1))
-    slope[:, 7] = 0.0 if per_query else slope[:, 7]
-    slope = slope if per_query else slope.sum((0, 1))
-    np.testing.assert_allclose(pull((d_out, d_lse))[0], slope, atol=4e-6)
+@pytest.mark.parametrize(
+    ("implementation", "rule", "length"),
+    [
+        ("reference", _near, 63),
+        (Dense(block=2**12), None, 63),
+        (SMALL_TILES, None, 63),
+        (SMALL_TILES, _later_or_padding, 63),
+        (SMALL_TILES, _near, 63),
+        (KERNELS, None, 130),
+        (KERNELS, _later_or_padding, 63),
+        (KERNELS, _near, 63),
+        (XLA(), None, 2),
+        pytest.param(XLA(), None, 700, marks=slow),
+        pytest.param(XLA(), _near, 300, marks=slow),
+        pytest.param(KERNELS, _near, 300, marks=slow),
+    ],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_rows_masked_by_a_number(implementation, rule, length):
+    """Output, log-sum-exp and all gradients; sinks of the number are logits too."""
+    _compare_numbers(implementation, rule, length)
+
+
+def _compare_numbers(implementation, rule, length):
+    arrays, d_out, d_lse = _inputs(length)
+    hidden, seen = _hidden(rule, length), np.ones((length, length), bool)
+
+    def of_rule(ds):
+        return ds.sum(0) if rule is None else ds.sum(0)[hidden].sum()
+
+    for number in (-50.0, -1e9, -1e30, 0.7 * LEAST, LEAST):
+        added = np.where(hidden, np.float32(number), np.float32(0))
+        sinks = np.array([number, 0.0, -np.inf, -3.0, -1e9, number], "f4")
+        masked = _rule(rule, number, length)
+        for some in (None, sinks):
+            want = oracle.attention(arrays, added, seen, d_out, d_lse, sinks=some)
+            got = _results(implementation, (), arrays, masked, some, d_out, d_lse)
+            _compare(got, want, implementation, of_rule)
+
+
+@pytest.mark.parametrize("inner", [SMALL_TILES, pytest.param("dense", marks=slow)], ids=str)
+def test_rows_masked_by_a_number_over_a_ring(inner):
+    """Devices have different numbers of keys in a row, and all tops are -1e9."""
+    with jax.set_mesh(jax.make_mesh((8,), ("sequence",), axis_types=(AxisType.Auto,))):
+        _compare_numbers(SequenceParallel("sequence", "ring", inner), _later_or_padding, 64)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "implementation", ["reference", Dense(block=2**12), SMALL_TILES, KERNELS], ids=str
+)
+def test_minus_infinity_of_an_array_hides_any_key(implementation, bad):
+    """NaN and inf in a key that it hides reach no output and no gradient; blind rows are zero."""
+    length = 63
+    arrays, d_out, d_lse = _inputs(length)
+    hidden = _hidden(_near, length)
+    hidden[:, [5, 40]] = True
+    added = np.where(hidden, -np.inf, np.random.default_rng(1).normal(size=hidden.shape))
+    added = added.astype("f4")
+    q, *keys = arrays
+    for x in keys:
+        x[:, [5, 40]] = 0.0
+    want = oracle.attention((q, *keys), np.where(hidden, 0.0, added), ~hidden, d_out, d_lse)
+    for x in keys:
+        x[:, [5, 40]] = bad
+    rule = pe.DenseBias(jnp.asarray(added)[None, None])
+    got = _results(implementation, (), (q, *keys), rule, None, d_out, d_lse)
+    _compare(got, want, None, lambda ds: ds.sum(0))
+
+
+def test_products_of_a_scaled_mask_are_rounded_in_both_passes():
+    """XLA fused them with the sum after them in one pass: exp(64) times the gradient."""
+    q, k, v, g = np.random.default_rng(0).normal(size=(4, 1, 300, 2, 3)).astype(np.float32)
+
+    def gradients(implementation):
+        def loss(q, k, v, number):
+            rule = pe.LogitBias(_on_some_rows, shared=number, scaled=True)
+            options = {"scale": 0.9, "implementation": implementation}
+            return (pe.attention(q, k, v, rules=rule, **options) * g).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(q, k, v, jnp.float32(-1e9))
+
+    for got, want in zip(gradients("xla"), gradients("dense"), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def _on_some_rows(number, head, i, j):
+    return jnp.where((j % 5 == 2) | (i % 3 == 1), number, 0.0)

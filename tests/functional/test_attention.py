@@ -74,15 +74,6 @@ def test_the_scale_is_the_schemes_own_unless_given():
     assert np.abs(t5()[0] - plain).max() > 0.01
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"is_causal": False}, {"window": 2}, {"softcap": 0.5}, {"sinks": jnp.ones(6)}, {"scale": 2.0}],
-    ids=str,
-)
-def test_options_of_attention_are_passed_on(options):
-    assert np.abs(attend(**options)[0] - attend()[0]).max() > 1e-2
-
-
 @dataclasses.dataclass(frozen=True)
 class RawKeys(pe.Scheme):
     """RoPE on raw cached keys, as schemes need whose keys depend on later tokens."""
@@ -332,12 +323,6 @@ def test_masks_with_a_cache_have_its_capacity():
 def test_contiguous_has_no_meaning_with_a_cache():
     with pytest.raises(ValueError, match=r"contiguous has no meaning with a cache, got .*True"):
         attend(cache=new_cache(ALIBI), contiguous=True)
-
-
-def test_given_tables_are_used():
-    still = pe.scheme_tables(Shared(), {}, jnp.zeros(7, int))
-    out, _ = attend(Shared(), tables=still)
-    np.testing.assert_allclose(out, attend(pe.NoPE())[0], atol=1e-6)
 
 
 def has_tables(scheme):
