@@ -1,4 +1,4 @@
-"""Coordinates drawn at random by CAPE and PoSE, as those of `posenc_jax.positions`.
+"""Coordinates drawn at random by CAPE and PoSE, with arguments as in `posenc_jax.positions`.
 
 Papers: Likhomanenko et al. CAPE: Encoding Relative Positions with Continuous Augmented Positional
 Embeddings. 2021. https://arxiv.org/abs/2106.03143

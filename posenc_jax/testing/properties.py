@@ -151,7 +151,7 @@ class Report:
 def check(scheme: Scheme, **sizes: int) -> Report:
     """Checks that a scheme works everywhere; takes a minute or less.
 
-    Small calls are traced first. What one raises is not caught: its notes describe the call.
+    Small calls are traced first. Their exceptions are not caught; notes describe the call.
 
     Args:
       scheme: the scheme, an instance.
