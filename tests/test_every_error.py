@@ -5,7 +5,8 @@ its arguments by name, what the message says) of calls that raise `ValueError`, 
 the fourth of an entry. Schemes are built by `support.build`, and their messages begin with their
 names, unless the entry has another word before a colon.
 
-Sizes below one, and tokens of other sizes than a scheme's, are tested for all schemes.
+Sizes below one, tokens of other sizes than a scheme's, unknown words, and numbers that are negative
+or NaN are tested for all schemes.
 """
 
 import dataclasses
@@ -34,6 +35,18 @@ ANY_SIZE |= {("transformer_xl", "model_dim")}
 """Sizes of parameters alone, which tokens need not have."""
 
 
+ANY_NUMBER = {"seed", "stddev", "init_std", "init_omega", "initial_shape", "gain"}
+"""Settings of initialisation: NaN is in the parameters, for all to see."""
+WRONG = {str: "nothing", int: -1, float: float("nan")}
+SETTINGS = [
+    (kind, field.name, WRONG[type(field.default)])
+    for kind, cls in pe.SCHEMES.items()
+    for field in dataclasses.fields(cls)
+    if type(field.default) in WRONG and field.name not in ANY_NUMBER
+    if (kind, field.name) != ("tupe", "max_distance")  # Of buckets, which are not the default.
+]
+
+
 @pytest.mark.parametrize(("call", "arguments", "message", "error"), CASES)
 def test_error(call, arguments, message, error):
     name = NAMES.get(call)
@@ -47,6 +60,12 @@ def test_error(call, arguments, message, error):
 def test_sizes_below_one_are_refused(kind, field):
     with pytest.raises(ValueError, match=f"^{kind}: {field} must be .*, got 0"):
         build(pe.SCHEMES[kind], **{field: 0})
+
+
+@pytest.mark.parametrize(("kind", "field", "value"), SETTINGS)
+def test_settings_refuse_unknown_words_and_numbers(kind, field, value):
+    with pytest.raises(ValueError, match=rf"^\w+: .*\b{field}\b.*{value}"):
+        build(pe.SCHEMES[kind], **{field: value})
 
 
 @pytest.mark.parametrize(

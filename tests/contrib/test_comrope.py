@@ -87,7 +87,6 @@ def test_initial_parameters_are_normal():
 ERRORS = [
     (contrib.ComRoPE, {"size": 3}, "size=3 must be at least 2 and divide head_dim=8"),
     (contrib.ComRoPE, {"size": 1}, "size=1 must be at least 2"),
-    (contrib.ComRoPE, {"axes": "both"}, "axes must be .*, got 'both'"),
     (
         contrib.ComRoPE,
         {"axes": "by_block", "size": 8},

@@ -102,7 +102,6 @@ def test_initialises_as_torch():
 
 
 ERRORS = [
-    (contrib.SelectiveRoPE, {"model_dim": 0}, "model_dim must be >= 1, got 0"),
     (contrib.SelectiveRoPE, {"groups": 0}, "groups must be >= 1, got 0"),
     (contrib.SelectiveRoPE, {"rank": 0}, "rank must be >= 1, got 0"),
     (contrib.SelectiveRoPE, {"width": 0}, "width must be >= 1, got 0"),

@@ -91,7 +91,7 @@ def test_decoding_through_layers_that_differ_equals_one_pass(name):
     assert np.abs(whole - run(plain, x)).max() > 0.01
 
 
-@pytest.mark.parametrize("is_causal, window", [(True, 3), (False, (1, 7))])
+@pytest.mark.parametrize("is_causal, window", [pytest.param(True, 3, marks=slow), (False, (1, 7))])
 def test_chunks_hide_what_a_mask_would(is_causal, window):
     """Llama 4: tokens attend within their chunk, in packed and padded rows and in a cache."""
     spec = pe.LayerSpec(LOCAL, window=window, chunk_size=4)

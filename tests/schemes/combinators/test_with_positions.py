@@ -10,7 +10,7 @@ import pytest
 
 import posenc_jax as pe
 from tests.oracle import attend, qkv, softmax_attention
-from tests.support import build, parameters
+from tests.support import build, parameters, slow
 
 ARRAYS = qkv(length=21)
 COORDINATES = jnp.stack([jnp.arange(21) % 5, jnp.arange(21) // 5])[:, None]
@@ -55,7 +55,7 @@ def test_a_scheme_on_an_axis_reads_that_axis(name):
         np.testing.assert_allclose(got, other, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["rope", "alibi"])
+@pytest.mark.parametrize("kind", [pytest.param("rope", marks=slow), "alibi"])
 def test_bipe(kind):
     """The authors' Llama: learned places in a sentence, RoPE or steep ALiBi on sentences."""
     if kind == "rope":

@@ -122,7 +122,6 @@ def test_initialisation():
 
 
 ERRORS = [
-    (pe.TransformerXL, {"num_heads": 0}, "num_heads must be >= 1, got 0"),
     (pe.TransformerXL, {"model_dim": 7}, "model_dim must be even, got 7"),
     (pe.TransformerXL, {"clamp": -1}, "clamp must not be negative, got -1"),
 ]

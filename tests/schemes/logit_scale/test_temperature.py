@@ -91,7 +91,6 @@ def test_a_negative_position_is_nan_in_its_own_row():
 
 
 ERRORS = [
-    (pe.QueryTemperature, {"form": "yarn"}, "form must be one of .* got 'yarn'"),
     (pe.QueryTemperature, {"length": 1}, "length must be at least 2, got 1"),
     (pe.QueryTemperature, {"form": "beam", "length": 0}, "length must be at least 1, got 0"),
     (

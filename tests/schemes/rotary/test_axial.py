@@ -196,12 +196,6 @@ ERRORS = [
     (pe.AxialRoPE, {"head_dim": 6}, "2 axes need a multiple of 4 dimensions, got 6"),
     (pe.AxialRoPE, {"axes": ()}, r"axes must be numbers of coordinate axes, got \(\)"),
     (pe.AxialRoPE, {"axes": (0, -1)}, r"axes must be numbers of coordinate axes, got \(0, -1\)"),
-    (
-        pe.AxialRoPE,
-        {"frequencies": "shared"},
-        r"frequencies must be one of \('own', 'dealt'\), got 'shared'",
-    ),
-    (pe.AxialRoPE, {"layout": "neox"}, "layout must be one of .*, got 'neox'"),
     (pe.AxialRoPE, {"rotary_dim": 12}, r"rotary_dim must be in \[0, head_dim=8\], got 12"),
     (pe.AxialRoPE, {"theta": 0.0}, "rope: theta must be positive"),
 ]

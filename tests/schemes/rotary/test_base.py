@@ -167,7 +167,7 @@ def test_forward_mode_and_forward_over_reverse_agree_with_reverse_mode(name):
     ("names", "implementation"),
     [
         (("learned_rope",), "reference"),
-        (("rerope", "self_extend"), "xla"),  # Their rules read no array.
+        pytest.param(("rerope", "self_extend"), "xla", marks=slow),  # Their rules read no array.
         pytest.param(ROTARY, "reference", marks=slow),
     ],
 )

@@ -88,6 +88,5 @@ def test_is_rope_before_training():
 ERRORS = [
     (pe.LearnedRoPE, {"groups": 0}, "groups must be >= 1, got 0"),
     (pe.LearnedRoPE, {"alpha_scale": 0.0}, "alpha_scale must be positive, got 0.0"),
-    (pe.LearnedRoPE, {"layout": "pairs"}, "layout must be one of .*, got 'pairs'"),
     (pe.LearnedRoPE, {"rotary_dim": 3}, "rotary dim.* 3"),
 ]

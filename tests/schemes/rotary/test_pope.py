@@ -78,8 +78,6 @@ def test_delta_is_initially_zero_or_uniform_and_clipped():
 
 
 ERRORS = [
-    (pe.PoPE, {"num_heads": 0}, "num_heads must be >= 1, got 0"),
-    (pe.PoPE, {"head_dim": 0}, "head_dim must be >= 1, got 0"),
     (pe.PoPE, {"rotary_dim": 9}, r"rotary_dim must be in \[1, head_dim=8\], got 9"),
     (pe.PoPE, {"theta": 0.0}, "theta must be positive, got 0.0"),
 ]

@@ -74,6 +74,5 @@ ERRORS = [
     (pe.RePo, {"width": 0}, "width must be >= 1, got 0"),
     (pe.RePo, {"model_dim": -24, "width": 3}, "model_dim must be >= 1, got -24"),
     (pe.RePo, {"model_dim": 7}, "model_dim=7 is below 8; give a width"),
-    (pe.RePo, {"layout": "pairs"}, "layout must be one of .*, got 'pairs'"),
     (pe.RePo, {"head_dim": 7}, "rotary dim must be even and positive, got 7"),
 ]

@@ -127,7 +127,6 @@ ERRORS = [
     (pe.XPos, {"theta": 0.0}, "rope: theta must be positive, got 0.0"),
     (pe.XPos, {"scale_base": 0.0}, "scale_base must be positive, got 0.0"),
     (pe.XPos, {"gamma": -0.4}, "gamma must be positive, got -0.4"),
-    (pe.XPos, {"layout": "neox"}, "layout must be one of .*, got 'neox'"),
 ]
 
 
