@@ -80,21 +80,3 @@ def test_initialised_as_torch_linear():
         leaf = np.asarray(params[name])
         assert 0.98 * bound < np.abs(leaf).max() <= bound and abs(leaf.mean()) < 0.1 * bound
     assert params["c"] == np.float32(0.2) and params["multiplier"] == 1.0
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_heads": 0},
-        {"width": 0},
-        {"init_c": 0.0},
-        {"init_length": -1.0},
-        {"eps": 0.0},
-        {"init_length": float("nan")},
-    ],
-    ids=str,
-)
-def test_errors_name_the_argument_and_the_value(change):
-    ((name, value),) = change.items()
-    with pytest.raises(ValueError, match=f"fire: {name} must be .*, got {value}"):
-        pe.FIRE(**({"num_heads": 2} | change))

@@ -103,17 +103,3 @@ def test_initialised_with_zeros_as_the_authors_do():
     arrays = qkv(length=9)
     plain = oracle.attend(pe.NoPE(), {}, *arrays, is_causal=True)
     np.testing.assert_allclose(attend(scheme, params["table"], *arrays), plain, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"head_dim": 0}, "head_dim must be >= 1, got 0"),
-        ({"num_positions": 0}, "num_positions must be >= 1, got 0"),
-        ({"head_dim": 4}, "q must have head dim 4, got 8"),
-    ],
-)
-def test_errors_name_the_setting_and_the_value(change, message):
-    with pytest.raises(ValueError, match=f"cope: {message}"):
-        scheme = pe.CoPE(**{"head_dim": 8} | change)
-        attend(scheme, random_table(64)[:, : scheme.head_dim], *qkv(length=3))

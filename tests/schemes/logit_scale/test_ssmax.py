@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.support import build, close, initial, output, parameters
+from tests.support import build, close, initial, output
 
 OPTIONS = {pe.SSMax: {"scale": initial(1.0), "offset": 0.5}}
 
@@ -36,9 +36,4 @@ def test_is_initially_the_identity_as_in_mistral_large_4(tokens):
     close(output(scheme, scheme.init(jax.random.key(0)), tokens), output(pe.NoPE(), {}, tokens), 0)
 
 
-def test_errors_say_what_is_wrong():
-    with pytest.raises(ValueError, match="ssmax: scale must not be 0 without an offset"):
-        pe.SSMax(num_heads=6, scale=0.0)
-    with pytest.raises(ValueError, match="ssmax: the scheme is for 6 heads, got q"):
-        scheme = pe.SSMax(num_heads=6)
-        scheme.query(parameters(scheme), jnp.ones((1, 1, 5, 4)), jnp.array([[0]]))
+ERRORS = [(pe.SSMax, {"scale": 0.0}, "scale must not be 0 without an offset")]

@@ -138,13 +138,6 @@ def test_softcap_is_refused(scheme, tokens):
         scheme.attend({}, tokens.q, tokens.k, tokens.v, positions, positions, None, None, call)
 
 
-@each
-def test_a_head_of_another_size_is_refused(scheme):
-    x = jnp.ones((1, 3, 2, 10))
-    with pytest.raises(ValueError, match=f"{scheme.name}: the scheme is for head_dim 8"):
-        pe.scheme_attention(scheme, {}, x, x, x)
-
-
 def test_the_rule_masks_the_keys_of_other_ranges():
     bias = pe.LogitBias(OutOfRange(Far(2), 1), heads=jnp.zeros(1))
     row = bias.dense(jnp.array([3]), jnp.arange(4))[0, 0]

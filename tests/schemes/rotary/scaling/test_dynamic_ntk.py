@@ -1,5 +1,7 @@
 """Dynamic NTK against transformers, at the lengths where its numbers were printed."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -38,17 +40,12 @@ def test_cached_keys_stay_correct():
     np.testing.assert_array_equal(jnp.concatenate(parts, 1), key(scheme, {}, k, positions))
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"factor": 0.5}, "factor must be at least 1 and finite, got 0.5"),
-        ({"original_max_position": 0}, "original_max_position must be the trained length"),
-        ({"length": 0}, "length must be at least 1, got 0"),
-    ],
-)
-def test_errors_name_the_option_and_the_value(change, message):
-    with pytest.raises(ValueError, match=f"DynamicNTK: {message}"):
-        pe.DynamicNTK(**(BASE | change))
+ntk = functools.partial(pe.DynamicNTK, **BASE)
+ERRORS = [
+    (ntk, {"factor": 0.5}, "factor must be at least 1 and finite, got 0.5"),
+    (ntk, {"original_max_position": 0}, "original_max_position must be the trained length"),
+    (ntk, {"length": 0}, "length must be at least 1, got 0"),
+]
 
 
 def test_needs_two_pairs():
