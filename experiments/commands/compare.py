@@ -18,7 +18,7 @@ from typing import Any
 import tomli_w
 
 from experiments.errors import ConfigError, ResultsError
-from experiments.pages import plots, tables
+from experiments.pages import tables
 from experiments.pages.progress import Progress, by_scheme
 from experiments.pages.report import render
 from experiments.runs.experiment import Experiment, experiment_of, from_file, objects_in
@@ -108,22 +108,16 @@ def evaluate(experiment: Experiment) -> int:
 
 
 def report(arguments: list[str]) -> int:
-    """Writes the report or one plot again; returns the exit status."""
+    """Writes the report again; returns the exit status."""
     parser = Parser(
         prog="python -m experiments report",
-        description="Writes report.html again from the results of runs, or one of its plots.",
+        description="Writes report.html again from the results of runs.",
     )
     parser.add_argument("folder", type=Path, help="such as results/compare")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write score against length: SVG")
-    parser.add_argument("--task", help="of the plot (default: the last)")
     parser.add_argument("--baseline", help="scheme of the paired differences (default: rope)")
     add_trust(parser)
     options = parser.parse_args(arguments)
-    trusted = options.trust
-    if options.plot:
-        print(f"Plot: {write_plot(options.folder, options.plot, options.task, trusted)}")
-    else:
-        print(f"Report: {write_report(options.folder, options.baseline, trusted=trusted)}")
+    print(f"Report: {write_report(options.folder, options.baseline, trusted=options.trust)}")
     return 0
 
 
@@ -155,29 +149,6 @@ def write_report(
     page = render(experiment.name, results, command, settings, baseline)
     write_whole(folder / "report.html", page)
     return folder / "report.html"
-
-
-def write_plot(
-    folder: Path, target: Path, task: str | None = None, trusted: Collection[str] = ()
-) -> Path:
-    """Writes the plot of a task's score against length to a file.
-
-    Args:
-      folder: of the results.
-      target: the SVG file.
-      task: its name; default: the last in the results.
-      trusted: objects that the folder may call, as for `experiment_of`.
-
-    Raises:
-      ResultsError: if there are no results of the task, or the file cannot be written.
-    """
-    results = [row for row in _results(folder, None, trusted)[1] if not row.waiting]
-    task = task or next(reversed(tables.sections(results)), "")
-    svg = plots.lengths(results, task, next(iter(tables.modes(results, task)), ""))
-    if not svg:
-        raise ResultsError(f"{folder}: has no evaluation of {task or 'any task'} to draw")
-    write_whole(target, plots.standalone(svg))
-    return target
 
 
 def _results(

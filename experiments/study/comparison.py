@@ -101,7 +101,7 @@ def _verdict(rows: Mapping[str, Row]) -> str:
 
 
 def repetition(study: Study, rows: Rows, earlier: Rows) -> dict[str, Any]:
-    """Returns the differences beside those of the study that this one repeats.
+    """Returns the differences next to the earlier ones of the study that this one repeats.
 
     Args:
       study: the study.

@@ -1,4 +1,4 @@
-"""All numbers of a study, a row per size and scheme: the file beside its page."""
+"""All numbers of a study as CSV, a row per size and scheme."""
 
 import math
 import statistics

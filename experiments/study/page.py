@@ -127,7 +127,7 @@ def _differences(study: Study, rows: Rows) -> dict[str, Any] | None:
 def _size(
     study: Study, size: str, rows: Mapping[str, Row], results: Lookup, clock: Clock | None
 ) -> dict[str, Any]:
-    """The answer at a size, and what it was found with."""
+    """The answer at a size, its settings, and remarks on its runs."""
     about, cells = study.about, study.compared(size, results)
     cell = study.cells[size][about.baseline]
     task, labels, limit = cell.task, cell.task.labels, cell.about.unstable

@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import tomllib
-import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
@@ -495,7 +494,7 @@ def test_full_disk_keeps_earlier_results(run, monkeypatch):
     assert not list(run.folder.rglob("*.part"))
 
 
-def test_report_and_plot_are_written_again(run, capsys, tmp_path):
+def test_the_report_is_written_again(run, capsys):
     run.draw()
     assert run("compare", "--schemes", "none,rope", "--seeds", "2")[0] == 0
     before = (run.folder / "report.html").read_text()
@@ -504,15 +503,10 @@ def test_report_and_plot_are_written_again(run, capsys, tmp_path):
     assert (run.folder / "report.html").read_text() == before
     assert main(["report", str(run.folder), "--baseline", "none"]) == 0
     assert "minus none" in (run.folder / "report.html").read_text()
-    plot = tmp_path / "docs" / "length.svg"
-    assert main(["report", str(run.folder), "--plot", str(plot)]) == 0
-    assert ElementTree.fromstring(plot.read_text()).tag == "{http://www.w3.org/2000/svg}svg"
-    assert "currentColor" not in plot.read_text()
     capsys.readouterr()
     for arguments, message in (
         (["nowhere"], "nowhere: holds no results"),
         ([str(run.folder), "--baseline", "rpoe"], "--baseline: 'rpoe' is not among the runs"),
-        ([str(run.folder), "--plot", str(plot), "--task", "kth"], "has no evaluation of kth"),
     ):
         assert main(["report", *arguments]) == 2
         err = capsys.readouterr().err
