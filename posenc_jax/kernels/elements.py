@@ -154,8 +154,7 @@ def evaluate(
     scalars: Any,
     q_scalars: Any,
     k_scalars: Any,
-    queries: dict[str, jax.Array],
-    keys: dict[str, jax.Array],
+    *coordinates: jax.Array | None,
 ) -> tuple[jax.Array, Callable]:
     """Returns a term on a tile, and the pullback to its scalars.
 
@@ -164,14 +163,14 @@ def evaluate(
       shape: of the tile.
       scalars: of the head.
       q_scalars, k_scalars: arrays that broadcast to the tile.
-      queries, keys: "coordinates" of the tokens, which broadcast to the tile.
+      *coordinates: of queries and of keys, which broadcast to the tile.
     """
 
     def wide(x):
         return jnp.broadcast_to(x, shape)
 
-    coordinates = [jnp.zeros(shape, jnp.int32)] * 2
+    places = [jnp.zeros(shape, jnp.int32)] * 2
     if element.reads_coordinates:
-        coordinates = [wide(x["coordinates"]) for x in (queries, keys)]
+        places = [wide(x) for x in coordinates]
     arrays = jax.tree.map(wide, (tuple(scalars), tuple(q_scalars), tuple(k_scalars)))
-    return jax.vjp(lambda *x: jax.vmap(jax.vmap(element.rule))(*x, *coordinates), *arrays)
+    return jax.vjp(lambda *x: jax.vmap(jax.vmap(element.rule))(*x, *places), *arrays)

@@ -170,6 +170,15 @@ class Product:
     of_keys: bool = dataclasses.field(metadata=STATIC)
 
 
+class TokenScalars(NamedTuple):
+    """Numbers of tokens that masks and rules read, int32 [B or 1, 1, T]; None if none does."""
+
+    coordinates: Any = None
+    positions: Any = None
+    segments: Any = None
+    slots: Any = None
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operands:
@@ -179,8 +188,8 @@ class Operands:
       q, k, v: [B, T, N, H], [B, S, K, H] and [B, S, K, V].
       bias: float32 [N or 1, R], times `Spec.unit`, by ascending distance from `first`, or
         None.
-      rows: int32 [B or 1, 1, T] of queries by name: "positions", "coordinates", "segments".
-      columns: int32 [B or 1, 1, S] of keys by the same names, and with dropout "slots".
+      rows, columns: of queries and of keys; padding of keys has another segment than padding of
+        queries, and only keys have slots, with dropout.
       prefix: int32 [B]; zeros if there is none.
       elements: elementwise terms.
       dropped: of queries, uint32 [B, N, 1, T], see `dropout_rows`, or None without dropout.
@@ -194,8 +203,8 @@ class Operands:
     k: jax.Array
     v: jax.Array
     bias: jax.Array | None
-    rows: dict[str, jax.Array]
-    columns: dict[str, jax.Array]
+    rows: TokenScalars
+    columns: TokenScalars
     prefix: jax.Array
     elements: tuple[Element, ...]
     dropped: jax.Array | None
@@ -266,17 +275,20 @@ def prepare(
     first = 0 if p.is_causal and p.prefix_length is None else 1 - p.keys
     products, per_key = _products(p, lowered, spec, first)
     reads_coordinates = any(element.reads_coordinates for element in elements)
-    columns = _by_name(spec, k_tokens, reads_coordinates) | _distinct_padding(k_tokens)
+    columns = _token_scalars(spec, k_tokens, reads_coordinates)
+    if columns.segments is not None:
+        least, ids = jnp.iinfo(jnp.int32).min, columns.segments
+        columns = columns._replace(segments=jnp.where(ids < 0, least, ids))
     dropped = None
     if p.dropout_seeds is not None:
-        columns["slots"] = pad_axis(p.k_slots, 1, keys)[:, None]
+        columns = columns._replace(slots=pad_axis(p.k_slots, 1, keys)[:, None])
         dropped = pad_axis(dropout_rows(p.dropout_seeds, p.q_slots), 2, length)[:, :, None]
     return spec, Operands(
         q=pad_axis(p.q, 1, length),
         k=pad_axis(p.k, 1, keys),
         v=pad_axis(lowered.v, 1, keys),
         bias=_bias(p, lowered, spec, first),
-        rows=_by_name(spec, q_tokens, reads_coordinates),
+        rows=_token_scalars(spec, q_tokens, reads_coordinates),
         columns=columns,
         prefix=jnp.zeros((1,), jnp.int32) if p.prefix_length is None else p.prefix_length,
         elements=tuple(
@@ -295,22 +307,12 @@ def prepare(
     )
 
 
-def _by_name(spec: Spec, x: TokenArrays, reads_coordinates: bool) -> dict[str, jax.Array]:
-    """Returns `Operands.rows` or `columns`, without slots."""
-    arrays = {}
-    if spec.visibility.ordered and not spec.by_slot:
-        arrays["positions"] = x.positions
-    if reads_coordinates:
-        arrays["coordinates"] = x.coordinates
-    return arrays if x.segments is None else arrays | {"segments": x.segments}
-
-
-def _distinct_padding(keys: TokenArrays) -> dict[str, jax.Array]:
-    """Returns the segments of keys, where padding differs from padding of queries."""
-    if keys.segments is None:
-        return {}
-    least = jnp.iinfo(jnp.int32).min
-    return {"segments": jnp.where(keys.segments < 0, least, keys.segments)}
+def _token_scalars(spec: Spec, x: TokenArrays, reads_coordinates: bool) -> TokenScalars:
+    return TokenScalars(
+        coordinates=x.coordinates if reads_coordinates else None,
+        positions=x.positions if spec.visibility.ordered and not spec.by_slot else None,
+        segments=x.segments,
+    )
 
 
 def _bias(p: Problem, lowered: Lowered, spec: Spec, first: int) -> jax.Array | None:

@@ -165,7 +165,7 @@ class Tile:
         """Returns the arguments of `evaluate` after the shape."""
         heads = self.spec.heads
         coordinates = [
-            {name: side(y) for name, y in refs.items() if name == "coordinates"}
+            None if refs.coordinates is None else side(refs.coordinates)
             for side, refs in ((self._of_q, self.x.rows), (self._of_k, self.x.columns))
         ]
         return (
@@ -206,8 +206,8 @@ class Tile:
                 if before >= 0:
                     tests.append(q <= k + before)
             else:
-                q = self._of_q(x.rows["positions"], wide=False)
-                k = self._of_k(x.columns["positions"], wide=False)
+                q = self._of_q(x.rows.positions, wide=False)
+                k = self._of_k(x.columns.positions, wide=False)
                 if after >= 0:
                     latest = self._wide(add_saturated(q, after), q_axis)
                     tests.append(self._wide(k, k_axis) <= latest)
@@ -218,7 +218,7 @@ class Tile:
                     seen = functools.reduce(jnp.logical_and, tests)
                     tests = [seen | (self._wide(k, k_axis) < x.prefix[self.b])]
         if spec.visibility.segments:
-            tests.append(self._of_q(x.rows["segments"]) == self._of_k(x.columns["segments"]))
+            tests.append(self._of_q(x.rows.segments) == self._of_k(x.columns.segments))
         return functools.reduce(jnp.logical_and, tests)
 
 

@@ -20,13 +20,20 @@ from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.mask import in_units
 from posenc_jax.kernels.elements import Element, evaluate
-from posenc_jax.kernels.operands import MASKED, PLAIN, Grads, Operands, kinds, out_struct
+from posenc_jax.kernels.operands import (
+    MASKED,
+    PLAIN,
+    Grads,
+    Operands,
+    TokenScalars,
+    kinds,
+    out_struct,
+)
 from posenc_jax.kernels.tpu.bands import (
     BandInputs,
     BandSlices,
     BandStrip,
     band_cotangents,
-    band_inputs,
     band_logits,
     band_slices,
     feature_cotangents,
@@ -35,16 +42,14 @@ from posenc_jax.kernels.tpu.bands import (
 from posenc_jax.kernels.tpu.block_specs import (
     Call,
     feature_spec,
-    input_specs,
     matrix_spec,
     squeezed_spec,
     temporary_bytes,
 )
-from posenc_jax.kernels.tpu.forward import pair_grads, pairs_refusal
+from posenc_jax.kernels.tpu.forward import Grid, pair_grads, pairs_refusal
 from posenc_jax.kernels.tpu.spec import Entry, TPUSpec, bias_line, heads_before_tokens, heads_first
 from posenc_jax.kernels.tpu.tile import (
     LANES,
-    Strip,
     add_pairs,
     dot,
     kept_pairs,
@@ -123,35 +128,10 @@ def _call(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class BackwardGrid:
-    """The steps of the backward kernel, and the blocks of the arrays at each step.
+class BackwardGrid(Grid):
+    """The steps of the backward kernel: key heads, rows, heads of a group, and tiles."""
 
-    Index maps take the five indices of the grid, the schedule and the prefix lengths, and return
-    the row of the batch, the head and the block of tokens.
-
-    Attributes:
-      spec: the static part.
-      shared_schedule: whether all rows of the batch have one schedule.
-    """
-
-    spec: TPUSpec
-    shared_schedule: bool
-
-    @classmethod
-    def of(cls, spec: TPUSpec, x: Operands) -> "BackwardGrid":
-        """Returns the grid for operands."""
-        return cls(spec, shared_schedule=x.schedules[1].shape[0] == 1)
-
-    def band_inputs(self, x: Operands) -> BandInputs:
-        """Returns the products of the operands."""
-        index_maps = self.query_block, self.key_block_of_query_head
-        return band_inputs(self.spec, x, self.spec.backward, 1, *index_maps)
-
-    @functools.cached_property
-    def tiles(self) -> int:
-        """The number of tiles per head and row of the batch."""
-        return self.spec.order(by_key=True)[0].size
+    by_key = True
 
     @property
     def q_blocks(self) -> int:
@@ -174,12 +154,6 @@ class BackwardGrid:
     def first_of_last_keys(self) -> int:
         """The first tile of the last block of keys, which has a tile per block of queries."""
         return self.tiles - self.q_blocks
-
-    @functools.cached_property
-    def strip(self) -> Strip:
-        """The strip of the bias."""
-        low, high = self.spec.reach(self.spec.backward)
-        return Strip.of(low, high, self.spec.backward.k, self.spec.backward.q)
 
     @property
     def sums_per_row(self) -> bool:
@@ -204,15 +178,19 @@ class BackwardGrid:
         row = 0 if self.shared_schedule else b
         return Entry(schedule_ref[row * self.tiles + j * self.shape[4] + i])
 
-    def query_block(self, h, b, g, j, i, schedule_ref, prefix_ref):
-        head = h * self.spec.group + g
-        return b, head, self.entry(schedule_ref, b, j, i).column
+    def head(self, *indices):
+        return indices[0] * self.spec.group + indices[2]
 
-    def key_block(self, h, b, g, j, i, schedule_ref, prefix_ref):
+    def query_block(self, *indices):
+        _, b, _, j, i, schedule_ref, _ = indices
+        return b, self.head(*indices), self.entry(schedule_ref, b, j, i).column
+
+    def key_block(self, *indices):
+        h, b, _, j, i, schedule_ref, _ = indices
         return b, h, j if self.is_dense else self.entry(schedule_ref, b, j, i).row
 
-    def key_block_of_query_head(self, h, b, g, *indices):
-        return b, h * self.spec.group + g, self.key_block(h, b, g, *indices)[2]
+    def key_block_of_query_head(self, *indices):
+        return indices[1], self.head(*indices), self.key_block(*indices)[2]
 
     # Finished blocks of dq, dk and dv are written as they come; until then, block 0 is in memory.
     def finished_query_block(self, h, b, g, j, i, *_):
@@ -234,22 +212,12 @@ def _inputs(
     grid: BackwardGrid, x: Operands, bands: BandInputs, cotangents: dict[str, jax.Array]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the arrays that the kernel reads, and their block specs."""
-    spec, query = grid.spec, grid.query_block
-    arrays, specs = input_specs(
-        spec, x, spec.backward, query, grid.key_block, grid.key_block_of_query_head
-    )
-    arrays["d_out"] = cotangents["d_out"]
-    specs["d_out"] = matrix_spec(arrays["d_out"], spec.backward.q, query)
-    for name in ("lse", "delta"):
-        arrays[name] = cotangents[name][:, :, None]
-        specs[name] = feature_spec(arrays[name], spec.backward.q, query)
-    if x.bias is not None:
-        arrays["line"] = bias_line(spec, x.bias, x.first, grid.strip, 1)
-        one_head, group = x.bias.shape[0] == 1, spec.group
-        specs["line"] = pl.BlockSpec(
-            (None, 1, grid.strip.line), lambda h, b, g, *_: (0 if one_head else h * group + g, 0, 0)
-        )
-    arrays["products"], specs["products"] = bands.arrays, bands.specs
+    block, query = grid.blocks.q, grid.query_block
+    rows = {name: cotangents[name][:, :, None] for name in ("lse", "delta")}
+    arrays, specs = grid.inputs(x, bands)
+    arrays |= rows | {"d_out": cotangents["d_out"]}
+    specs |= {name: feature_spec(y, block, query) for name, y in rows.items()}
+    specs["d_out"] = matrix_spec(arrays["d_out"], block, query)
     return arrays, specs
 
 
@@ -312,7 +280,7 @@ def _scratch_shapes(grid: BackwardGrid, x: Operands, bands: BandInputs) -> dict[
         "d_q": pltpu.VMEM((spec.length, spec.dim), jnp.float32),
         "d_k": pltpu.VMEM((keys, spec.dim), jnp.float32),
         "d_v": pltpu.VMEM((keys, spec.value_dim), jnp.float32),
-        "columns": {name: column(jnp.int32) for name in x.columns},
+        "columns": jax.tree.map(lambda _: column(jnp.int32), x.columns),
         "k_scalars": per_key,
         "d_k_scalars": per_key,
         "steps": bands.columns,
@@ -452,8 +420,9 @@ class BackwardStep:
         refs, scratch = self.refs, self.scratch
         k = refs["k"][...].astype(jnp.float32) * (self.spec.scale * self.spec.unit)
         scratch["k"][...] = k.astype(refs["k"].dtype)
-        for name, row in refs["columns"].items():
-            scratch["columns"][name][...] = to_column(row[...])
+        columns = zip(*map(jax.tree.leaves, (refs["columns"], scratch["columns"])), strict=True)
+        for row, column in columns:
+            column[...] = to_column(row[...])
         for e, element in enumerate(refs["elements"]):
             for n, row in enumerate(element.k_scalars):
                 scratch["k_scalars"][e][n][...] = to_column(row[...])
@@ -486,7 +455,7 @@ class BackwardStep:
             p = jnp.where(logits.see, p, 0.0)
         keep = None
         if "dropped" in refs:
-            slots = lanes(scratch["columns"]["slots"][...], self.spec.backward.q)
+            slots = lanes(scratch["columns"].slots[...], self.spec.backward.q)
             keep = kept_pairs(self.spec, refs["dropped"][...], slots)
         weights = p if keep is None else jnp.where(keep, p, 0.0)
 
@@ -538,10 +507,10 @@ class BackwardStep:
                 ]
             )
         s = sum(added, s)
-        q_tokens, k_tokens = {}, {}
+        q_tokens = k_tokens = TokenScalars()
         if ruled or masked:
-            q_tokens = {name: y[...] for name, y in refs["rows"].items()}
-            k_tokens = {name: lanes(y[...], bq) for name, y in scratch["columns"].items()}
+            q_tokens = jax.tree.map(lambda y: y[...], refs["rows"])
+            k_tokens = jax.tree.map(lambda y: lanes(y[...], bq), scratch["columns"])
         see = None
         if masked:
             see = visible(self.spec, s.shape, 1, self.offset, q_tokens, k_tokens, self.limit)
@@ -554,9 +523,9 @@ class BackwardStep:
             scalars = [y[self.h * self.spec.group + self.g] for y in element.scalars]
             q_scalars = [y[...] for y in element.q_scalars]
             k_scalars = [lanes(y[...], bq) for y in scratch["k_scalars"][e]]
-            term, pull = evaluate(
-                element, s.shape, scalars, q_scalars, k_scalars, q_tokens, k_tokens
-            )
+            arrays = scalars, q_scalars, k_scalars
+            places = q_tokens.coordinates, k_tokens.coordinates
+            term, pull = evaluate(element, s.shape, *arrays, *places)
             s += in_units(term, self.spec.unit)
             pulls.append((e, pull))
         slope = None

@@ -53,7 +53,8 @@ def decode(
     Args:
       p: the problem, without rules on whole rows or values.
       block: keys per step, a multiple of 128. Default: 2 MiB of keys and values.
-      interpret, vmem_limit: see `PallasTPU`.
+      interpret: see `PallasTPU`.
+      vmem_limit: bytes that the kernel may use.
     """
     batch, length, heads, _ = p.q.shape
     out, *lse = _call(p, _grid(p, block), interpret, vmem_limit)()

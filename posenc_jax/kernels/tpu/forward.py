@@ -4,21 +4,31 @@ Grid (N, B, tiles), tiles by blocks of queries. The running maximum m, sum l and
 block of queries stay in VMEM over its blocks of keys, the strip of a head over the batch.
 """
 
+import abc
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.mask import MASK_VALUE, in_units
 from posenc_jax.engine.problem import LogSumExp
 from posenc_jax.engine.terms import AllPairs
 from posenc_jax.kernels.elements import evaluate
-from posenc_jax.kernels.operands import EMPTY, MASKED, PLAIN, Operands, kinds, out_struct
+from posenc_jax.kernels.operands import (
+    EMPTY,
+    MASKED,
+    PLAIN,
+    Operands,
+    TokenScalars,
+    kinds,
+    out_struct,
+)
 from posenc_jax.kernels.tpu.bands import (
     BandInputs,
     BandStrip,
@@ -71,7 +81,7 @@ def _call(spec: TPUSpec, x: Operands) -> Call:
     """Returns the kernel's call; q, k and v are heads first."""
     grid = ForwardGrid.of(spec, x)
     bands = grid.band_inputs(x)
-    arrays, specs = _inputs(grid, x, bands)
+    arrays, specs = grid.inputs(x, bands)
     out = out_struct(x.q, (spec.batch, spec.heads, spec.length, spec.value_dim), spec.dtype)
     row = out_struct(x.q, (spec.batch, spec.heads, 1, spec.length))
     column = pltpu.VMEM((spec.forward.q, LANES), jnp.float32)
@@ -96,11 +106,11 @@ def _call(spec: TPUSpec, x: Operands) -> Call:
 
 
 @dataclasses.dataclass(frozen=True)
-class ForwardGrid:
-    """The steps of the forward kernel, and the blocks of the arrays at each step.
+class Grid(abc.ABC):
+    """The steps of a kernel, and the blocks of the arrays at each step.
 
-    Index maps take the three indices of the grid, the schedule and the prefix lengths, and return
-    the row of the batch, the head and the block of tokens.
+    Index maps take the indices of the grid, the schedule and the prefix lengths, and return the row
+    of the batch, the head and the block of tokens.
 
     Attributes:
       spec: the static part.
@@ -109,32 +119,76 @@ class ForwardGrid:
 
     spec: TPUSpec
     shared_schedule: bool
+    by_key: ClassVar[bool] = False
+    """Whether rows of the schedule and of tiles are keys, as in the backward pass."""
 
     @classmethod
-    def of(cls, spec: TPUSpec, x: Operands) -> "ForwardGrid":
+    def of(cls, spec: TPUSpec, x: Operands) -> Self:
         """Returns the grid for operands."""
-        return cls(spec, shared_schedule=x.schedules[0].shape[0] == 1)
+        return cls(spec, shared_schedule=x.schedules[cls.by_key].shape[0] == 1)
 
-    def band_inputs(self, x: Operands) -> BandInputs:
-        """Returns the products of the operands."""
-        index_maps = self.query_block, self.key_block_of_query_head
-        return band_inputs(self.spec, x, self.spec.forward, 0, *index_maps)
+    @abc.abstractmethod
+    def query_block(self, *indices: Any) -> tuple[Any, Any, Any]:
+        """The blocks of queries."""
+
+    @abc.abstractmethod
+    def key_block(self, *indices: Any) -> tuple[Any, Any, Any]:
+        """The blocks of keys, with the head of keys."""
+
+    @abc.abstractmethod
+    def key_block_of_query_head(self, *indices: Any) -> tuple[Any, Any, Any]:
+        """The blocks of keys, with the head of queries."""
+
+    @abc.abstractmethod
+    def head(self, *indices: Any) -> Any:
+        """The head of queries."""
+
+    @property
+    def blocks(self) -> Blocks:
+        """Queries and keys per tile."""
+        return self.spec.backward if self.by_key else self.spec.forward
 
     @functools.cached_property
     def tiles(self) -> int:
         """The number of tiles per head and row of the batch."""
-        return self.spec.order(by_key=False)[0].size
+        return self.spec.order(by_key=self.by_key)[0].size
+
+    @functools.cached_property
+    def strip(self) -> Strip:
+        """The strip of the bias."""
+        (low, high), blocks = self.spec.reach(self.blocks), self.blocks
+        if self.by_key:
+            return Strip.of(low, high, blocks.k, blocks.q)
+        return Strip.of(-high, -low, blocks.q, blocks.k)
+
+    def band_inputs(self, x: Operands) -> BandInputs:
+        """Returns the products of the operands."""
+        index_maps = self.query_block, self.key_block_of_query_head
+        return band_inputs(self.spec, x, self.blocks, int(self.by_key), *index_maps)
+
+    def inputs(self, x: Operands, bands: BandInputs) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the arrays that the kernel reads, and their block specs."""
+        index_maps = self.query_block, self.key_block, self.key_block_of_query_head
+        arrays, specs = input_specs(self.spec, x, self.blocks, *index_maps)
+        if x.bias is not None:
+            sign, one_head = 1 if self.by_key else -1, x.bias.shape[0] == 1
+            arrays["line"] = bias_line(self.spec, x.bias, x.first, self.strip, sign)
+
+            def line(*indices):
+                return (0 if one_head else self.head(*indices)), 0, 0
+
+            specs["line"] = pl.BlockSpec((None, 1, self.strip.line), line)
+        arrays["products"], specs["products"] = bands.arrays, bands.specs
+        return arrays, specs
+
+
+class ForwardGrid(Grid):
+    """The steps of the forward kernel: heads, rows and tiles."""
 
     @property
     def slice(self) -> int:
         """The number of keys of one matrix product."""
         return math.gcd(self.spec.forward.k, _MAX_SLICE)
-
-    @functools.cached_property
-    def strip(self) -> Strip:
-        """The strip of the bias."""
-        low, high = self.spec.reach(self.spec.forward)
-        return Strip.of(-high, -low, self.spec.forward.q, self.spec.forward.k)
 
     def entry(self, schedule_ref, b, t):
         """Returns the schedule's entry of a step."""
@@ -153,29 +207,8 @@ class ForwardGrid:
         b, h, block = self.key_block_of_query_head(*indices)
         return b, jax.lax.div(h, jnp.int32(self.spec.group)), block
 
-
-def _inputs(
-    grid: ForwardGrid, x: Operands, bands: BandInputs
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the arrays that the kernel reads, and their block specs."""
-    arrays, specs = input_specs(
-        grid.spec,
-        x,
-        grid.spec.forward,
-        grid.query_block,
-        grid.key_block,
-        grid.key_block_of_query_head,
-    )
-    if x.bias is not None:
-        arrays["line"] = bias_line(grid.spec, x.bias, x.first, grid.strip, -1)
-        one_head = x.bias.shape[0] == 1
-
-        def line(*indices):
-            return (0 if one_head else grid.query_block(*indices)[1]), 0, 0
-
-        specs["line"] = pl.BlockSpec((None, 1, grid.strip.line), line)
-    arrays["products"], specs["products"] = bands.arrays, bands.specs
-    return arrays, specs
+    def head(self, *indices):
+        return self.query_block(*indices)[1]
 
 
 def _query_scratch(grid: ForwardGrid, x: Operands, bands: BandInputs) -> dict[str, Any]:
@@ -184,7 +217,7 @@ def _query_scratch(grid: ForwardGrid, x: Operands, bands: BandInputs) -> dict[st
     column = functools.partial(pltpu.VMEM, (spec.forward.q, LANES))
     shapes = {
         "q": pltpu.VMEM((spec.forward.q, spec.dim), x.q.dtype),
-        "rows": {name: column(jnp.int32) for name in x.rows},
+        "rows": jax.tree.map(lambda _: column(jnp.int32), x.rows),
         "q_scalars": [[column(jnp.float32) for _ in e.q_scalars] for e in x.elements],
         "steps": bands.columns,
     }
@@ -276,8 +309,9 @@ class ForwardStep:
         refs, scratch = self.refs, self.scratch
         q = refs["q"][...].astype(jnp.float32) * (self.spec.scale * self.spec.unit)
         scratch["q"][...] = q.astype(refs["q"].dtype)
-        for name, row in refs["rows"].items():
-            scratch["rows"][name][...] = to_column(row[...])
+        rows = zip(*map(jax.tree.leaves, (refs["rows"], scratch["rows"])), strict=True)
+        for row, column in rows:
+            column[...] = to_column(row[...])
         if "dropped" in refs:
             scratch["dropped"][...] = to_column(refs["dropped"][...])
         for element, columns in zip(refs["elements"], scratch["q_scalars"], strict=True):
@@ -315,7 +349,7 @@ class ForwardStep:
         if "dropped" not in self.refs:
             return x
         size = self.grid.slice
-        slots = self.refs["columns"]["slots"][:, start : start + size]
+        slots = self.refs["columns"].slots[:, start : start + size]
         hashed = lanes(self.scratch["dropped"][...], size)
         return jnp.where(kept_pairs(self.spec, hashed, slots), x, 0.0)
 
@@ -343,10 +377,10 @@ class ForwardStep:
                 parts.append(s[r : r + LANES] + scratch["strip"][:, pl.ds(lane, size)])
             s = jnp.concatenate(parts)
         s = sum(terms, s)
-        q_tokens, k_tokens = {}, {}
+        q_tokens = k_tokens = TokenScalars()
         if ruled or masked:
-            q_tokens = {name: lanes(y[...], size) for name, y in scratch["rows"].items()}
-            k_tokens = {name: y[:, start : start + size] for name, y in refs["columns"].items()}
+            q_tokens = jax.tree.map(lambda y: lanes(y[...], size), scratch["rows"])
+            k_tokens = jax.tree.map(lambda y: y[:, start : start + size], refs["columns"])
         see, slope = None, None
         if masked:
             offset = self.offset - start
@@ -358,9 +392,9 @@ class ForwardStep:
                 scalars = [y[self.h] for y in element.scalars]
                 q_scalars = [lanes(y[...], size) for y in columns]
                 k_scalars = [y[:, start : start + size] for y in element.k_scalars]
-                term, _ = evaluate(
-                    element, s.shape, scalars, q_scalars, k_scalars, q_tokens, k_tokens
-                )
+                arrays = scalars, q_scalars, k_scalars
+                places = q_tokens.coordinates, k_tokens.coordinates
+                term, _ = evaluate(element, s.shape, *arrays, *places)
                 s += in_units(term, spec.unit)
         if spec.softcap is not None:
             may_hide = ruled and (spec.rules_in_bias or spec.pairs or bool(refs["elements"]))
@@ -419,7 +453,7 @@ def _pair_call(
     tiles = pl.cdiv(length, spec.forward.q), pl.cdiv(keys, spec.forward.k)
     grid = _PairGrid(spec, x.schedules[2].shape[0] == 1, heads, rows, tiles)
     bands = grid.band_inputs(x)
-    arrays, specs = _inputs(grid, x, bands)
+    arrays, specs = grid.inputs(x, bands)
     arrays["d_out"] = d_out
     specs["d_out"] = matrix_spec(d_out, spec.forward.q, grid.query_block)
     scratch = _query_scratch(grid, x, bands)

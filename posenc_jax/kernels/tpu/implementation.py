@@ -34,8 +34,6 @@ class PallasTPU(Kernels):
         512 x 512 in float32, and smaller tiles where these take less time.
       decode: keys per block where there are at most 16 queries, a multiple of 128. Default:
         2 MiB of keys and values.
-      vmem_limit: bytes of VMEM that a kernel may use. Default: 100 MiB, and 60 on v5p and 7x,
-        which have 64.
       forward_only: serve problems whose backward pass needs more memory than there is; all
         derivatives raise.
       interpret, cross_compile, batch_axes, head_axes: see `ShardMapped`; parameters of the
@@ -45,7 +43,6 @@ class PallasTPU(Kernels):
     forward: Blocks | None = None
     backward: Blocks | None = None
     decode: int | None = None
-    vmem_limit: int | None = None
     forward_only: bool = False
     platform = "tpu"
     mask_by_distance = True  # Then a mask takes one operation per pair.
@@ -74,7 +71,9 @@ class PallasTPU(Kernels):
         if (reason := self.unfit()) is not None:
             return reason
         if decodes(p):
-            return _known_from_shapes(lambda p: decode_refusal(p, self.decode, self._limit), p)
+            return _known_from_shapes(
+                lambda p: decode_refusal(p, self.decode, default_vmem_limit()), p
+            )
         return refusal(p, lambda counts: None) or _known_from_shapes(self._no_memory, p)
 
     def _no_memory(self, p: Problem) -> str | None:
@@ -83,10 +82,6 @@ class PallasTPU(Kernels):
         reason = forward_refusal(spec, operands)
         return reason if reason or self.forward_only else backward_refusal(spec, operands)
 
-    @property
-    def _limit(self) -> int:
-        return default_vmem_limit() if self.vmem_limit is None else self.vmem_limit
-
     def on_device(self, problem: Problem) -> tuple[jax.Array, LogSumExp]:
         if decodes(problem):
             step, dense = (trace_once(f, problem) for f in (self._decode_step, Dense()))
@@ -94,7 +89,7 @@ class PallasTPU(Kernels):
         return self.run(without_hidden(problem))
 
     def _decode_step(self, problem: Problem) -> tuple[jax.Array, LogSumExp]:
-        out, lse = decode(problem, self.decode, self.interpret, self._limit)
+        out, lse = decode(problem, self.decode, self.interpret, default_vmem_limit())
         return with_sinks(problem, out, lse, LOG2E)
 
     def make_spec(self, problem: Problem, **fields: Any) -> TPUSpec:
@@ -108,7 +103,7 @@ class PallasTPU(Kernels):
             forward=ahead,
             backward=back,
             interpret=self.interpret,
-            vmem_limit=self._limit,
+            vmem_limit=default_vmem_limit(),
         )
 
     def run_forward(self, spec, x):

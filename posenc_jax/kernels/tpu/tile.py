@@ -23,7 +23,7 @@ from posenc_jax.engine.dropout import is_kept
 from posenc_jax.engine.mask import LEAST_LOGIT, MASK_VALUE, add_saturated, in_units
 from posenc_jax.engine.problem import LogSumExp
 from posenc_jax.engine.terms import AllPairs
-from posenc_jax.kernels.operands import LOG2E, Spec
+from posenc_jax.kernels.operands import LOG2E, Spec, TokenScalars
 
 LANES = 128
 _CHUNK = 512  # Lanes that are sheared at once.
@@ -259,8 +259,8 @@ def visible(
     shape: tuple[int, ...],
     q_axis: int,
     offset: Any,
-    queries: dict[str, jax.Array],
-    keys: dict[str, jax.Array],
+    queries: TokenScalars,
+    keys: TokenScalars,
     prefix: Any,
 ) -> jax.Array:
     """Returns bool `shape`, true where the query sees the key.
@@ -270,7 +270,7 @@ def visible(
       shape: of the tile.
       q_axis: the axis of the queries.
       offset: slot of the first query minus slot of the first key.
-      queries, keys: positions and segments of the tokens, of shapes that broadcast.
+      queries, keys: of the tokens, of shapes that broadcast.
       prefix: the prefix length of the row, or None.
     """
     tests = []
@@ -289,7 +289,7 @@ def visible(
             if before >= 0:
                 tests.append(q <= k + before)
         else:
-            q, k = queries["positions"], keys["positions"]
+            q, k = queries.positions, keys.positions
             if after >= 0:
                 tests.append(k <= add_saturated(q, after))
             if before >= 0:
@@ -297,6 +297,6 @@ def visible(
             if prefix is not None:
                 tests = [functools.reduce(jnp.logical_and, tests) | (k < prefix)]
     if spec.visibility.segments:
-        q, k = queries["segments"], keys["segments"]
+        q, k = queries.segments, keys.segments
         tests.append(q == k)  # Padding of queries and of keys has different ids.
     return functools.reduce(jnp.logical_and, tests)
