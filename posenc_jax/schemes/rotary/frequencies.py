@@ -14,7 +14,7 @@ Reference code: huggingface/transformers, modeling_rope_utils.py.
 import abc
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -23,8 +23,20 @@ from posenc_jax.checks import positive, positive_integers, require
 from posenc_jax.engine.rules import as_tuple
 
 
+def static_number(caller: str, **numbers: Any) -> None:
+    """Raises `TypeError` for arrays: they are traced, or round frequencies to float32."""
+    for name, value in numbers.items():
+        if isinstance(value, jax.Array):
+            raise TypeError(
+                f"{caller}: {name} must be a number that is known while tracing, got an array of "
+                f"shape {value.shape}. To sweep it, compute frequencies as an array and use "
+                "`cos_sin(positions, frequencies)` with `apply_rotation`."
+            )
+
+
 def check_stretch(caller: str, factor: float, original_max_position: float) -> None:
     """Raises `ValueError` for a factor below one or a missing trained length."""
+    static_number(caller, factor=factor, original_max_position=original_max_position)
     require(
         1 <= factor < math.inf, f"{caller}: factor must be at least 1 and finite, got {factor}."
     )
@@ -110,12 +122,7 @@ def rope_frequencies(
     >>> rope_frequencies(4)[0]
     array([1.  , 0.01])
     """
-    if isinstance(theta, jax.Array):
-        raise TypeError(
-            f"rope: theta must be a number that is known while tracing, got an array of shape "
-            f"{theta.shape}. To sweep it, compute frequencies as an array and use "
-            "`cos_sin(positions, frequencies)` with `apply_rotation`."
-        )
+    static_number("rope", theta=theta)
     positive_integers("rope", **{"rotary dim": dim})
     require(dim % 2 == 0, f"rope: rotary dim must be even and positive, got {dim}.")
     positive("rope", theta=theta)

@@ -26,6 +26,7 @@ import numpy as np
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import positive, positive_fields, query_heads, require
 from posenc_jax.schemes.rotary.base import check_coordinates, check_heads
+from posenc_jax.schemes.rotary.frequencies import static_number
 from posenc_jax.schemes.rotary.rotate import materialize
 from posenc_jax.schemes.scheme import Scheme, Traits
 
@@ -64,6 +65,7 @@ class PoPE(Scheme):
             1 <= self._dim <= self.head_dim,
             f"pope: rotary_dim must be in [1, head_dim={self.head_dim}], got {self.rotary_dim}.",
         )
+        static_number("pope", theta=self.theta)
         positive("pope", theta=self.theta)
 
     @property

@@ -103,7 +103,10 @@ def test_a_head_dim_that_is_not_an_integer_is_a_type_error(cls, head_dim):
     [
         lambda x: pe.RoPE(head_dim=8, theta=x),
         lambda x: pe.LearnedRoPE(head_dim=8, theta=x),
+        lambda x: pe.PoPE(num_heads=1, head_dim=8, theta=x),
         lambda x: pe.RoPEMixed(head_dim=8, theta=x),
+        lambda x: pe.PI(factor=x),
+        lambda x: pe.YaRN(factor=x, original_max_position=64),
         lambda x: pe.rope_frequencies(8, theta=x),
         lambda x: pe.apply_rope(jnp.ones((1, 3, 1, 8)), jnp.arange(3), theta=x),
     ],
