@@ -31,7 +31,6 @@ from posenc_jax.hf.model_type import (
     RMS,
     Layers,
     ModelType,
-    alike,
 )
 from posenc_jax.hf.rope import read_rope, rope_dict
 from posenc_jax.hf.rotary import Multimodal, Rotating, rotation, windowed
@@ -197,22 +196,14 @@ def _zamba_scale(config: TrackedConfig, layer: int) -> float:
 
 
 _LINEAR_BUT_4TH = cycle("NNNF", "full_attention_interval")
+_QWEN3_5 = Multimodal("interleaved", kinds=_LINEAR_BUT_4TH, sections=(11, 11, 10), partial=True)
 _TWICE_AS_WIDE = "inputs of twice the width of its outputs"
 
-TYPES: dict[str, ModelType] = {
+ROWS: dict[str, ModelType] = {
     "qwen3_next": ModelType(Rotating(partial=True, kinds=_LINEAR_BUT_4TH), GATE, qk_norm=GEMMA),
-    **alike(
-        "qwen3_5_text qwen3_5_moe_text",
-        ModelType(
-            Multimodal("interleaved", kinds=_LINEAR_BUT_4TH, sections=(11, 11, 10), partial=True),
-            GATE,
-            qk_norm=GEMMA,
-        ),
-    ),
+    "qwen3_5_text qwen3_5_moe_text": ModelType(_QWEN3_5, GATE, qk_norm=GEMMA),
     "qwen4_exp_text": ModelType(
-        Multimodal("interleaved", kinds=_LINEAR_BUT_4TH, sections=(11, 11, 10), partial=True),
-        f"keys that an indexer selects, and {GATE}",
-        qk_norm=GEMMA,
+        _QWEN3_5, f"keys that an indexer selects, and {GATE}", qk_norm=GEMMA
     ),
     "bamba": ModelType(_half_rotary, BY_KEY),
     "granitemoehybrid": ModelType(

@@ -8,7 +8,7 @@ from typing import Any
 
 from posenc_jax.hf.config_reader import TrackedConfig, head_size, layer_count
 from posenc_jax.hf.layer_kinds import LOCAL, LayerKinds, all_global, cycle, layer_of, layers_of
-from posenc_jax.hf.model_type import GATE, LATENT, Layers, ModelType, alike
+from posenc_jax.hf.model_type import GATE, LATENT, Layers, ModelType
 from posenc_jax.hf.rope import RopeSettings, read_rope, refuse_by_length, rope_dict
 from posenc_jax.hf.rotary import rotating_flags, with_temperature
 from posenc_jax.schemes.combinators.chain import chain
@@ -191,9 +191,9 @@ def _latent(layers: Any, lacks: str = LATENT, **settings: Any) -> ModelType:
     return ModelType(layers, lacks, scale=latent_scale, **settings)
 
 
-TYPES: dict[str, ModelType] = {
+ROWS: dict[str, ModelType] = {
     "deepseek_v2": _latent(Latent(interleave=True, in_place=True)),
-    **alike("axk1 deepseek_v3 deepseek_v32 mistral4 youtu", _latent(Latent())),
+    "axk1 deepseek_v3 deepseek_v32 mistral4 youtu": _latent(Latent()),
     "glm4_moe_lite": _latent(Latent(), same={"head_dim": "qk_rope_head_dim"}),
     "glm_moe_dsa": _latent(Latent(interleave=True)),
     "axk2": _latent(Latent(interleave=True), _GATED),

@@ -83,11 +83,6 @@ def multi_head(layers: LayersReader, biases: tuple[bool | str, ...], **settings:
     return ModelType(layers, biases, key_heads=as_many_key_heads, ignores_head_dim=True, **settings)
 
 
-def alike(names: str, model_type: ModelType) -> dict[str, ModelType]:
-    """Returns one record for several model types, whose names are separated by spaces."""
-    return dict.fromkeys(names.split(), model_type)
-
-
 def unscaled(config: TrackedConfig, layer: int) -> float:
     """Returns 1, the factor on q . k of models without one."""
     return 1.0

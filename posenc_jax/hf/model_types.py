@@ -1,8 +1,9 @@
 """Every model type that `from_hf` reads, and those that it does not read with the reasons.
 
-A model type is one row in the `TYPES` of its family: `rotary_types.py`, `hybrid_types.py` (linear
+A model type is one row in the `ROWS` of its family: `rotary_types.py`, `hybrid_types.py` (linear
 attention, convolutions or Mamba in some layers), `latent_types.py` or `other_types.py`. A row is a
-`ModelType`, made of the readers that the family shares. To add one,
+`ModelType`, made of the readers that the family shares; its key has one or several names. To add
+one,
 
 1. Copy the row of the model type that is most alike, and change the settings that its modeling file
    changes: layout, layers that rotate or have a window, biases, norms of queries and keys, scale.
@@ -17,7 +18,8 @@ A model type is included if it is in a release of transformers, and a scheme of 
 
 from posenc_jax.hf import hybrid_types, latent_types, other_types, rotary_types
 
-MODEL_TYPES = rotary_types.TYPES | hybrid_types.TYPES | latent_types.TYPES | other_types.TYPES
+_ROWS = rotary_types.ROWS | hybrid_types.ROWS | latent_types.ROWS | other_types.ROWS
+MODEL_TYPES = {name: row for names, row in _ROWS.items() for name in names.split()}
 
 _NOT_READ = {
     "it has no attention": "falcon_mamba mamba mamba2 rwkv xlstm",

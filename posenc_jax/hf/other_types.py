@@ -23,7 +23,6 @@ from posenc_jax.hf.model_type import (
     Layers,
     LayersReader,
     ModelType,
-    alike,
     multi_head,
     unscaled,
 )
@@ -330,11 +329,12 @@ def _falcon_key_heads(config: TrackedConfig, num_heads: int) -> int:
 _STATIC, _LEARNED = ({"static_position_embeddings": (x,)} for x in (True, False))  # mBART's.
 _STAGES, _GRID = "stages of different widths", "a grid of an image as its input"
 
-TYPES: dict[str, ModelType] = {
+_ROBERTA = "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod"
+
+ROWS: dict[str, ModelType] = {
     # A learned table at the input.
-    **alike(
-        "bert bert-generation ernie megatron-bert roc_bert",
-        multi_head(table(), ALL, causality="is_decoder"),
+    "bert bert-generation ernie megatron-bert roc_bert": multi_head(
+        table(), ALL, causality="is_decoder"
     ),
     "rembert": multi_head(table(width="input_embedding_size"), ALL, causality="is_decoder"),
     "openai-gpt": multi_head(table(), ALL),
@@ -343,37 +343,22 @@ TYPES: dict[str, ModelType] = {
     "albert": multi_head(table(width="embedding_size"), ALL, causality="bidirectional"),
     "electra": multi_head(table(width="embedding_size"), ALL, causality="is_decoder"),
     "opt": multi_head(table(offset=2), ("enable_bias",) * 4),
-    **alike(
-        "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod",
-        multi_head(table(reserved=True), ALL, causality="is_decoder"),
-    ),
+    _ROBERTA: multi_head(table(reserved=True), ALL, causality="is_decoder"),
     "gpt2": multi_head(table(), ALL, scale=_gpt2_scale),
     "gpt_bigcode": ModelType(
         table(), ALL, key_heads=_bigcode_key_heads, ignores_head_dim=True, scale=_bigcode_scale
     ),
     "gpt_neo": multi_head(_gpt_neo, (False, False, False, True), scale=unscaled),
     # In an encoder and a decoder.
-    **alike(
-        "bart mbart mvp plbart",
-        multi_head(
-            _halves(lambda config: _learned(config, offset=2)),
-            ALL,
-            causality="decoder",
-            only=_LEARNED,
-        ),
+    "bart mbart mvp plbart": multi_head(
+        _halves(lambda config: _learned(config, offset=2)), ALL, causality="decoder", only=_LEARNED
     ),
-    **alike(
-        "blenderbot blenderbot-small",
-        multi_head(_halves(_learned), ALL, causality="decoder", only=_LEARNED),
+    "blenderbot blenderbot-small": multi_head(
+        _halves(_learned), ALL, causality="decoder", only=_LEARNED
     ),
-    **alike(
-        "marian pegasus", multi_head(_halves(_sinusoidal), ALL, causality="decoder", only=_STATIC)
-    ),
+    "marian pegasus": multi_head(_halves(_sinusoidal), ALL, causality="decoder", only=_STATIC),
     "whisper": multi_head(_whisper, (True, False, True, True), causality="decoder"),
-    **alike(
-        "mt5 t5 umt5",
-        ModelType(_halves(_t5), NONE, causality="decoder", key_heads=as_many_key_heads),
-    ),
+    "mt5 t5 umt5": ModelType(_halves(_t5), NONE, causality="decoder", key_heads=as_many_key_heads),
     # Sines and cosines.
     "ctrl": multi_head(lambda config: uniform(config, _sinusoidal(config)), ALL),
     # Biases and terms of the logits.

@@ -67,14 +67,14 @@ class Rotating:
       kinds: the kind of each layer.
       window: reads the window of the layers that have one; None: no layer has a window.
       bases: (kind, key) for kinds of layers with a separate key for the base.
-      scaled: kinds that `rope_scaling` of an old config applies to; empty: all.
+      scaled: kinds that `rope_scaling` of an old config applies to, if `by_kind` is "read".
       unrotated: kinds that never rotate.
       rotates: reads from config and kinds whether each layer rotates, or its base; empty if the
         config switches RoPE off. None: all rotate.
       instead: the scheme of layers that do not rotate, or its reader.
-      null_rotates: whether a kind whose rope parameters are null has RoPE without scaling.
-      by_kind: whether rope parameters for kinds of layers are "read", or "required" as transformers
-        ignores others. Where all layers share a rotation it ignores them: "refused".
+      by_kind: whether rope parameters for kinds of layers are "read", and null ones rotate without
+        scaling; or "required" as transformers ignores others, and null ones do not rotate. Where
+        all layers share a rotation it ignores them: "refused".
       settings: reads a rotary dict.
     """
 
@@ -83,11 +83,10 @@ class Rotating:
     kinds: LayerKinds = all_global
     window: Callable[[TrackedConfig], Window] | None = None
     bases: tuple[tuple[str, str], ...] = ()
-    scaled: tuple[str, ...] = ()
+    scaled: tuple[str, ...] = (FULL,)
     unrotated: tuple[str, ...] = (*MIXERS,)
     rotates: Callable[[TrackedConfig, list[str]], Sequence[bool | float]] | None = None
     instead: Scheme | Callable[[TrackedConfig], Scheme] = NoPE()  # noqa: RUF009, frozen.
-    null_rotates: bool = False
     by_kind: Literal["refused", "read", "required"] = "refused"
     settings: Callable[[TrackedConfig, dict, str], RopeSettings] = read_rope
 
@@ -155,16 +154,18 @@ class Rotating:
             local = rope.get(LOCAL)
             if not isinstance(local, dict) or local.get("rope_theta") is None:
                 self._check_theta(config)
-            null: dict | None = {} if self.null_rotates else None
+            null: dict | None = {} if self.by_kind == "read" else None
             out = {kind: null if rope.get(kind) is None else rope[kind] for kind in kinds}
         else:
+            old = self.by_kind == "read"
             config.check(
-                not self.scaled or config.explicit("rope_parameters") is None,
+                not old or config.explicit("rope_parameters") is None,
                 f"rope_parameters without an entry for each of {sorted(kinds)}",
             )
-            if self.scaled:
+            if old:
                 self._check_old(config, rope or {})
-            out = {kind: rope or {} if kind in (self.scaled or kinds) else {} for kind in kinds}
+            scaled = self.scaled if old else kinds
+            out = {kind: rope or {} if kind in scaled else {} for kind in kinds}
         return {kind: None if kind in self.unrotated else x for kind, x in out.items()}
 
     def _check_old(self, config, rope):
@@ -181,7 +182,9 @@ class Rotating:
         """Checks that transformers 4 and 5 give layers with a window the same base."""
         theta = config.get("rope_theta")
         config.check(
-            not self.scaled or bool(self.bases) or theta in (None, config.defaults["rope_theta"]),
+            self.by_kind != "read"
+            or bool(self.bases)
+            or theta in (None, config.defaults["rope_theta"]),
             f"rope_theta={theta}, which transformers 5 gives full attention alone and "
             "transformers 4 all layers; give rope_parameters for each kind",
         )

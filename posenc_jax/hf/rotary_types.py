@@ -45,7 +45,6 @@ from posenc_jax.hf.model_type import (
     WITH_BIAS,
     Layers,
     ModelType,
-    alike,
     multi_head,
     unscaled,
 )
@@ -346,33 +345,28 @@ _MODERNBERT = Rotating(
     window=lambda config: (config.need("local_attention") // 2,) * 2,
     bases=((FULL, "global_rope_theta"), (LOCAL, "local_rope_theta")),
     scaled=(FULL, LOCAL),
-    null_rotates=True,
     by_kind="read",
 )
 
-TYPES: dict[str, ModelType] = {
+ROWS: dict[str, ModelType] = {
     # Alike in all layers.
-    **alike("arcee aria_text emu3_text_model iquestcoder jais2 llama", ModelType(_ROPE, BY_KEY)),
+    "arcee aria_text emu3_text_model iquestcoder jais2 llama": ModelType(_ROPE, BY_KEY),
     "apertus": ModelType(_ROPE, BY_KEY, qk_norm=RMS),
     "bitnet": ModelType(_ROPE, "a norm before the output projection"),
     "eurobert": ModelType(_ROPE, BY_KEY, causality="bidirectional"),
     "gemma": ModelType(_ROPE, BY_KEY, ambiguous_keys=_BIDIRECTIONAL),
-    **alike(
-        "granite granitemoe granitemoeshared hyperclovax",
-        ModelType(_ROPE, BY_KEY, scale_key="attention_multiplier"),
+    "granite granitemoe granitemoeshared hyperclovax": ModelType(
+        _ROPE, BY_KEY, scale_key="attention_multiplier"
     ),
-    **alike(
-        "hunyuan_v1_dense hunyuan_v1_moe",
-        ModelType(
-            Rotating(settings=_alpha),
-            BY_KEY,
-            qk_norm=QKNorm(after_rotation=True),
-            only={"use_rotary_pos_emb": (True,)},
-        ),
+    "hunyuan_v1_dense hunyuan_v1_moe": ModelType(
+        Rotating(settings=_alpha),
+        BY_KEY,
+        qk_norm=QKNorm(after_rotation=True),
+        only={"use_rotary_pos_emb": (True,)},
     ),
     "internlm3": ModelType(_ROPE, BY_KEY, same={"qkv_bias": "attention_bias"}),
     "olmo": ModelType(_ROPE, BY_KEY, clips_projections=True),
-    **alike("flex_olmo olmo2", ModelType(_ROPE, BY_KEY, qk_norm=PROJECTED)),
+    "flex_olmo olmo2": ModelType(_ROPE, BY_KEY, qk_norm=PROJECTED),
     "olmoe": ModelType(_ROPE, BY_KEY, qk_norm=PROJECTED, clips_projections=True),
     "hy_v3": ModelType(_ROPE, BY_KEY, qk_norm=RMS),
     "nanochat": ModelType(
@@ -411,17 +405,17 @@ TYPES: dict[str, ModelType] = {
     "minimax_m3_vl_text": ModelType(
         Rotating(partial=True, settings=_both_parts), "blocks of keys", qk_norm=GEMMA
     ),
-    **alike("glm glm4", ModelType(Rotating("interleaved", partial=True), QKV_BY_KEY)),
+    "glm glm4": ModelType(Rotating("interleaved", partial=True), QKV_BY_KEY),
     # Pairs of neighbours.
     "cohere": ModelType(_INTERLEAVED, BY_KEY, qk_norm=PER_HEAD, qk_norm_key="use_qk_norm"),
-    **alike("ernie4_5 ernie4_5_moe", ModelType(_INTERLEAVED, ("use_bias",) * 4)),
+    "ernie4_5 ernie4_5_moe": ModelType(_INTERLEAVED, ("use_bias",) * 4),
     "helium": ModelType(_INTERLEAVED, QKV_BY_KEY),
     "roformer": multi_head(_roformer, ALL, causality="is_decoder", only={"rotary_value": (False,)}),
-    **alike("codegen gptj", multi_head(_gptj, NONE)),
+    "codegen gptj": multi_head(_gptj, NONE),
     # A window in some or all layers.
-    **alike("mistral mixtral", ModelType(_WINDOWED, NONE)),
+    "mistral mixtral": ModelType(_WINDOWED, NONE),
     "starcoder2": ModelType(_WINDOWED, ("use_bias",) * 4),
-    **alike("phi3 phi4_multimodal", ModelType(windowed(all_windowed, partial=True), NONE)),
+    "phi3 phi4_multimodal": ModelType(windowed(all_windowed, partial=True), NONE),
     "phimoe": ModelType(_WINDOWED, BY_KEY),
     "qwen3_moe": ModelType(_WINDOWED, BY_KEY, qk_norm=RMS),
     "qwen2": ModelType(_LAST_WINDOWED, QKV),
@@ -429,7 +423,7 @@ TYPES: dict[str, ModelType] = {
         windowed(where_local(lambda i, end: i % 2 == 0 and i < end, "max_window_layers")),
         (*("qkv_bias",) * 3, False),
     ),
-    **alike("dots1 qwen3", ModelType(_LAST_WINDOWED, BY_KEY, qk_norm=RMS)),
+    "dots1 qwen3": ModelType(_LAST_WINDOWED, BY_KEY, qk_norm=RMS),
     "ministral": ModelType(windowed(where_local(lambda i: True)), NONE),
     "gemma2": ModelType(
         windowed(cycle("LF")),
@@ -444,18 +438,12 @@ TYPES: dict[str, ModelType] = {
     # With rope parameters by the kind of layers.
     "mellum": ModelType(windowed(cycle("F"), by_kind="required"), BY_KEY, qk_norm=RMS),
     "laguna": ModelType(windowed(cycle("F"), partial=True, by_kind="required"), GATE, qk_norm=RMS),
-    "olmo3": ModelType(
-        windowed(cycle("LLLF"), scaled=(FULL,), null_rotates=True, by_kind="read"),
-        BY_KEY,
-        qk_norm=PROJECTED,
-    ),
+    "olmo3": ModelType(windowed(cycle("LLLF"), by_kind="read"), BY_KEY, qk_norm=PROJECTED),
     "gemma3_text": ModelType(
         Rotating(
             kinds=cycle("LLLLLF", "sliding_window_pattern"),
             window=_two_sided_window_of,
             bases=_BASES,
-            scaled=(FULL,),
-            null_rotates=True,
             by_kind="read",
         ),
         BY_KEY,
@@ -463,20 +451,17 @@ TYPES: dict[str, ModelType] = {
         scale_key="query_pre_attn_scalar",
     ),
     "gemma3n_text": ModelType(
-        windowed(cycle("LLLLF"), bases=_BASES, scaled=(FULL,), null_rotates=True, by_kind="read"),
+        windowed(cycle("LLLLF"), bases=_BASES, by_kind="read"),
         "a norm of values, and keys that layers share",
         qk_norm=RMS,
         unused_scale_key="query_pre_attn_scalar",
         scale=unscaled,
     ),
-    **alike(
-        "gemma4_text gemma4_unified_text",
-        ModelType(
-            Rotating(kinds=_gemma4, window=_two_sided_window_of, by_kind="required"),
-            "a norm of values, and heads whose size differs by layer",
-            qk_norm=RMS,
-            scale=unscaled,
-        ),
+    "gemma4_text gemma4_unified_text": ModelType(
+        Rotating(kinds=_gemma4, window=_two_sided_window_of, by_kind="required"),
+        "a norm of values, and heads whose size differs by layer",
+        qk_norm=RMS,
+        scale=unscaled,
     ),
     "mimo_v2_flash": ModelType(
         Rotating(partial=True, kinds=_mimo_v2, window=_mimo_v2_window, by_kind="required"),
@@ -513,24 +498,18 @@ TYPES: dict[str, ModelType] = {
     "cohere2_moe": ModelType(
         windowed(_cohere2_moe, layout="interleaved", rotates=_dense_ones), BY_KEY
     ),
-    **alike(
-        "exaone4 exaone_moe",
-        ModelType(windowed(_exaone4, rotates=_windowed_ones), NONE, qk_norm=RMS),
-    ),
+    "exaone4 exaone_moe": ModelType(windowed(_exaone4, rotates=_windowed_ones), NONE, qk_norm=RMS),
     "flint": ModelType(
         windowed(cycle("LFLL", first="F", last="F"), unrotated=(FULL,)),
         BY_KEY,
         qk_norm=RMS,
         sinks=True,
     ),
-    **alike(
-        "granite_swa granitemoe_swa",
-        ModelType(
-            windowed(cycle("FLLL"), rotates=_thetas),
-            BY_KEY,
-            sinks=True,
-            scale_key="attention_multiplier",
-        ),
+    "granite_swa granitemoe_swa": ModelType(
+        windowed(cycle("FLLL"), rotates=_thetas),
+        BY_KEY,
+        sinks=True,
+        scale_key="attention_multiplier",
     ),
     "kolibri1": ModelType(windowed(cycle("LLLLF"), rotates=_windowed_ones), BY_KEY, qk_norm=RMS),
     "llama4_text": ModelType(
@@ -548,13 +527,11 @@ TYPES: dict[str, ModelType] = {
     ),
     "smollm3": ModelType(windowed(_smollm3, rotates=rotating_flags), BY_KEY),
     # M-RoPE.
-    **alike(
-        "qwen2_vl_text qwen2_5_vl_text",
-        ModelType(Multimodal(kinds=from_max_window_layers, sections=(16, 24, 24)), QKV),
+    "qwen2_vl_text qwen2_5_vl_text": ModelType(
+        Multimodal(kinds=from_max_window_layers, sections=(16, 24, 24)), QKV
     ),
-    **alike(
-        "qwen3_vl_text qwen3_vl_moe_text",
-        ModelType(Multimodal("interleaved", sections=(24, 20, 20)), BY_KEY, qk_norm=RMS),
+    "qwen3_vl_text qwen3_vl_moe_text": ModelType(
+        Multimodal("interleaved", sections=(24, 20, 20)), BY_KEY, qk_norm=RMS
     ),
     "ernie4_5_vl_moe_text": ModelType(
         Multimodal("alternating", "interleaved", sections=(22, 22, 20), time_last=True),
