@@ -29,10 +29,17 @@ from jax.sharding import PartitionSpec
 from posenc_jax.checks import divides, one_of, require
 from posenc_jax.engine.api import AttentionCall, make_problem, run
 from posenc_jax.engine.mask import Window
-from posenc_jax.engine.problem import Implementation, LogSumExp, Problem, vary_over, with_sinks
+from posenc_jax.engine.problem import (
+    Implementation,
+    LogSumExp,
+    Problem,
+    combine,
+    partition,
+    vary_over,
+    with_sinks,
+)
 from posenc_jax.engine.rules import Rule, as_tuple
 from posenc_jax.engine.terms import Traced, trace_once
-from posenc_jax.ops.partition import combine, partition
 
 __all__ = ["SequenceParallel", "carried_in", "sequence_parallel_attention", "zigzag"]
 

@@ -347,6 +347,27 @@ def zero_where(hidden: jax.Array, tree: Any) -> Any:
     return jax.tree.map(clean, tree)
 
 
+def partition(tree: Any) -> tuple[Any, Any]:
+    """Returns the tree of differentiable leaves and the tree of the others, with None elsewhere.
+
+    >>> partition({"x": jnp.float32(1), "i": jnp.int32(2)})[1]["x"] is None
+    True
+    """
+
+    def is_diff(x):
+        return jnp.issubdtype(x.dtype, jnp.inexact)
+
+    diff = jax.tree.map(lambda x: x if is_diff(x) else None, tree)
+    return diff, jax.tree.map(lambda x: None if is_diff(x) else x, tree)
+
+
+def combine(diff: Any, nondiff: Any) -> Any:
+    """Returns the tree that `partition` split."""
+    return jax.tree.map(
+        lambda a, b: b if a is None else a, diff, nondiff, is_leaf=lambda x: x is None
+    )
+
+
 def pad_axis(x: jax.Array, axis: int, length: int, *, mode: str = "zero") -> jax.Array:
     """Pads one axis at its end: with zeros, or with copies of the last entry ("edge")."""
     missing = length - x.shape[axis]

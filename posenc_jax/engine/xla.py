@@ -43,9 +43,11 @@ from posenc_jax.engine.problem import (
     Implementation,
     LogSumExp,
     Problem,
+    combine,
     join_blocks,
     lse_and_delta,
     pad_axis,
+    partition,
     repeat_heads,
     vary_over,
     with_sinks,
@@ -59,7 +61,6 @@ from posenc_jax.engine.terms import (
     ValueTable,
 )
 from posenc_jax.engine.toeplitz import toeplitz_tile, toeplitz_tile_vjp
-from posenc_jax.ops.partition import combine, partition
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,14 +15,15 @@ from posenc_jax.engine.mesh import ShardMapped
 from posenc_jax.engine.problem import (
     LogSumExp,
     Problem,
+    combine,
     lse_and_delta,
+    partition,
     with_sinks,
     without_tiles,
 )
 from posenc_jax.engine.terms import DotTerm
 from posenc_jax.kernels.elements import element_of
 from posenc_jax.kernels.operands import LOG2E, Grads, Operands, prepare, spec_fields
-from posenc_jax.ops.partition import combine, partition
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

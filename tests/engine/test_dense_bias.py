@@ -13,7 +13,7 @@ from posenc_jax.kernels.gpu.implementation import PallasGPU
 from posenc_jax.kernels.tpu.implementation import PallasTPU
 from tests.engine.rules import KINDS
 from tests.kernels.kernel_cases import arrays_of, assert_close, described
-from tests.oracle import qkv, softmax_attention
+from tests.oracle import attention, qkv, softmax_attention
 from tests.support import gpu_interpreted, gpu_lowered, slow
 
 B, T, N = 3, 63, 6
@@ -71,35 +71,6 @@ def test_output_and_gradients_equal_jax_nn(shape, implementation):
         np.testing.assert_allclose(got, array_expected, atol=2e-5)
 
 
-def exact_gradients(q, k, v, bias, d_out, sees):
-    """Output and gradients by q, k, v and the bias: float64 NumPy, from the formula.
-
-    With weights p, the cotangent of logits is p * (dp - sum(p * dp)), that of the bias their sum
-    over the rows and heads that share it.
-    """
-    group = q.shape[2] // k.shape[2]
-    q, d_out, bias = (np.asarray(x, np.float64) for x in (q, d_out, bias))
-    k, v = (np.repeat(np.asarray(x, np.float64), group, 2) for x in (k, v))
-    scale = q.shape[3] ** -0.5
-    logits = scale * np.einsum("bqnh,bknh->bnqk", q, k) + bias
-    weights = np.where(sees[:, None], np.exp(logits), 0.0)
-    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-30)
-    d_weights = np.einsum("bqnh,bknh->bnqk", d_out, v)
-    d_logits = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
-    d_k, d_v = (
-        np.einsum("bnqk,bqnh->bknh", *x).reshape(*k.shape[:2], -1, group, k.shape[3]).sum(3)
-        for x in ((scale * d_logits, q), (weights, d_out))
-    )
-    shared = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
-    return (
-        np.einsum("bnqk,bknh->bqnh", weights, v),
-        np.einsum("bnqk,bknh->bqnh", scale * d_logits, k),
-        d_k,
-        d_v,
-        d_logits.sum(shared, keepdims=True),
-    )
-
-
 @pytest.mark.parametrize(
     ("kernels", "length", "kv_heads", "lead", "dtype"),
     [
@@ -128,13 +99,20 @@ def test_kernels_equal_float64_numpy(kernels, length, kv_heads, lead, dtype):
         out, pull = jax.vjp(attend, q, k, v, bias)
         return out, *pull(d_out)
 
-    sees = (ids == 0)[:, :, None] & (ids == 0)[:, None]
-    d_out = np.where((ids == 0)[..., None, None], d_out, 0.0)
-    expected = exact_gradients(q, k, v, bias, d_out, sees)
+    real, zeros = ids == 0, np.zeros((1, length, N), "f4")
+    d_out = np.where(real[..., None, None], d_out, 0.0)
+    exact, rows = np.asarray(bias, "f4"), []
+    for row, (sees, g) in enumerate(zip(real[:, :, None] & real[:, None], d_out, strict=True)):
+        arrays = [x[row : row + 1] for x in (q, k, v)]
+        added = exact[min(row, lead[0] - 1)]
+        rows.append(attention(arrays, added, sees, g[None], zeros, scale=24**-0.5))
+    out, _, *expected, d_logits, _ = zip(*rows, strict=True)
     *got, d_bias = run(q, k, v, bias)
-    assert_close(got, expected[:-1], 2e-6)
+    assert_close(got, [np.concatenate(x) for x in (out, *expected)], 2e-6)
+    shared = tuple(axis for axis in (0, 1) if lead[axis] == 1)
+    expected = np.stack(d_logits).sum(shared, keepdims=True)
     assert d_bias.dtype == dtype
-    assert_close(d_bias, expected[-1], 2e-6 if dtype == jnp.float32 else 2.0**-8)
+    assert_close(d_bias, expected, 2e-6 if dtype == jnp.float32 else 2.0**-8)
 
 
 def test_attention_matches_a_float64_softmax_with_another_rule():
