@@ -37,33 +37,33 @@ from posenc_jax.hf.rotary import Multimodal, Rotating, rotation, windowed
 
 
 def _lfm2(config: TrackedConfig) -> list[str]:
-    """Full attention for layers in `full_attn_idxs`, convolutions for the others."""
+    """Reads full attention for layers in `full_attn_idxs`, convolutions for the others."""
     count, indices = layer_count(config), config.explicit("full_attn_idxs")
     full = range(count) if indices is None else indices
     return declared(config) or [FULL if i in full else CONVOLUTION for i in range(count)]
 
 
 def _lfm2_moe(config: TrackedConfig) -> list[str]:
-    """Has no default."""
+    """Reads `layer_types`, which have no default."""
     config.need("layer_types")
     return cycle("F")(config)
 
 
 def _granite_hybrid(config: TrackedConfig) -> list[str]:
-    """Mamba for all layers without `layer_types`."""
+    """Reads Mamba for all layers without `layer_types`."""
     config.only("position_embedding_type", "rope", "nope")
     return mamba(cycle("N")(config))
 
 
 def _jamba(config: TrackedConfig) -> list[str]:
-    """Attention in one layer of each period."""
+    """Reads attention for one layer of each period."""
     period, offset = (config.need(f"attn_layer_{x}") for x in ("period", "offset"))
     config.check(0 <= offset < period, f"attn_layer_period={period} and an offset of {offset}")
     return _fixed(config, lambda i: i % period == offset)
 
 
 def _bamba(config: TrackedConfig) -> list[str]:
-    """Full attention for layers in `attn_layer_indices`."""
+    """Reads full attention for layers in `attn_layer_indices`."""
     config.implied("attn_rotary_emb", head_size(config) // 2)
     indices = config.explicit("attn_layer_indices") or ()
     return _fixed(config, lambda i: i in indices)
@@ -81,7 +81,7 @@ _NEMOTRON_H = {"M": STATE_SPACE, "*": FULL, "-": MLP, "E": EXPERTS}
 
 
 def _nemotron_h(config: TrackedConfig) -> list[str]:
-    """Attention, Mamba, and MLPs and experts in layers of their own, by a letter for each."""
+    """Reads attention, Mamba, and MLPs and experts in layers of their own, by letters."""
     config.ignore("rope_theta", "partial_rotary_factor")  # Releases have them without effect.
     pattern, kinds = config.explicit("hybrid_override_pattern"), config.explicit("layer_types")
     if kinds is not None:
@@ -101,7 +101,7 @@ def _nemotron_h(config: TrackedConfig) -> list[str]:
 
 
 def _zamba(config: TrackedConfig) -> list[str]:
-    """Attention before some of the layers of Mamba."""
+    """Reads attention before some of the layers of Mamba."""
     period, offset = (config.need(f"attn_layer_{x}") for x in ("period", "offset"))
     count = layer_count(config)
     later = [HYBRID if i % period == offset else STATE_SPACE for i in range(count - 3)]
@@ -109,7 +109,7 @@ def _zamba(config: TrackedConfig) -> list[str]:
 
 
 def _recurrent_gemma(config: TrackedConfig) -> list[str]:
-    """Sliding attention or RG-LRU, by the pattern in `block_types`."""
+    """Reads sliding attention or RG-LRU, by the pattern in `block_types`."""
     blocks, count = config.need("block_types"), layer_count(config)
     config.check({*blocks} <= {"attention", "recurrent"}, f"block_types {sorted({*blocks})}")
     kinds = {"attention": LOCAL, "recurrent": STATE_SPACE}
@@ -117,7 +117,7 @@ def _recurrent_gemma(config: TrackedConfig) -> list[str]:
 
 
 def _minimax(config: TrackedConfig) -> list[str]:
-    """Linear attention for every second layer; the others have a window if there is one."""
+    """Reads linear attention for every second layer; others have the window if there is one."""
     kinds = cycle("FN")(config)
     config.check({*kinds} <= {FULL, LINEAR}, f"layer_types={sorted({*kinds})}")
     local = FULL if window_of(config) is None else LOCAL
@@ -125,13 +125,13 @@ def _minimax(config: TrackedConfig) -> list[str]:
 
 
 def _olmo_hybrid(config: TrackedConfig) -> list[str]:
-    """Some layer has full attention."""
+    """Reads a pattern in which some layer has full attention."""
     kinds = cycle("NNNF")(config)
     return kinds if FULL in kinds else [*kinds[:-1], FULL]
 
 
 def _kimi_linear(config: TrackedConfig) -> list[str]:
-    """Linear attention, and full attention by lists that count from 1."""
+    """Reads linear attention, and full attention by lists that count from 1."""
     config.only("mla_use_nope", True)
     config.ignore("qk_nope_head_dim", "qk_rope_head_dim", "rope_theta", "rope_scaling")
     count, kinds = layer_count(config), declared(config)
@@ -150,11 +150,12 @@ def _kimi_linear(config: TrackedConfig) -> list[str]:
 
 
 def _unless_nope(config: TrackedConfig, kinds: list[str]) -> list[bool]:
+    """Returns True for each layer; empty if the config switches RoPE off."""
     return [True] * len(kinds) if config.get("position_embedding_type") == "rope" else []
 
 
 def _unless_null(config: TrackedConfig, kinds: list[str]) -> list[bool]:
-    """None if the base is null."""
+    """Returns True for each layer; empty if the base is null."""
     rope = rope_dict(config) or {}
     return [] if rope.get("rope_theta", 0) is None else [True] * len(kinds)
 

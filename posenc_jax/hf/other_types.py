@@ -92,7 +92,7 @@ def _halves(make: Callable[[TrackedConfig], Scheme]) -> LayersReader:
 
 
 def _t5(config: TrackedConfig) -> Scheme:
-    """Buckets of both directions for the encoder, of the past for the decoder."""
+    """Reads buckets of both directions for the encoder, of the past for the decoder."""
     return T5(
         num_heads=config.need("num_attention_heads"),
         num_buckets=config.need("relative_attention_num_buckets"),

@@ -68,12 +68,12 @@ from posenc_jax.schemes.scheme import Scheme
 
 
 def _gemma4(config: TrackedConfig) -> list[str]:
-    """Full attention for one layer in six and the last, even if `layer_types` differs."""
+    """Reads a pattern whose last layer is global, even if `layer_types` differs."""
     return [*cycle("LLLLLF")(config)[:-1], FULL]
 
 
 def _cohere2_moe(config: TrackedConfig) -> list[str]:
-    """Another pattern for dense networks at the start."""
+    """Reads two patterns: one for dense networks at the start, one for later layers."""
     count, dense = layer_count(config), config.get("first_k_dense_replace", 0)
     names = "prefix_dense_sliding_window_pattern", "sliding_window_pattern"
     periods = [config.need(name) for name in names]
@@ -90,7 +90,7 @@ def _cohere2_moe(config: TrackedConfig) -> list[str]:
 
 
 def _exaone4(config: TrackedConfig) -> list[str]:
-    """A pattern if there is a window."""
+    """Reads a pattern if there is a window, else full attention."""
     if config.get("sliding_window") is None:
         config.ignore("sliding_window_pattern")
         return cycle("F")(config)
@@ -98,13 +98,13 @@ def _exaone4(config: TrackedConfig) -> list[str]:
 
 
 def _muse_spark(config: TrackedConfig) -> list[str]:
-    """Every fourth layer from the last is global."""
+    """Reads a pattern that is counted from the last layer."""
     from_last = range(layer_count(config))[::-1]
     return declared(config) or [LOCAL if i % 4 else FULL for i in from_last]
 
 
 def _mimo_v2(config: TrackedConfig) -> list[str]:
-    """The first layer is global, then every sixth; checks keys that releases repeat."""
+    """Reads a pattern, and checks keys that releases repeat."""
     for kind, part in (config.explicit("rope_parameters") or {}).items():
         config.check(
             not isinstance(part, dict)
@@ -123,14 +123,14 @@ def _mimo_v2(config: TrackedConfig) -> list[str]:
 
 
 def _llama4(config: TrackedConfig) -> list[str]:
-    """Chunks in layers that rotate."""
+    """Reads chunks for the layers that rotate."""
     config.ignore("attention_chunk_size")
     config.only("nope_layer_interval", 4)  # Beside the default of no_rope_layers.
     return declared(config) or [CHUNKED if x else FULL for x in rotating_flags(config)]
 
 
 def _smollm3(config: TrackedConfig) -> list[str]:
-    """The window in layers that do not rotate."""
+    """Reads the window for the layers that do not rotate."""
     flags = rotating_flags(config)
     kinds = where_local(lambda i: not flags[i])(config)
     config.check(
@@ -145,7 +145,7 @@ def _smollm3(config: TrackedConfig) -> list[str]:
 
 
 def _mimo_v2_window(config: TrackedConfig) -> Window:
-    """One more than `sliding_window_size`, the number of earlier tokens."""
+    """Returns one more than `sliding_window_size`, the number of earlier tokens."""
     earlier, window = config.values.get("sliding_window_size"), config.values.get("sliding_window")
     config.read.update(("sliding_window_size", "sliding_window"))
     if earlier is None:
@@ -182,7 +182,7 @@ def _two_sided_window_of(config: TrackedConfig) -> Window:
 
 
 def _modernbert_decoder_window(config: TrackedConfig) -> Window:
-    """Half of `local_attention`."""
+    """Returns half of `local_attention`."""
     half = config.need("local_attention") // 2
     config.implied("sliding_window", half)
     return half
@@ -192,14 +192,14 @@ def _modernbert_decoder_window(config: TrackedConfig) -> Window:
 
 
 def _windowed_ones(config: TrackedConfig, kinds: list[str]) -> list[bool]:
-    """Layers with a window; all layers if none has a window."""
+    """Returns whether layers have a window; True for all if none has one."""
     everywhere = config.get("sliding_window") is None
     flags = [everywhere or kind == LOCAL for kind in kinds]
     return flags if any(flags) else []
 
 
 def _dense_ones(config: TrackedConfig, kinds: list[str]) -> list[bool]:
-    """Layers with a window, and those of dense networks at the start without a pattern."""
+    """Returns whether layers have a window, or a dense network where these have no pattern."""
     dense = ["dense"] * config.get("first_k_dense_replace", 0)
     networks = config.explicit("mlp_layer_types") or dense
     forced = config.need("prefix_dense_sliding_window_pattern") == 1
@@ -208,14 +208,14 @@ def _dense_ones(config: TrackedConfig, kinds: list[str]) -> list[bool]:
 
 
 def _thetas(config: TrackedConfig, kinds: list[str]) -> Sequence[float | bool]:
-    """A base for each layer, 0 for layers without positions."""
+    """Returns the base of each layer, 0 for layers without positions."""
     thetas = config.explicit("layer_rope_theta") or [True] * len(kinds)
     config.check_count("layer_rope_theta", thetas, len(kinds))
     return thetas
 
 
 def _zero_thetas(config: TrackedConfig, kinds: list[str]) -> list[bool]:
-    """Layers whose `layer_rope_theta` is not 0."""
+    """Returns whether the `layer_rope_theta` of each layer is not 0."""
     theta, thetas = read_rope(config).theta, config.explicit("layer_rope_theta")
     if thetas is None:
         return [i % 4 > 0 for i in range(layer_count(config))[::-1]]
@@ -235,7 +235,7 @@ def _llama4_temperature(config: TrackedConfig) -> Scheme:
 
 
 def _alpha(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeSettings:
-    """Dynamic scaling is NTK of any length if the config has `alpha`."""
+    """Reads dynamic scaling as NTK of any length if the config has `alpha`."""
     _, (alpha,) = pop_keys(config, "alpha")
     if not (alpha and rope.get("rope_type", rope.get("type")) == "dynamic"):
         config.check_ignored(not alpha, f"alpha={alpha}")
@@ -245,7 +245,7 @@ def _alpha(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeSettin
 
 
 def _nomic(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeSettings:
-    """The base, which releases name `rotary_emb_base`."""
+    """Reads the base, which releases name `rotary_emb_base`."""
     base, theta = config.explicit("rotary_emb_base"), config.explicit("rope_theta")
     config.check(
         None in (base, theta) or base == theta, f"rope_theta={theta} and rotary_emb_base={base}"
@@ -254,7 +254,7 @@ def _nomic(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeSettin
 
 
 def _gpt_neox(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeSettings:
-    """The base `rotary_emb_base`, and the part `rotary_pct`."""
+    """Reads the base `rotary_emb_base`, and the part `rotary_pct`."""
     usual = config.explicit("rotary_pct")
     usual = config.defaults.get("partial_rotary_factor", 1.0) if usual is None else usual
     config.implied("partial_rotary_factor", usual)
@@ -269,7 +269,7 @@ def _gpt_neox(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeSet
 
 
 def _rotary_dim(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeSettings:
-    """The first `rotary_dim` dimensions."""
+    """Reads the number of dimensions that rotate, `rotary_dim`."""
     dim, head_dim = config.explicit("rotary_dim"), head_size(config)
     settings = read_rope(config, rope)
     if dim is None:
@@ -282,7 +282,7 @@ def _rotary_dim(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeS
 
 
 def _both_parts(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeSettings:
-    """The part given by `partial_rotary_factor` and by `rotary_dim`."""
+    """Reads the part that `partial_rotary_factor` and `rotary_dim` both give."""
     head_dim, dim, settings = head_size(config), config.need("rotary_dim"), read_rope(config, rope)
     config.check_ignored(
         int(head_dim * settings.fraction) == dim,
@@ -292,7 +292,7 @@ def _both_parts(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeS
 
 
 def _dbrx(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeSettings:
-    """The base is in `attn_config`."""
+    """Reads the base in `attn_config`."""
     theta, other = config.part("attn_config").get("rope_theta"), rope.get("rope_theta")
     config.check(
         theta is None or other in (None, theta),

@@ -82,7 +82,7 @@ def golden(name):
 
 
 CASES = [(name, how) for name in ("inkling2", "inkling2_local") for how in IMPLEMENTATIONS]
-QUICK = ("inkling2", "dense"), ("inkling2_local", "xla")
+QUICK = ("inkling2", "dense"), ("inkling2_local", "dense")
 
 
 @pytest.mark.parametrize(
