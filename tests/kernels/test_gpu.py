@@ -7,6 +7,7 @@ tokens. Slow cases are the others.
 """
 
 import dataclasses
+import types
 
 import chex
 import jax
@@ -145,6 +146,48 @@ def test_the_compiled_gather_reads_the_place_of_each_register(columns, monkeypat
 def test_one_row_equals_the_reference(rule, feature, heads):
     case = _one_row(case_of(feature, rule, length=120, heads=heads, kv_heads=heads))
     assert_close(outcome(KERNELS, *case), outcome("reference", *case))
+
+
+@gpu_interpreted
+def test_slots_of_a_pipe_are_read_before_they_are_filled_again():
+    """Threads read five blocks through two slots, one by distance; the interpreter finds races."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from posenc_jax.kernels.gpu import gather, pipe
+    from posenc_jax.kernels.gpu.spec import ROWS
+
+    checked = plgpu.InterpretGPUParams(detect_races=True)
+    x = np.arange(5 * ROWS * ROWS).reshape(5, ROWS, ROWS).astype(np.float16) % 1021
+    line = np.arange(5 * 2 * ROWS, dtype=np.float32).reshape(5, 2 * ROWS)
+
+    def compute(wg):
+        for n in map(jnp.int32, range(5)):
+            blocks = wg.scratch["pipe"].wait(n)
+            added = gather.by_distance(blocks["line"], (ROWS, ROWS), 0, ROWS, checked)
+            tile = blocks["x"][...].astype(jnp.float32) + added
+            wg.scratch["pipe"].release(n)
+            wg.out_refs.at[wg.number, n][...] = tile
+
+    def copy(wg):
+        for n in map(jnp.int32, range(5)):
+            sources = {name: ref.at[n] for name, ref in wg.refs.items()}
+            wg.scratch["pipe"].fill(n, **sources)
+
+    spec = types.SimpleNamespace(wide=False)
+    sizes = {"x": (ROWS, ROWS), "line": (2 * ROWS,)}
+    got = pipe.launch(
+        "test",
+        compute,
+        copy,
+        grid={"i": 1},
+        inputs={"x": x, "line": line},
+        out_types=jax.ShapeDtypeStruct((2, *x.shape), jnp.float32),
+        scratch_types={"pipe": pipe.pipe(spec, 2, jnp.float16, **sizes)},
+        interpret=checked,
+    )
+    row, column = np.indices((ROWS, ROWS))
+    want = x.astype(np.float32) + line[:, ROWS + row - column]
+    np.testing.assert_array_equal(got, np.stack([want] * 2))
 
 
 @gpu_interpreted
