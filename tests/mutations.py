@@ -680,6 +680,28 @@ MUTATIONS = [
     Mutation("folders of runs may be links", "../experiments/runs/files.py",
              "os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW", "os.O_RDONLY",
              "tests/experiments/test_trust.py"),
+    Mutation("an older result of a run counts", "../experiments/runs/results.py",
+             "return in_pack if in_pack.finished > alone.finished else alone", "return alone",
+             "tests/experiments/test_results.py"),
+    Mutation("packed results with other settings are read", "../experiments/runs/results.py",
+             'if name.rpartition("-")[2] != digest(results[name].settings):', "if False:",
+             "tests/experiments/test_results.py"),
+    Mutation("results of one folder are packed while a run works", "../experiments/runs/results.py",
+             "held.enter_context(locked(file.parent))", "pass",
+             "tests/experiments/test_results.py"),
+    Mutation("runs are parted from their start", "../experiments/runs/run_queue.py",
+             "chains.setdefault(run.root.name, []).append(run)",
+             "chains.setdefault(run.name, []).append(run)",
+             "tests/experiments/test_executors.py"),
+    Mutation("processes share processors", "../experiments/runs/executors.py",
+             "os.sched_setaffinity(0, {number})", "pass",
+             "tests/experiments/test_executors.py"),
+    Mutation("the older state is continued", "../experiments/runs/checkpoints.py",
+             "for file in reversed(self._files()):", "for file in self._files():",
+             "tests/experiments/test_scoreboard.py::test_a_stopped_run_continues_with_equal_bits"),
+    Mutation("lists on the command line are not divided", "../experiments/settings/config_io.py",
+             "for part in names(value)]", "for part in [value]]",
+             "tests/experiments/test_config.py"),
 ]
 # fmt: on
 
@@ -687,7 +709,7 @@ MUTATIONS = [
 def copy_of_tree(folder):
     """Copies what git tracks, and what it does not ignore, to a folder."""
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", "--", ":!results/s*"],
+        ["git", "ls-files", "-co", "--exclude-standard"],
         cwd=ROOT,
         capture_output=True,
         text=True,

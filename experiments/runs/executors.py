@@ -32,20 +32,19 @@ def default_count() -> int:
 
 
 def take_a_processor() -> None:
-    """Gives this process a processor that no other one has, as long as there are enough.
+    """Gives this process a processor that none of its siblings has, as long as there are enough.
 
     Call it before JAX computes, which makes a thread per processor.
     """
     numbers = processors()
     if len(numbers) == 1 or not hasattr(os, "sched_setaffinity"):
         return
+    name = os.path.join(tempfile.gettempdir(), f"posenc_jax-{os.getuid()}.lock")
+    file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     for number in numbers:
-        name = os.path.join(tempfile.gettempdir(), f"posenc_jax-{os.getuid()}-{number}.lock")
-        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break  # It is held until the process ends.
-        os.close(file)
+        with contextlib.suppress(BlockingIOError):  # A byte is held until the process ends.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, os.getppid() * 2**16 + number)
+            break
     else:
         number = numbers[os.getpid() % len(numbers)]
     os.sched_setaffinity(0, {number})

@@ -28,7 +28,7 @@ from experiments.errors import ConfigError, ExperimentError, ResultsError
 from experiments.runs.checkpoints import Deadline, OutOfTime
 from experiments.runs.executors import RayExecutor, default_count, processes, take_a_processor
 from experiments.runs.files import write_whole
-from experiments.runs.results import FILE, PACK, VERSIONS, Result, pack
+from experiments.runs.results import FILE, PACK, VERSIONS, Result, pack, stored
 from experiments.runs.run import Run, RunFolder, commit, duration, here
 from experiments.settings.trust import add_trust, is_installed, is_project
 from experiments.training import mesh as on_mesh
@@ -398,9 +398,10 @@ def files_of(runs: Iterable[Run], folder: Path) -> dict[str, bytes]:
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """Writes files to a folder, results last: a run that has one has ended."""
+    """Writes files to a folder, results last: a run that has one has ended, and it stays."""
     for path in sorted(files, key=lambda path: path.endswith(FILE)):
-        write_whole(folder / path, files[path])
+        if not (path.endswith(FILE) and stored(folder, Path(path).parent.name)):
+            write_whole(folder / path, files[path])
 
 
 def in_one_line(error: BaseException) -> str:

@@ -7,6 +7,7 @@ from experiments.errors import ConfigError
 from experiments.runs.run import Result
 from experiments.study import clock, gains, plan
 from experiments.study.clock import Clock
+from experiments.study.rows import rows_of
 from experiments.training.train import of_program
 
 STUDY = """
@@ -85,20 +86,13 @@ def test_a_size_takes_the_rates_of_another(study):
 
 def test_gains_by_size(study):
     """In half of the steps T5 loses 0.1 of its lead. Twice the steps are worth 0.1 to RoPE."""
-    by_scheme = gains.by_scheme(study, result, CLOCK)
-    assert list(by_scheme) == ["t5"] and list(by_scheme["t5"]) == ["a", "b"]
-    for size, parameters, expected in (("a", 5.0, 2**0.5), ("b", 20.0, float("inf"))):
-        million, bounds = by_scheme["t5"][size]
-        assert million == parameters and bounds == pytest.approx([expected] * 3)
-    assert list(gains.trends(study, result, CLOCK)) == [
-        "* The gain of t5 in equal time grows from the first to the last size."
-    ]
-    picture = gains.gains_picture(study, result, CLOCK)
-    assert picture.startswith("<svg") and "million parameters" in picture
-    assert not gains.gains_picture(study, lambda run: None, CLOCK)
+    for size, expected in (("a", 2**0.5), ("b", float("inf"))):
+        rows = rows_of(study.cells[size], "rope", result, CLOCK)
+        gain = gains.gain(rows["t5"], gains.curve_of(rows["rope"], result))
+        assert gain == pytest.approx([expected] * 3)
 
 
-def test_the_clock_of_accelerators_has_the_programs_of_the_runs(study, monkeypatch):
+def test_the_clock_of_accelerators_has_the_programs_of_the_runs(study, monkeypatch, tmp_path):
     asked = []
 
     def prepare(task, position, data):
@@ -106,8 +100,9 @@ def test_the_clock_of_accelerators_has_the_programs_of_the_runs(study, monkeypat
         return lambda: jnp.zeros(()), 0.0
 
     monkeypatch.setattr("experiments.bench.step.prepare", prepare)
-    steps, rounds, _ = clock._on_accelerator(study.cells["b"])
-    assert list(steps) == ["rope", "t5"] and rounds == 3
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    times = clock.measure({"b": study.cells["b"]}, tmp_path, print)
+    assert list(times.steps["b"]) == ["rope", "t5"] and times.rounds == {"b": 3}
     assert asked == [of_program(cell.grid[0].task) for cell in study.cells["b"].values()]
 
 

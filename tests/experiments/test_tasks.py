@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from experiments.runs.run import Run
 from experiments.tasks import TASKS, KBack, Kth, Text
 from experiments.tasks.base import Data
 
@@ -146,9 +145,3 @@ def test_validation_text_is_scored_alone_at_the_training_length(monkeypatch):
     short = task.at_trained_length()
     short.check()
     assert len(short.evaluate(pe.NoPE(), None, [0], data)) == 2
-
-
-def test_a_run_without_validation_keeps_its_name():
-    run = Run(small_text(), "none", {}, pe.NoPE(), 0)
-    assert "validation" not in run.settings["text"]
-    assert Run(small_text(validation=True), "none", {}, pe.NoPE(), 0).settings["text"]["validation"]
