@@ -69,20 +69,28 @@ def plain(text: object) -> str:
     return re.sub(r"([\\`*_{}\[\]<>#|~&$])", r"\\\1", " ".join(str(text).split()))
 
 
-def as_html(text: str, pictures: Mapping[str, str]) -> str:
+def as_html(text: str, pictures: Mapping[str, str], folder: str = ".") -> str:
     """Returns a page that loads nothing.
 
     Args:
       text: the page as Markdown, with its title in the first line.
-      pictures: <svg> elements by the files that the page names.
+      pictures: <svg> elements by the files that the page names; other pictures are left out.
+      folder: where relative links of the Markdown start, as seen from the HTML file.
     """
     parser = MarkdownIt("commonmark").enable("table")
 
     def picture(self, tokens, i, options, env):
-        svg, caption = pictures[str(tokens[i].attrs["src"])], escape(tokens[i].content)
+        svg, caption = pictures.get(str(tokens[i].attrs["src"]), ""), escape(tokens[i].content)
         return f'<span class="picture">{svg}<span>{caption}</span></span>'
 
+    def link(self, tokens, i, options, env):
+        target = str(tokens[i].attrs["href"])
+        if not re.match(r"\w+:|[#/]", target):
+            tokens[i].attrs["href"] = f"{folder}/{target}"
+        return self.renderToken(tokens, i, options, env)
+
     parser.add_render_rule("image", picture)
+    parser.add_render_rule("link_open", link)
     title = text.partition("\n")[0].removeprefix("# ")
     return fill(_SHELL, title=escape(title), body=parser.render(text))
 

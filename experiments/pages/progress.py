@@ -69,7 +69,6 @@ class Progress:
 
     def __init__(self, console: Console | None = None):
         self.console = console or Console()
-        self._rows: list[tuple[str, list[Run]]] = []
         self._runs: dict[str, Run] = {}
         self._results: dict[str, Result | None] = {}
         self.errors: dict[str, str] = {}

@@ -107,7 +107,7 @@ def pages(study: Study, file: Path, folder: Path, target: Path) -> dict[Path, st
     return {
         target: text,
         target.with_suffix(".csv"): table,
-        folder / "report.html": as_html(text, inside),
+        folder / "report.html": as_html(text, inside, os.path.relpath(target.parent, folder)),
         **{target.with_name(name): plots.standalone(svg) for name, svg in inside.items()},
     }
 

@@ -66,6 +66,8 @@ def test_errors_and_names_are_text(html, text):
     page = as_html(f"# Title\n\n| a |\n|---|\n| {plain(hostile)} |\n", {})
     assert "<img" not in page and "<a" not in page and "<em>" not in page and "<h1>f" not in page
     assert words_of(page).endswith(" ".join(hostile.split()))
+    page = as_html("# T\n\n[a](b.csv) [c](#d) [e](https://f.g) ![h](i.svg)\n", {}, "../docs")
+    assert re.findall('(?:href|src)="(.*?)"', page) == ["../docs/b.csv", "#d", "https://f.g"]
 
 
 def test_the_page_names_command_and_runs(text):
