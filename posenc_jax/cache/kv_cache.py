@@ -385,6 +385,11 @@ class KVCache:
             "KVCache.rewind: the scheme has a running state; make the cache with max_rewind.",
         )
         count = integer_positions("KVCache.rewind", count, "count")
+        require(
+            count.shape in ((), self.length.shape),  # One of [1] would be taken for all rows.
+            f"KVCache.rewind: count must be an integer or [B] = {self.length.shape}, got shape "
+            f"{count.shape}.",
+        )
         count = jnp.broadcast_to(count, self.length.shape)
         limit = self.length if self.max_rewind is None else self.rewindable
         lost = (count < 0) | (count > limit)

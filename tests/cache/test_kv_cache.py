@@ -463,6 +463,8 @@ def test_rows_are_integers_or_one_boolean_for_each():
         ValueError, match=r"reset: rows must be \[B\] = \(2,\) or integers, got \(3"
     ):
         empty().reset(np.array([True, False, True]))
+    with pytest.raises(ValueError, match=r"rewind: count must be an integer or \[B\] = \(2,\), g"):
+        empty().rewind(np.zeros(1, int))
     with pytest.raises(TypeError, match=r"KVCache.take: rows must be integers, got float"):
         empty().take(np.array([0.0, 1.0]))
     with pytest.raises(ValueError, match=r"KVCache.take: rows must be \[any\], got shape \(1, 2\)"):
