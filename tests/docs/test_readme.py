@@ -20,10 +20,10 @@ def test_the_readme_is_short_and_begins_without_flax():
 
 
 def test_pages_count_what_there_is():
-    from tests.hf.model_types_table import NOT_FUZZED
     from tests.hf.test_golden import NAMES
     from tests.hf.test_golden import read as golden
     from tests.hf.test_layers import KINDS
+    from tests.makers.hf_table import NOT_FUZZED
 
     readme, models = prose("README.md"), prose("docs/models.md")
     compared = {golden(name)[0]["config"]["model_type"] for name in NAMES} | set(KINDS)

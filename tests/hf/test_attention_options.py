@@ -15,7 +15,7 @@ from flax import nnx
 import posenc_jax as pe
 from posenc_jax.hf.model_types import MODEL_TYPES
 from posenc_jax.nnx import Attention
-from tests.hf.model_types_table import table
+from tests.makers.hf_table import table
 from tests.support import recorded
 
 ABOUT, ARRAYS = recorded(pathlib.Path(__file__).with_name("attention_layers.npz"))

@@ -1,7 +1,6 @@
 """Every causal language model of transformers is read, or listed with the reason why not.
 
-`causal_lm_types.json` has their model types, written by `python -m tests.hf.test_causal_lm_types`
-with transformers.
+`makers/hf_configs.py` writes `causal_lm_types.json`, their model types.
 """
 
 import json
@@ -33,12 +32,6 @@ READ_AS = {
 TEXT_MODELS = {"mllama_text_model"}  # Listed, though they are no causal language models alone.
 
 
-def names_of_transformers():
-    from transformers.models.auto import modeling_auto
-
-    return sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
 def test_each_is_read_or_listed_once():
     read = {name for name in NAMES if name in MODEL_TYPES}
     assert sorted([*read, *READ_AS, *(NOT_READ.keys() - TEXT_MODELS)]) == NAMES
@@ -62,17 +55,9 @@ def test_the_error_has_the_reason(name):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.needs(json.loads(FILE.read_text())["origin"].replace(" ", "=="))
 def test_the_names_are_those_of_transformers():
-    import transformers
+    from tests.makers import hf_configs
 
-    assert names_of_transformers() == NAMES
+    assert hf_configs.causal_lm_types() == NAMES
     for name, text in READ_AS.items():
-        cls = transformers.CONFIG_MAPPING[name]
-        config = cls()
+        config = hf_configs.CONFIG_MAPPING[name]()
         assert config.get_text_config().model_type == text
-
-
-if __name__ == "__main__":
-    import transformers
-
-    about = {"origin": f"transformers {transformers.__version__}"}
-    FILE.write_text(json.dumps(about | {"model_types": names_of_transformers()}, indent=1) + "\n")

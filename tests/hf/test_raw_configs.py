@@ -16,7 +16,7 @@ import pytest
 import posenc_jax as pe
 from posenc_jax.hf.config_reader import TrackedConfig, model_type_defaults
 from posenc_jax.hf.model_types import MODEL_TYPES
-from tests.hf.model_types_table import NEEDED
+from tests.makers.hf_table import NEEDED
 
 GOLDEN = pathlib.Path(__file__).with_name("golden") / "raw_configs.json"
 CASES = json.loads(GOLDEN.read_text())["model_types"]

@@ -4,7 +4,8 @@ With transformers 5.23; a CONFIG is JSON, a further case of a model type.
 
 Writes `posenc_jax/hf/defaults.json`, the defaults of the config class of every model type, and
 `golden/raw_configs.json`: raw configs, the keys that the config class adds, changes or drops
-beyond those defaults, and the window and the chunk of every layer. PyTorch is not needed.
+beyond those defaults, and the window and the chunk of every layer; and `causal_lm_types.json`, the
+model types of all causal language models. PyTorch is not needed.
 """
 
 import dataclasses
@@ -17,12 +18,14 @@ import sys
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING
+from transformers.models.auto import modeling_auto
 
 from posenc_jax.hf.model_types import MODEL_TYPES
 
 FOLDER = pathlib.Path(__file__).parents[1] / "hf"
 DEFAULTS = FOLDER.parents[1] / "posenc_jax" / "hf" / "defaults.json"
 GOLDEN = FOLDER / "golden" / "raw_configs.json"
+NAMES = FOLDER / "causal_lm_types.json"
 CASES = json.loads(GOLDEN.read_text())["model_types"]
 ORIGIN = f"transformers {transformers.__version__}, configuration classes"
 
@@ -236,8 +239,15 @@ def all_defaults():
     return {"origin": ORIGIN, "model_types": {n: defaults(n) for n in sorted(MODEL_TYPES)}}
 
 
+def causal_lm_types():
+    return sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
 def main(argv):
     write(DEFAULTS, all_defaults())
     write(GOLDEN, golden([json.loads(text) for text in argv]))
-    for path in (DEFAULTS, GOLDEN):
+    about = {"origin": f"transformers {transformers.__version__}"}
+    names = json.dumps(about | {"model_types": causal_lm_types()}, indent=1)
+    NAMES.write_text(names + "\n")
+    for path in (DEFAULTS, GOLDEN, NAMES):
         print(path.name, path.stat().st_size)

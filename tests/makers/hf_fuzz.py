@@ -30,8 +30,8 @@ import numpy as np
 import transformers
 
 import posenc_jax as pe
-from tests.hf.model_types_table import NOT_FUZZED
 from tests.makers import hf_draw, hf_fuzz_layers, hf_fuzz_models, hf_fuzz_rotations
+from tests.makers.hf_table import NOT_FUZZED
 from tests.support import recorded
 
 TOLERANCE = 2e-4  # Of the greatest number of an output; float32 against float64.

@@ -1,4 +1,4 @@
-"""The table of model types in docs/models.md: python -m tests.hf.model_types_table."""
+"""The table of model types in docs/models.md: python -m tests.makers hf_table."""
 
 import posenc_jax as pe
 from posenc_jax.hf.config_reader import model_type_defaults
@@ -81,5 +81,5 @@ def table():
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
+def main(argv):
     print(table(), end="")
