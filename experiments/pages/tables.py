@@ -40,12 +40,11 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One scheme, or a zero-shot variant of it; `error` where its run failed."""
+    """One scheme, or a zero-shot variant of it."""
 
     label: str
     scheme: str
     cells: tuple[Cell, ...]
-    error: str = ""
     variant: str = ""
 
 
@@ -207,8 +206,7 @@ def _row(
     if row.waiting:
         return Row(name, row.scheme, (Cell("waiting"),) * len(columns))
     if not row.done:
-        failed = (Cell("failed", "failed"),) * len(columns)
-        return Row(name, row.scheme, failed, one_line(row.error))
+        return Row(name, row.scheme, (Cell("failed", "failed"),) * len(columns))
     scores, cells, digits = row.scores(mode, variant), [], labels.digits
     for column in columns:
         score = scores.get(column.length)
@@ -221,7 +219,7 @@ def _row(
             spread = f"{min(score.values):.{digits}f}\u2013{max(score.values):.{digits}f}"
         kind = "value" if row.fitted or score.in_distribution else "unfitted"
         cells.append(Cell(kind, text, spread, note))
-    return Row(name, row.scheme, tuple(cells), variant=variant)
+    return Row(name, row.scheme, tuple(cells), variant)
 
 
 def _mark_best(rows: list[Row], labels: Labels, count: int) -> tuple[Row, ...]:
