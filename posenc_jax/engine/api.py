@@ -23,9 +23,16 @@ from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.dropout import make_dropout_seeds
 from posenc_jax.engine.jax_nn import CuDNN, JaxNN
 from posenc_jax.engine.mask import Window, window_sides
-from posenc_jax.engine.mesh import placement_is_known, platform_of
+from posenc_jax.engine.mesh import placement_is_known
 from posenc_jax.engine.pallas import Pallas
-from posenc_jax.engine.problem import Implementation, LogSumExp, Problem, with_sinks, zero_where
+from posenc_jax.engine.problem import (
+    Implementation,
+    LogSumExp,
+    Problem,
+    platform_of,
+    with_sinks,
+    zero_where,
+)
 from posenc_jax.engine.reference import Reference
 from posenc_jax.engine.rules import Rule, as_tuple
 from posenc_jax.engine.splash import Splash

@@ -7,22 +7,10 @@ import math
 from typing import Any, ClassVar
 
 import jax
-from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec
 
 from posenc_jax.checks import require
 from posenc_jax.engine.problem import Implementation, Problem, vary_over
-
-
-def platform_of(q: jax.Array) -> str:
-    """Returns the platform of q if it is known, else of `jax.default_device` or the backend.
-
-    It is known of JAX's arrays that are committed to devices, but not of tracers.
-    """
-    if isinstance(q, jax.Array) and not isinstance(q, Tracer) and q.committed:
-        return next(iter(q.devices())).platform
-    device = jax.config.jax_default_device
-    return device.platform if isinstance(device, jax.Device) else device or jax.default_backend()
 
 
 def mesh_of(problem: Problem) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from posenc_jax.engine.mask import LEAST_LOGIT, differentiable_in_units, visible
 from posenc_jax.engine.rules import STATIC, Rule, Sizes
@@ -317,6 +318,17 @@ class Implementation(abc.ABC):
         (`problem.normalized` is false), and where it is not asked for (`problem.needs_lse`),
         the log-sum-exp has no meaning.
         """
+
+
+def platform_of(q: jax.Array) -> str:
+    """Returns the platform of q if it is known, else of `jax.default_device` or the backend.
+
+    It is known of JAX's arrays that are committed to devices, but not of tracers.
+    """
+    if isinstance(q, jax.Array) and not isinstance(q, Tracer) and q.committed:
+        return next(iter(q.devices())).platform
+    device = jax.config.jax_default_device
+    return device.platform if isinstance(device, jax.Device) else device or jax.default_backend()
 
 
 def lacking(features: Mapping[str, Any]) -> str | None:

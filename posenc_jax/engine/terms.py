@@ -227,15 +227,15 @@ class Term(abc.ABC):
     gathers: ClassVar[bool] = False
     by_head: ClassVar[tuple[str, ...]] = ()
 
-    @abc.abstractmethod
     def tile(self, strip: Any, q: Tokens, k: Tokens, *, in_vjp: bool) -> jax.Array:
-        """Returns float32 [Q, K].
+        """Returns float32 [Q, K], by default `pair` of all pairs.
 
         Args:
           strip: the part of `strip` that the tile covers, [F, Q + K - 1], or None.
           q, k: tokens of the tile.
           in_vjp: whether `jax.vjp` is applied at once.
         """
+        return jax.vmap(jax.vmap(self.pair, (None, 0)), (0, None))(q, k)
 
     def traced(self, q: Tokens, k: Tokens) -> Self:
         """Returns the term with its functions traced, so that the backward pass uses these traces.
@@ -245,7 +245,8 @@ class Term(abc.ABC):
         """
         return self
 
-    def pair(self, q: Tokens, k: Tokens) -> jax.Array | None:
+    @abc.abstractmethod
+    def pair(self, q: Tokens, k: Tokens) -> Any:
         """Returns the float32 number of one query and one key; None if there is no such rule.
 
         Args:
@@ -320,31 +321,26 @@ class PairTerm(Term):
         return dataclasses.replace(self, rule=rule, captured=captured)
 
     def pair(self, q, k):
-        out = self._rule(q, k).astype(jnp.float32)
-        if self.horizon is not None:
-            out -= self._far(self.heads, q.coordinates.dtype)
-        return differentiable_in_units(out, self.factor)
-
-    def _rule(self, q, k):
         features = (q.features, k.features) if self.of_content else ()
         rule = with_captured(self.rule, self.captured)
-        return rule(self.shared, self.heads, *features, q.coordinates, k.coordinates)
-
-    def tile(self, strip, q, k, *, in_vjp):
-        def tile(q):
-            return jax.vmap(jax.vmap(self._rule, (None, 0)), (0, None))(q, k)
-
-        length, keys = q.slots.shape[0], k.slots.shape[0]
-        size = math.gcd(length, max(self.pairs_at_once // keys, 1))
-        if in_vjp and not self.of_content and size < length:
-            parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), q)
-            out = jax.lax.map(jax.checkpoint(tile), parts).reshape(length, keys)
-        else:
-            out = tile(q)
+        out = rule(self.shared, self.heads, *features, q.coordinates, k.coordinates)
         out = out.astype(jnp.float32)
         if self.horizon is not None:
             out -= self._far(self.heads, q.coordinates.dtype)
         return differentiable_in_units(out, self.factor)
+
+    def tile(self, strip, q, k, *, in_vjp):
+        length, keys = q.slots.shape[0], k.slots.shape[0]
+        size = math.gcd(length, max(self.pairs_at_once // keys, 1))
+        if self.of_content or size == length or not in_vjp:
+            return super().tile(strip, q, k, in_vjp=in_vjp)
+
+        @jax.checkpoint
+        def part(q):
+            return super(PairTerm, self).tile(strip, q, k, in_vjp=True)
+
+        parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), q)
+        return jax.lax.map(part, parts).reshape(length, keys)
 
     def dropped(self, dtype: Any) -> jax.Array | None:
         """Returns the constant that `tile` drops, [1, 1, N], for coordinates of a dtype."""
@@ -384,12 +380,6 @@ class SeparableTerm(Term):
         out = -jnp.abs(out) if self.symmetric else out
         return differentiable_in_units(out, self.factor)
 
-    def tile(self, strip, q, k, *, in_vjp):
-        a, b = (x.features.astype(jnp.float32) for x in (q, k))
-        out = a[:, None] + b[None, :]
-        out = -jnp.abs(out) if self.symmetric else out
-        return differentiable_in_units(out, self.factor)
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -421,6 +411,9 @@ class DotTerm(Term):
     @property
     def has_interior(self):
         return self.of_keys
+
+    def pair(self, q, k):
+        return None
 
     def traced(self, q, k):
         if self.transform is None:

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import posenc_jax as pe
 from posenc_jax.engine import api
 from posenc_jax.engine.api import choose, make_problem
-from posenc_jax.engine.mesh import platform_of
+from posenc_jax.engine.problem import platform_of
 from posenc_jax.engine.rules import as_tuple
 from posenc_jax.engine.splash import Splash
 from posenc_jax.kernels.tpu.splash import _CausalMask, _LocalMask
