@@ -139,26 +139,28 @@ def _stages(study: Study, folder: Path) -> Iterator[list[Run]]:
       study: the study.
       folder: of the folders of runs.
     """
-    failed: set[Run] = set()
+    failed: set[str] = set()
     times = clock.read(folder)
     while True:
         results = known(folder)
-        by_size = {size: list(study.runs_of(size, results, times)) for size in study.cells}
-        runs = [run for of_size in by_size.values() for run in of_size]
+        by_size = {
+            size: {run.name: run for run in study.runs_of(size, results, times)}
+            for size in study.cells
+        }
+        runs = [run for of_size in by_size.values() for run in of_size.values()]
         refuse_other_versions(runs, folder, study.name)
+        ended = {run.name for run in runs if results(run)}
         waiting = {
-            size: [r for r in of_size if not results(r) and r not in failed]
+            size: [run for name, run in of_size.items() if name not in ended | failed]
             for size, of_size in by_size.items()
         }
-        size, stage = next(((s, r) for s, r in waiting.items() if r), ("", []))
+        size, stage = next(((size, runs) for size, runs in waiting.items() if runs), ("", []))
         if not stage:
             return
-        stage = list(dict.fromkeys(stage))
-        ended = sum(bool(results(run)) for run in runs)
-        say(f"{ended} runs have ended, {len(stage)} of {size} are next.")
+        say(f"{len(ended)} runs have ended, {len(stage)} of {size} are next.")
         yield stage
         results = known(folder)
-        failed |= {run for run in stage if not results(run)}
+        failed |= {run.name for run in stage if not results(run)}
 
 
 def earlier(study: Study, folder: Path) -> Rows:
