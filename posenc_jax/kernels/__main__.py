@@ -6,7 +6,7 @@ Compilers and interpreters check the kernels of implementation="pallas" everywhe
 computes them right, only the chip can show. Steps run attention and its gradients, against numbers
 that are computed in another way, in a few minutes on an H100, mostly to compile. A step that fails
 is one line, with its first wrong number. Steps that hang or crash cost themselves alone. The lines
-are in --log as JSON, beside the output of the processes.
+are in --log as JSON; files of that name and an ending have the output of the processes.
 
 If all steps that the kernels serve are right, the last line is the row of this chip for
 posenc_jax/engine/chips.py, whose chips implementation=None trusts.

@@ -54,9 +54,9 @@ def fake(tmp_path, monkeypatch):
         monkeypatch.setenv("KINDS", kinds)
         command = sys.executable, str(file)
         limits = {"timeout": 0.5, "patience": 30.0, "log": tmp_path / "out" / "gpu.jsonl"}
-        made = runner.Runner(command=command, **limits | settings)
-        assert made.machine() == {"device": "gpu: NVIDIA H100"}
-        return made
+        run = runner.Runner(command=command, **limits | settings)
+        assert run.machine() == {"device": "gpu: NVIDIA H100"}
+        return run
 
     return make
 
@@ -107,11 +107,11 @@ def test_a_device_that_does_not_start_is_an_error(fake, tmp_path):
 
 def _steps(monkeypatch, **runs):
     case = types.SimpleNamespace(dtype="bfloat16")
-    made = [
+    fakes = [
         types.SimpleNamespace(name=name, case=case, run=run, compile=lambda: None)
         for name, run in runs.items()
     ]
-    monkeypatch.setattr(program, "steps", lambda *_, **__: made)
+    monkeypatch.setattr(program, "steps", lambda *_, **__: fakes)
 
 
 def _raises(error):

@@ -41,8 +41,8 @@ class Runner:
     """The settings of a run.
 
     Attributes:
-      log: the file of all outcomes. Those of a process are beside it, by implementation and family,
-        and what it prints is in a .txt file.
+      log: the file of all outcomes. Each process has a log in the same folder, named by its
+        implementation and family, and a .txt file with its output.
       seconds: for all steps.
       timeout: seconds for one step after its program is compiled.
       patience: seconds for a process to start, and for a program to compile while others do.

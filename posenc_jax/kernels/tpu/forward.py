@@ -1,4 +1,4 @@
-"""The forward kernel: flash attention with position rules, and what shares its tiles, for TPU.
+"""Kernels with tiles of the forward pass, for TPU: attention, and cotangents of arrays of pairs.
 
 Grid (N, B, tiles), tiles by blocks of queries. The running maximum m, sum l and output of a
 block of queries stay in VMEM over its blocks of keys, the strip of a head over the batch.
