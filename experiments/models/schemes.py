@@ -16,7 +16,6 @@ import functools
 import hashlib
 import importlib
 import inspect
-import re
 import sys
 import types
 import typing
@@ -248,12 +247,6 @@ def _called(make: Any, arguments: list, values: Mapping[str, Any], title: str) -
     except (Exception, SystemExit) as error:
         words = " ".join(str(error).split())
         raise ConfigError(f"schemes.{title}: {type(error).__name__}: {words:.300}") from None
-
-
-def paper_link(cls: type) -> str:
-    """Returns the first link to arXiv in the docstring of a class's module, or nothing."""
-    link = re.search(r"https://arxiv\.org/abs/[\d.]+\d", sys.modules[cls.__module__].__doc__ or "")
-    return link[0] if link else ""
 
 
 def schemes_in(position: Any) -> Iterator[pe.Scheme]:

@@ -57,7 +57,7 @@ class Deadline:
 
 
 class Checkpoints:
-    """A `train.Checkpoint`: the two latest states in a folder, a file each, named by the step.
+    """The two latest states of training in a folder, a file each, named by the step.
 
     A state is whole or not there. It can be read on another number of devices.
 
@@ -74,7 +74,12 @@ class Checkpoints:
         self.path, self.deadline, self.say, self.every = path, deadline, say, every
         self.written = time.monotonic()
 
-    def load(self, state):
+    def load(self, state: Any) -> tuple[Any, dict[str, list], tuple[float, float]] | None:
+        """Returns a state like `state`, its curve and its times; None if there is none.
+
+        The last step of the curve belongs to the state. Times are seconds of the clock and of the
+        processors.
+        """
         if self.path.is_symlink():  # States that cannot be read, or are old, are removed.
             raise ResultsError(f"{self.path}: is a symbolic link, and states are removed there")
         leaves, tree = jax.tree.flatten(state)
@@ -89,7 +94,8 @@ class Checkpoints:
             file.unlink()
         return None
 
-    def save(self, state, curve, times):
+    def save(self, state: Any, curve: dict[str, list], times: tuple[float, float]) -> None:
+        """Is called after each compiled call, and may write the state."""
         now, over = time.monotonic(), self.deadline.over()
         if not over and now < self.written + self.every:
             return

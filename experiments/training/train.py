@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -192,22 +192,6 @@ class Trained:
         return next((step for step, losses in pairs if not np.isfinite(losses).all()), None)
 
 
-class Checkpoint(Protocol):
-    """Where the state of training is kept, so that it can be continued with equal bits."""
-
-    def load(self, state: Any) -> tuple[Any, dict[str, list], tuple[float, float]] | None:
-        """Returns a state like `state`, its curve and its times; None if there is none.
-
-        The last step of the curve belongs to the state. Times are seconds of the clock and of the
-        processors.
-        """
-        ...
-
-    def save(self, state: Any, curve: dict[str, list], times: tuple[float, float]) -> None:
-        """Is called after each compiled call, and may write the state."""
-        ...
-
-
 def rates_of(task: Task, count: int) -> jax.Array:
     """Returns the rates of a task, as `advance` takes them for a number of seeds."""
     train = task.train
@@ -268,7 +252,7 @@ def train(
     *,
     params: nnx.State | None = None,
     batches_before: int = 0,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: Any = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Trained:
     """Trains one model per seed, until all steps are made or no loss is finite.
@@ -281,7 +265,7 @@ def train(
       report: called with the step and the losses [seeds] after each compiled call.
       params: to begin with, leaves [seeds, ...]; default: new ones.
       batches_before: how many batches these have seen, which are not drawn again.
-      checkpoint: stores the state, and returns the state of an interrupted call.
+      checkpoint: stores the state, and returns that of an interrupted call: `runs.checkpoints`.
       mesh: of `experiments.training.mesh`, to compute on all its devices; default: on one.
     """
     started = time.perf_counter()

@@ -2,14 +2,12 @@
 
 import dataclasses
 import functools
-import pathlib
 import re
 
 import jax
 import numpy as np
 import pytest
 
-from experiments.__main__ import main
 from experiments.errors import ConfigError
 from experiments.runs.checkpoints import Checkpoints, Deadline
 from experiments.runs.experiment import from_file
@@ -19,7 +17,6 @@ from experiments.training import mesh
 from experiments.training.train import compiled, new_state, train
 from tests.support import slow
 
-ROOT = pathlib.Path(__file__).parents[2]
 SCHEME = "rope+t5"
 SEEDS = [0]
 TABLES = {
@@ -137,12 +134,3 @@ def test_a_run_continues_on_another_number_of_devices(tmp_path):
 def test_a_mesh_that_does_not_fit_is_refused(text, changes, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         mesh.make(text, sharded(dataclasses.replace(TASK, **changes)))
-
-
-def test_a_bad_flag_is_one_line(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    file = str(ROOT / "configs" / "compare.toml")
-    assert main(["compare", file, "--mesh", "data=4", "--name", "mine"]) == 2
-    err = capsys.readouterr().err
-    assert "--mesh: data=4 is for 4 devices, there are 8" in err and err.count("\n") == 1
-    assert not list(tmp_path.iterdir())
