@@ -8,7 +8,7 @@
 # ARGS="..."          more arguments for the command that is run
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-quick test-all test-lowest lint format docs dist compare study scoreboard bench gpu tpu
+.PHONY: help test test-quick test-all test-lowest lint format docs dist compare study scoreboard bench kit gpu tpu
 
 # pyenv has more versions than those on the path; Debian splits off what makes environments.
 PYTHON ?= $(shell for v in 3.14 3.13 3.12 3.11; do \
@@ -46,8 +46,7 @@ test-lowest:
 	$(RUN) -m pytest $(WORKERS) -W ignore::DeprecationWarning $(ARGS)
 
 lint: $(call installed,lint) ## Check style, types, workflows and forms
-	$(RUN) -m ruff check .
-	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check . && $(RUN) -m ruff format --check .
 	$(RUN) -m ty check --python $(VENV)
 	$(RUN) -m mypy
 	$(VENV)/bin/zizmor --offline --no-progress .github
@@ -59,15 +58,13 @@ lint: $(call installed,lint) ## Check style, types, workflows and forms
 schema = $(RUN) -m check_jsonschema --builtin-schema vendor.$(1)
 
 format: $(call installed,lint)
-	$(RUN) -m ruff format .
-	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format . && $(RUN) -m ruff check --fix .
 
 docs: $(call installed,docs) ## Build the site: build/site/index.html (ARGS="-b linkcheck": request addresses)
 	$(RUN) -m sphinx -E -W --keep-going -n -q -d build/doctrees -b html $(ARGS) docs build/site
 
 dist: $(call installed,dist) ## Build sdist and wheel, try the wheel in a clean environment
-	rm -rf dist build/dist
-	$(RUN) -m build --outdir dist
+	rm -rf dist build/dist && $(RUN) -m build --outdir dist
 	$(RUN) -m twine check --strict dist/*
 	$(RUN) -m venv build/dist
 	build/dist/bin/python -m pip install -q --disable-pip-version-check "$$(echo dist/*.whl)[flax]"
@@ -84,6 +81,9 @@ study scoreboard: $(call installed,experiments) ## Continue the study; test clai
 
 bench: $(call installed,experiments) ## Measure speed as ratios (ARGS="step": a training step)
 	$(RUN) -m experiments bench $(or $(ARGS),rope)
+
+kit: $(call installed,experiments)
+	$(RUN) -m experiments.commands.kit $(ARGS)
 
 # Without ACCEL, the Python that has JAX for the device there; it needs no network.
 gpu tpu: $(if $(ACCEL),$(call installed,experiments)) ## Check and time attention on a GPU or a TPU
