@@ -5,15 +5,12 @@ import functools
 import importlib
 import json
 import pathlib
-import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import stablehlo
 
 import posenc_jax as pe
 
@@ -87,70 +84,15 @@ def parameters(scheme, scale=0.5, seed=0):
 
 
 def run(function, static, *arguments):
-    """Returns `function(*static, *arguments)`; calls with equal shapes are lowered once.
-
-    A few tokens go through the interpreter of StableHLO, which is faster than a compiler.
-    Others, and what the interpreter lacks, are compiled.
-    """
-    leaves, tree = jax.tree.flatten(arguments)
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
-        return function(*static, *arguments)
-    leaves = [np.asarray(x) for x in leaves]
-    avals = tuple((x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in leaves)
-    return _lowered(function, static, tree, avals)(leaves)
+    """Returns `function(*static, *arguments)`, compiled, as NumPy arrays."""
+    out = _compiled_function(function, static)(*arguments)
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(out))
+    return out if traced else jax.device_get(out)
 
 
 @functools.lru_cache(maxsize=100)  # A process may map only so many programs.
-def _lowered(function, static, tree, avals):
-    return Program(lambda leaves: function(*static, *jax.tree.unflatten(tree, leaves)), avals)
-
-
-class Program:
-    """A lowered function of a list of arrays; bool is int32 at its borders."""
-
-    def __init__(self, function, avals):
-        def flat(*leaves):
-            leaves = [x.astype(dtype) for x, (_, dtype) in zip(leaves, avals, strict=True)]
-            outs, self.tree = jax.tree.flatten(function(leaves))
-            self.dtypes = [x.dtype for x in outs]
-            return [x.astype(_border(x.dtype)) for x in outs]
-
-        self.shapes = [jax.ShapeDtypeStruct(shape, _border(dtype)) for shape, dtype in avals]
-        self.lowered = jax.jit(flat, keep_unused=True).trace(*self.shapes).lower()
-        self.module = self.lowered.compiler_ir()
-        text = self.module.operation.get_asm(large_elements_limit=8)
-        self.is_interpreted = not re.search(r"chlo\.|custom_call", text) and all(
-            x.dtype in ("f4", "i4") and x.size <= 2100 and not (x.ndim == 4 and x.shape[1] > 32)
-            for x in (*self.shapes, *self.lowered.out_info)
-        )
-        self.module.operation.walk(self._check_scatter)
-
-    def _check_scatter(self, op):
-        """The interpreter scatters in place: nothing else may read the operand."""
-        if op.name == "stablehlo.scatter":
-            operand = op.operands[0]
-            alone = len(list(operand.uses)) == 1 and isinstance(operand, ir.OpResult)
-            self.is_interpreted &= alone
-        return ir.WalkResult.ADVANCE
-
-    @functools.cached_property
-    def compiled(self):
-        return self.lowered.compile()
-
-    def __call__(self, leaves):
-        arrays = [np.array(x, y.dtype, order="C") for x, y in zip(leaves, self.shapes, strict=True)]
-        if self.is_interpreted:
-            with self.module.context:
-                arrays = [ir.DenseElementsAttr.get(x) for x in arrays]
-                outs = [np.array(x) for x in stablehlo.eval_module(self.module, arrays)]
-        else:
-            outs = jax.device_get(self.compiled(*arrays))
-        outs = [x.astype(dtype) for x, dtype in zip(outs, self.dtypes, strict=True)]
-        return jax.tree.unflatten(self.tree, outs)
-
-
-def _border(dtype):
-    return np.dtype("i4") if dtype.kind == "b" else dtype
+def _compiled_function(function, static):
+    return jax.jit(functools.partial(function, *static))
 
 
 @jax.tree_util.register_dataclass

@@ -39,8 +39,8 @@ def by_head(q, k, v, **options):
     return out
 
 
-VARIANTS = [{}, {"remainder": False}, {"attend_current": True}]
-VARIANTS += [{"remainder": False, "attend_current": True}]
+BOTH = {"remainder": False, "attend_current": True}
+VARIANTS = [{}, {"remainder": False}, {"attend_current": True}, BOTH]
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
