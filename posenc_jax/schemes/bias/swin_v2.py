@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import positive_fields, query_heads, require
+from posenc_jax.checks import positive_fields, require
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.ops.init import torch_uniforms
 from posenc_jax.schemes.bias.swin import WindowEntry, check_window
@@ -106,7 +106,6 @@ class SwinV2(Scheme):
 
     def query(self, params, q, coordinates, features=None, tables=None):
         """Returns q [B, T, N, H] normalised to length g[n]."""
-        query_heads("swin_v2", q, self.num_heads, q.shape[-1])
         gain = jnp.exp(jnp.minimum(params["tau"].astype(jnp.float32), math.log(100.0)))
         return _normalise(q, gain[None, None, :, None])
 
