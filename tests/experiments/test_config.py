@@ -1,7 +1,7 @@
 """Settings: errors are one line with status 2, before anything is written."""
 
+import csv
 import pathlib
-import re
 import tomllib
 
 import pytest
@@ -256,11 +256,13 @@ def test_rates_are_those_of_a_scheme_for_a_task(file):
 
 def test_rates_of_compare_are_those_that_the_study_chose(request):
     root = request.config.rootpath
-    small = (root / "docs" / "study.md").read_text().partition("## Small")[2]
-    row = r"(?m)^\| (\w+) \| [\d.]+ \[[^|]*\|[^|]*\|[^|]*\| ([\d.]+)(?: \((\d+) x\))? \|"
-    chosen = re.findall(row, small)
+    lines = csv.DictReader((root / "docs" / "study.csv").read_text().splitlines())
+    chosen = {x["scheme"]: x["rate"].partition(" (") for x in lines if x["size"] == "small"}
     text = load(root / "configs" / "compare.toml").tasks["text"]
-    expected = {name: (float(rate), float(relative or 1)) for name, rate, relative in chosen}
+    expected = {
+        name: (float(rate), float(relative.removesuffix(" x)") or 1))
+        for name, (rate, _, relative) in chosen.items()
+    }
     assert len(expected) == 10
     got = {name: (rate.learning_rate, rate.scheme_rate) for name, rate in text.rates.items()}
     assert got == expected
