@@ -57,6 +57,7 @@ raise SystemExit(main(sys.argv[1:]))
 def start(folder: Path) -> subprocess.Popen:
     """Starts the claim, or continues it."""
     words = ["scoreboard", "--run", "--folder", "claims", "--results", "results", "--page", "p.md"]
+    words += ["--workers", "1"]  # In this process, where states are written 5 times a second.
     root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": str(root), "JAX_COMPILATION_CACHE_DIR": "cache"}
     return subprocess.Popen(
