@@ -3,6 +3,7 @@
 import functools
 import inspect
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from PIL import Image
 
 import posenc_jax as pe
-from experiments.models.schemes import paper_link, with_sizes
+from experiments.models.schemes import with_sizes
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.kernels.tpu.implementation import PallasTPU
 from posenc_jax.schemes.scheme import param_axes, scale_words
@@ -58,8 +59,9 @@ def facts(cls: type) -> list[Fact]:
     rows.append(("Numbers from outside", f"{_first_line(test)} [{test.name}]({_relative(test)})"))
     if faults := _faults(test):
         rows.append(("Faults elsewhere", faults))
-    if link := paper_link(cls):
-        rows.append(("Paper", f"[arXiv {link.rsplit('/', 1)[-1]}]({link})"))
+    doc = sys.modules[cls.__module__].__doc__ or ""
+    if link := re.search(r"https://arxiv\.org/abs/([\d.]+\d)", doc):
+        rows.append(("Paper", f"[arXiv {link[1]}]({link[0]})"))
     return rows
 
 
