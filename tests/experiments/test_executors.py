@@ -80,8 +80,11 @@ def test_a_process_that_dies_loses_no_result(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
-def test_processes_that_are_stopped_write_their_states(tmp_path, how):
+def test_processes_that_are_stopped_write_their_states(tmp_path, how, request):
     number = signal.SIGTERM if how == "SIGTERM" else signal.SIGINT
+    # A shell that starts tests in the background has them ignore Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     stop = Quiet(lambda ended: os.kill(os.getpid(), number))
     runs = [order(0, "wait"), order(1), order(2, "wait"), order(3)]
     queue = Queue(tmp_path, workers=2, show=stop)
