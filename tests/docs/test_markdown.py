@@ -15,13 +15,11 @@ from tests.support import slow
 OTHER_WORDS = r"^\{?(py(thon3?|con)?|ipython\w*|code-cell|doctest|testcode)\b(?!:)|code-block\} py"
 BUILT = {"docs/explorer.html"}  # By `make docs`.
 WITH_CODE = [p for p in pages.all_pages() if pages.blocks(p) or p in page_checks.CHECKS]
-SLOW = [
-    f"docs/recipes/{name}.md" for name in ("nnx_llama", "linen_decode", "flax_lm1b", "flax_gemma")
-]
+SLOW = ("docs/recipes/", "docs/coming_from/")
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=slow if page in SLOW else ()) for page in WITH_CODE]
+    "page", [pytest.param(page, marks=slow if page.startswith(SLOW) else ()) for page in WITH_CODE]
 )
 def test_the_code_of_a_page_runs_and_prints_what_the_page_says(page):
     names = page_checks.setup(page) | {"__name__": "page"}

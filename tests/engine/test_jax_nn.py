@@ -134,7 +134,7 @@ def test_cudnn_is_asked_for_the_same_attention(on_gpu, options):
     chex.assert_trees_all_close(got, expected, atol=2e-2)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=slow)])
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_cudnn_rounds_a_bias_little(on_gpu, dtype, is_causal):
     """Entries of ten are rounded by up to 0.02; the table's gradient would be 58 times as wrong."""

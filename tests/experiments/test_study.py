@@ -23,6 +23,7 @@ from experiments.settings.config_io import convert
 from experiments.study import clock, plan
 from experiments.study.command import earlier, known, pages
 from experiments.study.rows import rows_of
+from tests.support import slow
 
 STUDY = """
 task = "kback"
@@ -636,7 +637,9 @@ def test_the_committed_study_is_read(request):
 
 
 @pytest.mark.parametrize(
-    "name", ["study", "study_catalogue", "study_corpora", "study_repeat", "study_sizes"]
+    "name",
+    ["study", "study_catalogue"]
+    + [pytest.param(f"study_{name}", marks=slow) for name in ("corpora", "repeat", "sizes")],
 )
 def test_the_committed_page_is_that_of_the_committed_results(request, name, monkeypatch):
     root, folder = request.config.rootpath, f"results/{name}"

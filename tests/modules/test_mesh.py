@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import posenc_jax as pe
 import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
+from tests.support import slow
 
 N, K, H, D, B, T, S = 8, 4, 8, 16, 4, 34, 40
 NAMES = {"num_heads": "tensor", "num_kv_heads": "tensor"}
@@ -113,7 +114,9 @@ def documented(row):
     )
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(AxisType.Auto, marks=slow), AxisType.Explicit], ids=str
+)
 def test_training_prefill_and_decode_have_the_collectives_of_a_layer_by_hand(kind):
     _, (loss, grads), expected = on_one_device()
     explicit = kind == AxisType.Explicit
