@@ -124,8 +124,11 @@ class KVCache:
           num_sink_tokens: number of first tokens of a row that a ring does not overwrite.
 
         Raises:
-          ValueError: if a ring has no slot to overwrite.
+          ValueError: if `capacity` is below one, `max_rewind` is negative, or a ring has no slot
+            to overwrite.
         """
+        require(capacity >= 1, f"KVCache: capacity must be at least 1 slot, got {capacity}.")
+        require(max_rewind >= 0, f"KVCache: max_rewind must not be negative, got {max_rewind}.")
         require(
             0 <= num_sink_tokens < (capacity if ring else 1),
             f"KVCache: num_sink_tokens must be below the {capacity} slots of a ring, else 0, "
@@ -228,6 +231,13 @@ class KVCache:
         check("v", v, *self.v.shape[2:])
         jax.tree.map(
             lambda old, x: check("k_features", x, *old.shape[2:]), self.k_features, k_features
+        )
+        jax.tree.map(
+            lambda old, x: require(
+                x.shape == old.shape,
+                f"KVCache: state must be {old.shape} for this cache, got {x.shape}.",
+            ),
+            *(self.state, state),
         )
         tokens = segment_ids >= 0
         added = tokens.sum(1, dtype=jnp.int32)

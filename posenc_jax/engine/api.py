@@ -35,6 +35,7 @@ from posenc_jax.engine.problem import (
 )
 from posenc_jax.engine.reference import Reference
 from posenc_jax.engine.rules import Rule, as_tuple
+from posenc_jax.engine.score_mod import OfScores
 from posenc_jax.engine.splash import Splash
 from posenc_jax.engine.xla import XLA
 
@@ -219,7 +220,7 @@ class AttentionCall:
 
     extra_rules: tuple[Rule, ...] = ()
     finite_values: bool = False
-    checked: bool = False
+    checked: bool = dataclasses.field(default=False, init=False)
     mask: jax.Array | None = None
     q_positions: jax.Array | None = None
     k_positions: jax.Array | None = None
@@ -252,9 +253,11 @@ class AttentionCall:
         out, lse = run(problem, self.implementation)
         return (out, lse.value) if self.return_lse else out
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, *, checked: bool = False, **changes: Any) -> Self:
         """Returns the call with some arguments changed; arrays of tokens are checked again."""
-        return dataclasses.replace(self, **{"checked": False} | changes)
+        call = dataclasses.replace(self, **changes)
+        object.__setattr__(call, "checked", checked)
+        return call
 
     def array(self, name: str, check: Callable, shape: tuple[int, ...]) -> jax.Array:
         """Returns an array of tokens, checked for (B, T) unless that has been done."""
@@ -266,9 +269,10 @@ class AttentionCall:
         ranks = {"mask": (3, 0), "prefix_length": (0, 0), "sinks": (2, 0)}
         ranks |= dict.fromkeys(("q_coordinates", "k_coordinates"), (2, 1))
         given = ((name, getattr(self, name), *rank) for name, rank in ranks.items())
-        return self.replace(
-            **{n: jnp.expand_dims(x, axis) for n, x, rank, axis in given if _has_rank(x, rank)}
-        )
+        changes: dict[str, Any] = {
+            n: jnp.expand_dims(x, axis) for n, x, rank, axis in given if _has_rank(x, rank)
+        }
+        return self.replace(**changes)
 
 
 def _has_rank(x: Any, rank: int) -> bool:
@@ -376,6 +380,11 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
     _check_arrays(q, k, v)
     _check_rules(rules)
     _check_numbers(call)
+    if call.softcap is not None and any(isinstance(vars(x).get("rule"), OfScores) for x in rules):
+        raise ValueError(
+            "attention: softcap needs a score_mod that says adds=True or relative=True, and adds "
+            "within it; or let the function do what softcap does."
+        )
     batch, length, num_heads, dim = q.shape
     keys = k.shape[1]
     if call.mask is not None:
@@ -465,6 +474,19 @@ def _dtype(name: str, x) -> Any:
     return x.dtype
 
 
+def _check_static(rule: Rule) -> None:
+    """Raises `TypeError` for a function that may change: `jax.jit` would not see it."""
+    for field in dataclasses.fields(rule) if dataclasses.is_dataclass(rule) else ():
+        value = getattr(rule, field.name) if field.metadata.get("static") else None
+        try:
+            hash(value)
+        except TypeError:
+            raise TypeError(
+                f"attention: {type(rule).__name__}.{field.name} must be hashable, got "
+                f"{type(value).__name__}; use a frozen dataclass without arrays and lists."
+            ) from None
+
+
 def _check_rules(rules: tuple) -> None:
     for rule in rules:
         if isinstance(rule, Rule):
@@ -474,6 +496,7 @@ def _check_rules(rules: tuple) -> None:
                     "@jax.tree_util.register_dataclass and @dataclasses.dataclass(frozen=True) "
                     "above it."
                 )
+            _check_static(rule)
             continue
         if hasattr(rule, "shape"):
             raise TypeError(

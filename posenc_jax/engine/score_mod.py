@@ -7,7 +7,8 @@
     pe.attention(q, k, v, rules=rule, is_causal=True)
 
 PyTorch's functions capture arrays by closing over them; here they are arguments behind the others,
-so that they have gradients. What is known of the function makes it faster:
+so that they have gradients. What is known of the function makes it faster, and a number that is
+added is inside of `softcap`, for which attention refuses a function of which nothing is known:
 
     nothing             `LogitsTransform`, on whole rows of logits
     adds=True           `LogitBias`, evaluated for pairs of tiles; `ContentBias` if it reads b
@@ -31,6 +32,8 @@ from posenc_jax.checks import array_of_rank, require
 from posenc_jax.engine.rules import ContentBias, LogitBias, LogitsTransform
 
 ScoreMod = Callable[..., jax.Array]
+_SCORES = (-1000.0, -30.0, -2.5, -0.7, 1.0, 2.0, 7.0, 60.0, 1000.0)
+"""Scores at which a function that adds is tried; the compiler knows the slopes of sums."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,14 +53,16 @@ class _Added:
             out = self.function(score, row, head, q, k, *arrays)
             return jnp.asarray(out, jnp.float32)
 
-        # The derivative of a sum is one at any score, of 20 tanh(x / 20) it is so at 0 alone.
-        added, one = of_score(jnp.float32(0)), jnp.float32(1)
-        _, slope = jax.jvp(of_score, (one,), (one,))
-        return jnp.where((slope == 1) | jnp.isneginf(added), added, jnp.nan)
+        # The derivative of a sum is one at any score; of 20 tanh(x / 20) it is so at 0 alone.
+        added, one, sums = of_score(jnp.float32(0)), jnp.float32(1), True
+        for score in _SCORES:
+            _, slope = jax.jvp(of_score, (jnp.float32(score),), (one,))
+            sums &= slope == 1
+        return jnp.where(sums | jnp.isneginf(added), added, jnp.nan)
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfScores:
+class OfScores:
     """A function of the score, as a rule for the scores [N, S] of a query."""
 
     function: ScoreMod
@@ -82,7 +87,7 @@ def score_mod(
       q: the queries [B, T, N, H]; only the shape is read.
       *arrays: captured arrays, as pytrees. They have gradients.
       adds: whether the function returns the score plus a number that does not depend on it, or
-        -inf. If the claim is false, logits are NaN.
+        -inf. Where its slope at one of nine scores from -1000 to 1000 is not one, logits are NaN.
       relative: whether it adds, and the number goes by q_idx - kv_idx alone. If the claim is false,
         results are wrong, as those of a `LogitBias`.
 
@@ -110,7 +115,8 @@ def score_mod(
     index, score = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
     closed = jax.make_jaxpr(function)(score, *(index,) * 4, *arrays)
     require(
-        [x.shape for x in closed.out_avals] == [()],
+        [x.shape for x in closed.out_avals] == [()]
+        and not jnp.issubdtype(closed.out_avals[0].dtype, jnp.complexfloating),
         f"score_mod: {getattr(function, '__name__', function)} must return one number, got "
         f"{[str(x) for x in closed.out_avals]}.",
     )
@@ -118,7 +124,7 @@ def score_mod(
     rows = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
     rows = jnp.broadcast_to(rows, (batch, length, num_heads))
     if not (adds or relative):
-        transform = _OfScores(function)
+        transform = OfScores(function)
         return LogitsTransform(transform, heads, arrays, q_features=rows, reads_seen_only=True)
     of_b = closed.jaxpr.invars[1]
     if any(x is of_b for eqn in closed.jaxpr.eqns for x in eqn.invars):

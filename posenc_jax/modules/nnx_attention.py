@@ -146,7 +146,8 @@ class Attention(AttentionLayer, nnx.Module):
         spec = layer_spec("Attention", position, shared_encoding, **settings)
         self._spec = spec
         self.window, self.chunk_size = spec.window, spec.chunk_size
-        self.scale, self.softcap = spec.scale, spec.softcap
+        # An array would be a part of the state.
+        self.scale, self.softcap = (x and float(x) for x in (spec.scale, spec.softcap))
         check_axis_names("Attention", axis_names)
         if head_dim is None:
             divides("Attention", model_dim=model_dim, num_heads=num_heads)

@@ -130,8 +130,9 @@ class Scheme:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuses a subclass whose settings would not be compared: all would be equal."""
         for base in cls.__mro__[: cls.__mro__.index(Scheme)]:
-            settings = "__init__" in vars(base) or inspect.get_annotations(base)
-            if "__dataclass_fields__" in vars(base) or not settings:
+            kinds = map(str, inspect.get_annotations(base).values())
+            settings = "__init__" in vars(base) or any("ClassVar" not in kind for kind in kinds)
+            if not (settings and issubclass(base, Scheme)) or "__dataclass_fields__" in vars(base):
                 continue
             raise TypeError(
                 f"{base.__name__} must be a dataclass, whose fields are its settings: put "

@@ -1,5 +1,6 @@
 """Functions of rules: compared by identity, traced once, with gradients of captured arrays."""
 
+import dataclasses
 import functools
 
 import jax
@@ -235,3 +236,18 @@ def test_kernels_refuse_functions_that_close_over_arrays():
 
     with pytest.raises(NotImplementedError, match="a function that closes over an array needs"):
         attend(1.0)
+
+
+def test_a_function_that_may_change_is_refused():
+    """JAX compares it with itself, and would not see the change."""
+
+    @dataclasses.dataclass
+    class Slope:
+        slope: float
+
+        def __call__(self, shared, head, q, k):
+            return -self.slope * jnp.abs(q - k).astype(jnp.float32)
+
+    q = jnp.ones((1, 5, 2, 4))
+    with pytest.raises(TypeError, match=r"LogitBias\.rule must be hashable, got Slope"):
+        pe.attention(q, q, q, rules=pe.LogitBias(Slope(1.0), relative=True))

@@ -169,3 +169,26 @@ def test_a_function_that_does_not_fit_is_named():
         pe.score_mod(alibi, Q)
     with pytest.raises(ValueError, match="a function that reads b is not relative"):
         pe.score_mod(by_row, Q, jnp.ones((B, N)), relative=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda score, b, h, i, j: jnp.clip(score, -2.0, 2.0) + 1.0,
+        lambda score, b, h, i, j: jnp.where(score > 1.5, 2 * score, score),
+        lambda score, b, h, i, j: jnp.abs(score),
+        lambda score, b, h, i, j: 0.5 * score * score,
+    ],
+)
+def test_a_false_claim_is_nan(function):
+    q = jnp.ones((1, 5, 2, 4))
+    assert np.isnan(pe.attention(q, q, q, rules=pe.score_mod(function, q, adds=True))).all()
+
+
+def test_softcap_needs_to_know_what_a_function_does():
+    q = jnp.ones((1, 5, 2, 4))
+    rule = pe.score_mod(lambda score, b, h, i, j: score - 1.0, q)
+    with pytest.raises(ValueError, match="softcap needs a score_mod that says adds=True"):
+        pe.attention(q, q, q, rules=rule, softcap=3.0)
+    with pytest.raises(ValueError, match="must return one number"):
+        pe.score_mod(lambda score, b, h, i, j: jax.lax.complex(score, score), q)

@@ -37,7 +37,7 @@ def with_positions(scheme: Scheme, transform: Callable[[jax.Array], jax.Array]) 
         with `__call__`, so that equal schemes share one compilation.
 
     Raises:
-      TypeError: if `scheme` is not a `Scheme`.
+      TypeError: if `scheme` is not a `Scheme`, or `transform` not callable.
       ValueError: if `scheme` reads no coordinates, or only their order.
 
     >>> import posenc_jax as pe
@@ -49,6 +49,8 @@ def with_positions(scheme: Scheme, transform: Callable[[jax.Array], jax.Array]) 
     Array([[[-2., -0., -0.]]], dtype=float32)
     """
     check_scheme("with_positions", scheme)
+    if not callable(transform):
+        raise TypeError(f"with_positions: transform must be a function, got {transform!r:.60}.")
     require(bool(scheme.acts), f"with_positions: {scheme!r} reads no positions.")
     require(
         not scheme.traits.order_only,

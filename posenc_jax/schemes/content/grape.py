@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from posenc_jax.checks import one_of, positive_fields
+from posenc_jax.checks import one_of, positive_fields, require
 from posenc_jax.engine.rules import ContentBias
 from posenc_jax.engine.terms import in_reach
 from posenc_jax.schemes.bias.alibi import alibi_slopes
@@ -84,6 +84,10 @@ class GRAPEA(Scheme):
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns the slopes of queries and keys, float32 [B, T, N], or None without a gate."""
+        require(
+            q.shape[3] == k.shape[3] == self.head_dim,
+            f"grape_a: q and k must have head dim {self.head_dim}, got {q.shape} and {k.shape}.",
+        )
         omega = params["omega"].astype(jnp.float32)
         base = alibi_slopes(self.num_heads) * jax.nn.softplus(omega)
         q_features = None if self.gate == "key" else self._slopes(base, params["v"], q)

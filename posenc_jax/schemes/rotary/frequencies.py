@@ -24,8 +24,10 @@ from posenc_jax.engine.rules import as_tuple
 
 
 def static_number(caller: str, **numbers: Any) -> None:
-    """Raises `TypeError` for arrays: they are traced, or round frequencies to float32."""
+    """Raises `TypeError` for arrays, which are traced or round to float32, and for truth values."""
     for name, value in numbers.items():
+        if isinstance(value, bool):
+            raise TypeError(f"{caller}: {name} must be a number, got {value!r}.")
         if isinstance(value, jax.Array):
             raise TypeError(
                 f"{caller}: {name} must be a number that is known while tracing, got an array of "
