@@ -476,7 +476,8 @@ def _dtype(name: str, x) -> Any:
 
 def _check_static(rule: Rule) -> None:
     """Raises `TypeError` for a function that may change: `jax.jit` would not see it."""
-    for field in dataclasses.fields(rule) if dataclasses.is_dataclass(rule) else ():
+    fields: Any = dataclasses.fields(rule) if dataclasses.is_dataclass(rule) else ()
+    for field in fields:
         value = getattr(rule, field.name) if field.metadata.get("static") else None
         try:
             hash(value)
