@@ -16,8 +16,8 @@ own, and end when their share of the time is over:
   train     a training step of five schemes with 25 million parameters (configs/gpu_clock.toml,
             needs the packages of `experiments`; `make kit` brings them): clock.json
 
-page.md has the tables, log.txt what is printed, and .txt files what the processes print. The last
-line is a command that goes on: finer times, or compute-sanitizer on the first step that failed.
+page.md has the tables, log.txt the printed lines, and .txt files the output of the processes. The
+last line is the next command: finer times, or compute-sanitizer on the first step that failed.
 """
 
 import argparse
@@ -132,7 +132,7 @@ class Run:
         self.say(*table(self.steps))
 
     def run_times(self, seconds: float) -> None:
-        """Times attention; what lost the device in a step is left out."""
+        """Times attention; implementations that lost the device in a step are left out."""
         lost = {row["implementation"] for row in self.steps if lost_the_chip(row)}
         for word in sorted(lost):
             self.say(f"{word} is not timed: a step of it did not end")

@@ -2,7 +2,7 @@
 
 Outputs and gradients of q, k, v, x and the parameters, at small sizes, in bfloat16 and in float32
 with exact products; then decode steps after a prompt, against the same tokens at once. The error is
-the norm of the difference over the norm of what is expected, the largest of all arrays. Each
+the norm of the difference over the norm of the expected array, the largest of all arrays. Each
 comparison is a line of the file at once; --part I/N is for several processes.
 """
 

@@ -70,7 +70,7 @@ class Times:
         self.threads, self.rows, self.failed = threads, [], set()
 
     def measure(self, jobs: list[Job]) -> None:
-        """Compiles and times a group; what failed at a smaller T is left out."""
+        """Compiles and times a group, without programs that failed at a smaller T."""
         jobs = [job for job in jobs if _key(job.row) not in self.failed]
         self.rows += [job.row for job in jobs]
         with ThreadPoolExecutor(self.threads) as pool:

@@ -1,7 +1,7 @@
 """Attention of PyTorch on the same card: a part of `accelerator`.
 
 SDPA by cuDNN and by flash attention, and FlexAttention, compiled, without a bias, with ALiBi and
-with a learned table of T5. Sizes, and how FLOP are counted, are those of `accelerator_times`. Each
+with a learned table of T5. Sizes and the count of FLOP are as in `accelerator_times`. Each
 is compared with float32 at T = 512, with its gradients, before it is timed.
 """
 
@@ -72,7 +72,7 @@ def attention(
 
 
 def tensors(rule: str, batch: int, length: int, device: str) -> tuple[list[Any], Any]:
-    """Returns what is learned, q, k, v and a table of T5, and a cotangent of the output."""
+    """Returns the parameters, q, k, v and a table of T5, and a cotangent of the output."""
     shape = batch, HEADS, length, DIM
     *qkv, weights = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
     table = 0.5 * torch.randn(HEADS, 32, device=device)

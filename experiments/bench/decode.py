@@ -60,7 +60,7 @@ def _say(tokens: int) -> str:
 
 
 def all_cases(tokens: int, slots: int, options: argparse.Namespace) -> dict[str, peers.Case]:
-    """Returns the cases by name: ours, and those of `jax.nn`."""
+    """Returns the cases of this library and of `jax.nn` by name."""
     shape = options.batch, slots, options.heads, options.head_dim
     dtype = DTYPES[options.dtype]
     sizes = sizes_of(options.heads, options.head_dim, slots)

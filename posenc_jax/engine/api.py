@@ -214,8 +214,8 @@ class AttentionCall:
     Attributes:
       extra_rules: rules added to the rules of every call.
       finite_values: promise that v is finite, also where no query sees it.
-      checked: promise that positions, coordinates and segments are results of
-        `posenc_jax.checks.token_integers` and `token_coordinates`.
+      checked: promise of `replace(checked=True)` that positions, coordinates and segments are
+        results of `posenc_jax.checks.token_integers` and `token_coordinates`.
     """
 
     extra_rules: tuple[Rule, ...] = ()
@@ -341,7 +341,7 @@ def find(implementation: str | Implementation) -> Implementation:
     if isinstance(implementation, Implementation):
         return implementation
     require(
-        implementation in IMPLEMENTATIONS,
+        isinstance(implementation, str) and implementation in IMPLEMENTATIONS,
         f"attention: implementation must be None, an Implementation or one of "
         f"{tuple(IMPLEMENTATIONS)}, got {implementation!r}.",
     )
