@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.linalg import expm
 
 import posenc_jax as pe
 from posenc_jax import contrib
@@ -15,18 +16,6 @@ OPTIONS = {
 }
 
 GRID = pe.grid_coordinates(1, 3, 7)
-
-
-def matrix_exp(a):
-    """A Taylor series of the 2^-12th part, squared twelve times."""
-    a, out = a / 2**12, np.eye(len(a))
-    term = out
-    for n in range(1, 12):
-        term = term @ a / n
-        out = out + term
-    for _ in range(12):
-        out = out @ out
-    return out
 
 
 def authors(x, coordinates, params, axes):
@@ -47,7 +36,7 @@ def authors(x, coordinates, params, axes):
     out = np.zeros(x.shape)
     for t, n, b in np.ndindex(x.shape[1], x.shape[2], blocks):
         scaled = sum(factors[a, b] * float(coordinates[a][t]) for a in range(2))
-        rotation = matrix_exp(scaled * skew[n * groups // x.shape[2], b])
+        rotation = expm(scaled * skew[n * groups // x.shape[2], b])
         part = slice(b * size, (b + 1) * size)
         out[:, t, n, part] = x[:, t, n, part] @ rotation.T
     return out

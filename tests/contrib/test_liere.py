@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.linalg import expm
 
 import posenc_jax as pe
 from posenc_jax import contrib
@@ -15,18 +16,6 @@ OPTIONS = {contrib.LieRE: {"size": 4, "groups": 2}}
 GRID = (
     jnp.asarray(pe.grid_coordinates(1, 3, 7), jnp.float32) / jnp.asarray([2.0, 6.0])[:, None, None]
 )
-
-
-def matrix_exp(a):
-    """A Taylor series of the 2^-8th part, squared eight times."""
-    a, out = a / 2**8, np.eye(len(a))
-    term = out
-    for n in range(1, 20):
-        term = term @ a / n
-        out = out + term
-    for _ in range(8):
-        out = out @ out
-    return out
 
 
 def authors(x, coordinates, upper, size):
@@ -43,7 +32,7 @@ def authors(x, coordinates, upper, size):
             float(coordinates[a][t]) * bases[a, n * groups // x.shape[2], b] for a in range(2)
         )
         part = slice(b * size, (b + 1) * size)
-        out[:, t, n, part] = x[:, t, n, part] @ matrix_exp(generator).T
+        out[:, t, n, part] = x[:, t, n, part] @ expm(generator).T
     return out
 
 
