@@ -31,6 +31,7 @@ class AttentionFn(nnx.Module):
     """
 
     position = property(lambda self: self.encoding.scheme)
+    shared_encoding = property(doc="An argument alone: assign `encoding`.")
 
     def __init__(
         self,

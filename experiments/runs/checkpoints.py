@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import shutil
 import signal
 import time
 import zipfile
@@ -107,10 +106,6 @@ class Checkpoints:
         self.written = now
         if over:
             raise OutOfTime
-
-    def remove(self) -> None:
-        """Removes the folder."""
-        shutil.rmtree(self.path, ignore_errors=True)
 
     def _files(self) -> list[Path]:
         files = (file for file in self.path.glob("*.npz") if file.stem.isdecimal())

@@ -99,7 +99,10 @@ class RayExecutor(Executor):
         self._ray, resources = ray, ray.cluster_resources()
         gpus = 1 if resources.get("GPU") else 0
         self._options = {"num_cpus": 1, "num_gpus": gpus}
-        self.count = int(resources["GPU" if gpus else "CPU"])
+        self.count = int(resources.get("GPU" if gpus else "CPU", 0))
+        if not self.count:
+            ray.shutdown()
+            raise ConfigError(f"--ray: {address} has no processors")
 
     def submit(self, function: Any, /, *arguments: Any, **options: Any) -> Future:
         """Returns the future of a call on some node."""

@@ -15,7 +15,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ def stored(folder: Path, run: str) -> Result | None:
     """
     file = folder / run / FILE
     try:  # In this order: a pack is written before the files that it replaces are removed.
-        alone = convert(Result, json.loads(file.read_text(encoding="utf-8")), "")
+        alone = _result(_parse(file.read_text(encoding="utf-8")), "")
     except (FileNotFoundError, NotADirectoryError):
         alone = None
     except (OSError, ValueError, RecursionError) as error:
@@ -118,11 +118,12 @@ def write(folder: Path, run: str, result: Result) -> None:
 
 def forget(folder: Path, runs: Collection[str]) -> None:
     """Removes results of runs."""
-    results = packed(folder)
-    if results.keys() & set(runs):
-        _write_pack(folder, {name: x for name, x in results.items() if name not in runs})
-    for run in runs:
-        (folder / run / FILE).unlink(missing_ok=True)
+    with locked(folder):
+        results = packed(folder)
+        if results.keys() & set(runs):
+            _write_pack(folder, {name: x for name, x in results.items() if name not in runs})
+        for run in runs:
+            (folder / run / FILE).unlink(missing_ok=True)
 
 
 def pack(folder: Path) -> int:
@@ -131,21 +132,26 @@ def pack(folder: Path) -> int:
     Raises:
       ResultsError: if one cannot be read, or a file cannot be written.
     """
-    with contextlib.ExitStack() as held:
+    with locked(folder):
         files = sorted(folder.glob(f"*/{FILE}"))
+        for start in range(0, len(files), 100):  # A process may hold only so many files.
+            _pack(folder, files[start : start + 100])
+        return len(packed(folder))
+
+
+def _pack(folder: Path, files: Sequence[Path]) -> None:
+    with contextlib.ExitStack() as held:
         for file in files:
             held.enter_context(locked(file.parent))
         results = dict(packed(folder))
         for file in files:
             if result := stored(folder, file.parent.name):
                 results[file.parent.name] = result
-        if files:
-            _write_pack(folder, results)
+        _write_pack(folder, results)
         for file in files:
             file.unlink()
             with contextlib.suppress(OSError):  # It has parameters or states.
                 file.parent.rmdir()
-    return len(results)
 
 
 def _write_pack(folder: Path, results: Mapping[str, Result]) -> None:
@@ -175,11 +181,35 @@ def _read_pack(file: Path, *version: int) -> Mapping[str, Result]:
     """Returns the results of a pack by name; it is read again if it is another file."""
     results = {}
     try:
-        for line in gzip.decompress(file.read_bytes()).splitlines():
-            name, result = json.loads(line).values()
-            results[name] = convert(Result, result, name)
+        content = file.read_bytes()
+        if not content:
+            raise ValueError("it is empty")
+        for line in gzip.decompress(content).splitlines():
+            entry = _parse(line)
+            if not isinstance(entry, dict) or entry.keys() != {"run", "result"}:
+                raise ValueError("a line must have run and result")
+            name = str(entry["run"])
+            if name in results:
+                raise ValueError(f"{name} has two lines")
+            results[name] = _result(entry["result"], name)
             if name.rpartition("-")[2] != digest(results[name].settings):
                 raise ValueError(f"{name} has other settings than its name says")
-    except (OSError, EOFError, zlib.error, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
         raise ResultsError(f"{file}: cannot be read: {error}") from None
     return results
+
+
+def _parse(text: str | bytes) -> Any:
+    """Returns JSON without NaN and infinities, which are written as null."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is not a number of JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def _result(value: Any, name: str) -> Result:
+    result = convert(Result, value, name)
+    if result.status not in ("done", "diverged") or (result.status == "done" and not result.scores):
+        raise ValueError(f"status {result.status!r} with {len(result.scores)} views of scores")
+    return result

@@ -27,7 +27,7 @@ import jax
 from experiments.errors import ConfigError, ExperimentError, ResultsError
 from experiments.runs.checkpoints import Deadline, OutOfTime
 from experiments.runs.executors import RayExecutor, default_count, processes, take_a_processor
-from experiments.runs.files import write_whole
+from experiments.runs.files import locked, to_json, write_whole
 from experiments.runs.results import FILE, PACK, VERSIONS, Result, pack, stored
 from experiments.runs.run import Run, RunFolder, commit, duration, here
 from experiments.settings.trust import add_trust, is_installed, is_project
@@ -389,7 +389,12 @@ def _work_elsewhere(
 def files_of(runs: Iterable[Run], folder: Path) -> dict[str, bytes]:
     """Returns the files of the folders of runs, and of the runs that they begin with, by path."""
     folders = {run.name for each in runs for run in (each, each.root)}
-    return {
+    packed = {
+        f"{name}/{FILE}": to_json(dataclasses.asdict(result)).encode()
+        for name in folders
+        if not (folder / name / FILE).exists() and (result := stored(folder, name))
+    }
+    return packed | {
         str(path.relative_to(folder)): path.read_bytes()
         for name in sorted(folders)
         for path in sorted((folder / name).rglob("*"))
@@ -398,10 +403,21 @@ def files_of(runs: Iterable[Run], folder: Path) -> dict[str, bytes]:
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """Writes files to a folder, results last: a run that has one has ended, and it stays."""
+    """Writes files to the folders of runs, results last; a run that has a result keeps it."""
     for path in sorted(files, key=lambda path: path.endswith(FILE)):
-        if not (path.endswith(FILE) and stored(folder, Path(path).parent.name)):
-            write_whole(folder / path, files[path])
+        run = Path(path).parts[0]
+        with locked(folder / run):
+            if not (path.endswith(FILE) and stored(folder, run)):
+                write_whole(folder / path, files[path])
+
+
+def refuse_without_run(options: argparse.Namespace) -> None:
+    """Raises `ConfigError` for flags of a queue in a call without --run, which carries out none."""
+    names = [n for n in ("workers", "ray", "mesh", "pack", "seeds") if n in options]
+    set_flags = [n for n in names if getattr(options, n) not in (None, False)]
+    set_flags += ["minutes"] if options.minutes < math.inf else []
+    if set_flags and not options.run:
+        raise ConfigError(f"--{set_flags[0]}: needs --run")
 
 
 def in_one_line(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from experiments.runs.run_queue import (
     add_arguments,
     carry_out,
     refuse_other_versions,
+    refuse_without_run,
     say,
 )
 from experiments.scoreboard.claims import Claim, load_all, named
@@ -56,6 +57,7 @@ def main(arguments: list[str]) -> int:
         "--page", type=Path, help=f"(default: {LIBRARY.page}; FOLDER/results.md of another folder)"
     )
     options = parser.parse_args(arguments)
+    refuse_without_run(options)
     if options.seeds is not None and options.seeds < 1:
         raise ConfigError(f"--seeds: must be at least 1, got {options.seeds}")
     if options.fresh and not (options.run and options.claims):

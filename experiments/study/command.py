@@ -10,7 +10,13 @@ from experiments.pages.page import as_html
 from experiments.pages.scheme_results import Lookup, collect
 from experiments.runs.files import write_whole
 from experiments.runs.run import Result, Run, RunFolder
-from experiments.runs.run_queue import add_arguments, carry_out, refuse_other_versions, say
+from experiments.runs.run_queue import (
+    add_arguments,
+    carry_out,
+    refuse_other_versions,
+    refuse_without_run,
+    say,
+)
 from experiments.settings.config_io import Parser, names
 from experiments.study import clock
 from experiments.study.catalogue import catalogue_page, catalogue_picture, screen_numbers
@@ -54,6 +60,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--results", type=Path, help="folder (default: results/<name of the file>)")
     parser.add_argument("--page", type=Path, help="file to write (default: docs/<name>.md)")
     options = parser.parse_args(arguments)
+    refuse_without_run(options)
     study = load(options.file, options.also)
     folder = options.results or Path("results") / study.name
     target = options.page or Path("docs") / f"{study.name}.md"

@@ -24,7 +24,7 @@ from posenc_jax.cache.slots import (
 from posenc_jax.cache.storage import Ring, Slots, order
 from posenc_jax.checks import array_of_rank, integer_positions, require
 from posenc_jax.engine.mask import Window, add_saturated
-from posenc_jax.schemes.combinators.chain import Chain
+from posenc_jax.schemes.combinators.chain import parts
 from posenc_jax.schemes.scheme import Acts, Scheme
 
 
@@ -541,11 +541,9 @@ def _after(positions: jax.Array, tokens: jax.Array) -> jax.Array:
 
 def _reads_order(scheme: Scheme | None) -> bool:
     """Returns whether a scheme reads the keys between two tokens, in their order."""
-    parts = (scheme, *scheme.schemes) if isinstance(scheme, Chain) else (scheme,)
     return any(
         x.traits.order_only and (x.traits.transforms_rows or Acts.ATTENTION in x.acts)
-        for x in parts
-        if x is not None
+        for x in (() if scheme is None else parts(scheme))
     )
 
 

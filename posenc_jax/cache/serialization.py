@@ -55,7 +55,7 @@ def _decode(x: Any) -> Any:
     cls: Any = sys.modules.get(module)
     for part in name.split("."):
         cls = getattr(cls, part, None)
-    if cls is None or not _is_frozen(cls):
+    if not (isinstance(cls, type) and _is_frozen(cls)):
         raise ValueError(f"KVCache: import {module}, which has {name}, before reading this file.")
     return cls(**{n: _decode(y) for n, y in x["fields"].items()})
 

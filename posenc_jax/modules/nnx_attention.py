@@ -60,13 +60,13 @@ class Attention(AttentionLayer, nnx.Module):
     >>> y, cache = layer(jnp.ones((2, 5, 16)), cache=layer.new_cache(2, capacity=8))
     >>> y, cache = layer(jnp.ones((2, 1, 16)), cache=cache)  # The sixth token.
 
-    Calls read these attributes, so that they may be assigned. Other arguments are read here alone.
+    Calls read these attributes, so that they may be assigned. Others cannot, or without effect.
 
     Attributes:
       encoding: the `PositionEncoding`.
       window, chunk_size, scale, softcap: as in a `LayerSpec`.
       is_causal, dropout_rate, deterministic, decode, implementation: as in the constructor.
-      settings: the `LayerSpec` of a call; read-only.
+      settings: a `LayerSpec` of these, with the scheme of the constructor; read-only.
       position: the scheme of `encoding`; read-only.
     """
 
@@ -214,15 +214,18 @@ class Attention(AttentionLayer, nnx.Module):
         self.kv_cache: nnx.Cache[KVCache] | None = nnx.data(None)
         self.rngs = rngs.dropout.fork() if dropout_rate > 0 else None
         self.is_causal, self.dropout_rate = is_causal, dropout_rate
-        self.dtype = jnp.result_type(param_dtype if dtype is None else dtype)
+        self._dtype = jnp.result_type(param_dtype if dtype is None else dtype)
         self.implementation = implementation
 
     def spec(self) -> LayerSpec:
-        """Returns the settings that a `LayerSpec` has, as assigned."""
+        """Returns the settings as assigned, with the scheme of the constructor."""
         names = "window", "chunk_size", "scale", "softcap"
         return dataclasses.replace(self._spec, **{name: getattr(self, name) for name in names})
 
     settings = property(spec)
+    dtype = property(lambda self: self._dtype)
+    qk_norm = property(lambda self: self.initial.qk_norm)
+    shared_encoding = property(doc="An argument alone: assign `encoding`.")
     position = property(lambda self: self.encoding.scheme)
 
     @overload

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from posenc_jax.cache.kv_cache import KVCache
-from posenc_jax.checks import array_of_rank, divides, positive_integers, refuse_unknown, require
+from posenc_jax.checks import (
+    array_of_rank,
+    divides,
+    positive_integers,
+    refuse_unknown,
+    require,
+    token_integers,
+)
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.mask import window_sides
 from posenc_jax.engine.problem import Implementation
@@ -322,7 +329,8 @@ class AttentionLayer:
         if call.prefix_length is not None:
             raise NotImplementedError("Attention: prefix_length in a layer with chunks.")
         ids = call.q_segment_ids
-        ids = None if ids is None else jnp.broadcast_to(jnp.atleast_2d(ids), shape)
+        if ids is not None:
+            ids = jnp.broadcast_to(token_integers("Attention", "segment_ids", ids, shape), shape)
         positions = token_positions("Attention", call.q_positions, cache, shape, ids)
         ids, window = in_chunks(spec.chunk_size, positions, ids, call.window)
         return call.replace(q_segment_ids=ids, window=window)

@@ -580,7 +580,8 @@ def test_a_prefill_with_equal_positions_is_checked_in_a_ring():
 
 
 def test_schemes_that_read_the_order_of_keys_are_lost_at_equal_positions():
-    for scheme, lost in ((pe.StickBreaking(), True), (pe.T5(num_heads=3), False)):
+    within = pe.chain(pe.chain(pe.StickBreaking(), pe.RoPE(head_dim=4)), pe.NoPE())
+    for scheme, lost in ((pe.StickBreaking(), True), (within, True), (pe.T5(num_heads=3), False)):
         ring = pe.new_cache(scheme, 1, 9, num_heads=3, head_dim=4, ring=True)
         x = jnp.ones((1, 2, 3, 4))
         _, ring = pe.scheme_attention(

@@ -86,6 +86,33 @@ def test_a_folder_in_which_a_run_works_is_not_packed(folder):
     assert not (folder / PACK).exists() and stored(folder, NAMES[0])
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b'"run":', b'"name":', "must have run and result"),
+        (b'"status":"done"', b'"status":"odd"', "status 'odd'"),
+        (b'"commit":', b'"compile_seconds":NaN,"commit":', "NaN is not a number"),
+        (b"}\n", b"}\n{}\n", "must have run and result"),
+    ],
+)
+def test_a_line_of_a_pack_that_is_no_result_is_refused(folder, old, new, message):
+    pack(folder)
+    text = gzip.decompress((folder / PACK).read_bytes())
+    assert old in text
+    (folder / PACK).write_bytes(gzip.compress(text.replace(old, new, 1)))
+    with pytest.raises(ResultsError, match=message):
+        stored(folder, NAMES[0])
+
+
+def test_a_run_with_two_lines_and_an_empty_pack_are_refused(folder):
+    pack(folder)
+    text = gzip.decompress((folder / PACK).read_bytes())
+    for content, message in ((gzip.compress(text * 2), "has two lines"), (b"", "is empty")):
+        (folder / PACK).write_bytes(content)
+        with pytest.raises(ResultsError, match=message):
+            stored(folder, NAMES[0])
+
+
 @pytest.mark.parametrize("damage", ["settings", "bit", "end", "text"])
 def test_a_damaged_pack_is_one_line(folder, damage):
     pack(folder)

@@ -676,3 +676,22 @@ def test_another_encoding_does_not_change_the_scale_of_a_layer(x):
     np.testing.assert_array_equal(layer(x), expected(x))
     with pytest.raises(ValueError, match=r"layer is 1, and that of RoPE.* is 0.35"):
         expected(x, shared_encoding=rope)
+
+
+@pytest.mark.parametrize("name", ["dtype", "qk_norm", "shared_encoding", "position", "settings"])
+def test_arguments_that_look_like_settings_cannot_be_assigned(name):
+    layer = pn.Attention(16, 4, position=pe.RoPE(head_dim=4), rngs=nnx.Rngs(0))
+    with pytest.raises(AttributeError, match=name):
+        setattr(layer, name, None)
+
+
+def test_segment_ids_of_a_layer_with_chunks_are_checked(x):
+    spec = pe.LayerSpec(pe.NoPE(), chunk_size=4)
+    layer = pn.Attention(x.shape[-1], 4, position=spec, is_causal=True, rngs=nnx.Rngs(0))
+    shape = x.shape[:2]
+    with pytest.raises(TypeError, match="segment_ids"):
+        layer(x, segment_ids=np.full(shape, 0.5, np.float32))
+    with pytest.raises(ValueError, match="segment_ids"):
+        layer(x, segment_ids=np.full(shape, 2**32))
+    with pytest.raises(ValueError, match=r"below 2\*\*27"):
+        layer(x, segment_ids=np.full(shape, 2**28, np.int32))

@@ -6,6 +6,7 @@ import jax
 
 from posenc_jax.checks import require
 from posenc_jax.engine.rules import Rule, as_tuple
+from posenc_jax.schemes.combinators.wrapper import Wrapper
 from posenc_jax.schemes.scheme import Acts, Scheme, Traits
 
 
@@ -167,3 +168,13 @@ def chain(*schemes: Scheme) -> Scheme:
     1
     """
     return Chain(schemes)
+
+
+def parts(scheme: Scheme) -> tuple[Scheme, ...]:
+    """Returns a scheme and all schemes within its chains and wrappers."""
+    inner: tuple[Scheme, ...] = ()
+    if isinstance(scheme, Chain):
+        inner = scheme.schemes
+    elif isinstance(scheme, Wrapper):
+        inner = (scheme.scheme,)
+    return (scheme, *(part for x in inner for part in parts(x)))

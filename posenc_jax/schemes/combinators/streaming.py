@@ -29,7 +29,7 @@ from posenc_jax.checks import require
 from posenc_jax.engine.mask import add_saturated, window_sides
 from posenc_jax.ops.lse import merge_partial_softmax
 from posenc_jax.positions import count_up
-from posenc_jax.schemes.combinators.chain import Chain
+from posenc_jax.schemes.combinators.chain import parts
 from posenc_jax.schemes.combinators.wrapper import Wrapper
 from posenc_jax.schemes.scheme import Acts, Scheme, check_scheme
 
@@ -130,7 +130,7 @@ def streaming(scheme: Scheme, first: int = 4) -> Scheme:
         traits.relative and not traits.order_only and Acts.EMBEDDING not in scheme.acts,
         f"streaming: {scheme!r} must depend on the distance of tokens alone.",
     )
-    for part in scheme.schemes if isinstance(scheme, Chain) else ():
+    for part in parts(scheme):
         require(
             not (part.traits.order_only and part.traits.transforms_rows),
             f"streaming: {part!r} reads all keys between two tokens, and those between first "

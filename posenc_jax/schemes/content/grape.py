@@ -84,9 +84,11 @@ class GRAPEA(Scheme):
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         """Returns the slopes of queries and keys, float32 [B, T, N], or None without a gate."""
+        heads, dim = self.num_heads, self.head_dim
         require(
-            q.shape[3] == k.shape[3] == self.head_dim,
-            f"grape_a: q and k must have head dim {self.head_dim}, got {q.shape} and {k.shape}.",
+            q.shape[2:] == (heads, dim) and k.shape[3] == dim,
+            f"grape_a: q must be [B, T, {heads}, {dim}] and k of the same head dim, "
+            f"got {q.shape} and {k.shape}.",
         )
         omega = params["omega"].astype(jnp.float32)
         base = alibi_slopes(self.num_heads) * jax.nn.softplus(omega)
