@@ -31,7 +31,7 @@ class AttentionFn(nnx.Module):
     """
 
     position = property(lambda self: self.encoding.scheme)
-    shared_encoding = property(doc="An argument alone: assign `encoding`.")
+    shared_encoding = property(doc="An argument only. Assign `encoding` to share parameters later.")
 
     def __init__(
         self,

@@ -225,7 +225,7 @@ class Attention(AttentionLayer, nnx.Module):
     settings = property(spec)
     dtype = property(lambda self: self._dtype)
     qk_norm = property(lambda self: self.initial.qk_norm)
-    shared_encoding = property(doc="An argument alone: assign `encoding`.")
+    shared_encoding = property(doc="An argument only. Assign `encoding` to share parameters later.")
     position = property(lambda self: self.encoding.scheme)
 
     @overload
