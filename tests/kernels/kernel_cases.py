@@ -246,12 +246,17 @@ RULES["features"] = (
 )
 
 
-def described(kind):
-    """Returns a context in which programs are compiled for a TPU of a kind."""
+def abstract_device(kind):
+    """Returns a described TPU of a kind."""
     about = {"device_kind": kind, "num_cores": 1, "platform": "tpu"}
     known = inspect.signature(AbstractDevice).parameters  # jax 0.10.0 has no platform there.
-    device = AbstractDevice(**{name: x for name, x in about.items() if name in known})
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), abstract_device=device))
+    return AbstractDevice(**{name: x for name, x in about.items() if name in known})
+
+
+def described(kind):
+    """Returns a context in which programs are compiled for a TPU of a kind."""
+    mesh = AbstractMesh((1,), ("x",), abstract_device=abstract_device(kind))
+    return jax.sharding.use_abstract_mesh(mesh)
 
 
 def arrays_of(jaxpr):

@@ -240,8 +240,8 @@ def element_specs(
 def temporary_bytes(spec: TPUSpec, x: Operands, blocks: Blocks) -> int:
     """Returns a bound on the VMEM of the values of a tile between instructions.
 
-    In float32 tiles, of what the compiler took for the cases of tests/kernels/tpu_static.json: up
-    to 1.6 for tiles with a bias or nothing, 3 with masks, softcap or dropout, 5.8 with other terms.
+    In float32 tiles, of what the compiler took: up to 1.6 for tiles with a bias or nothing, 3 with
+    masks, softcap or dropout, 5.8 with other terms.
     """
     tiles = 2
     if spec.softcap is not None or spec.visibility.segments or x.dropped is not None:
