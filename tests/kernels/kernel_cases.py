@@ -1,6 +1,5 @@
-"""Problems for the kernels of any platform, and their outcomes."""
+"""Cases of kernels beside those of `posenc_jax.kernels.checks`: other rules and arguments."""
 
-import functools
 import inspect
 
 import jax
@@ -8,242 +7,137 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh
 
-import posenc_jax as pe
 from posenc_jax.engine.problem import repeat_heads
-from posenc_jax.engine.rules import ContentBias, LogitBias, Rule
-from tests.engine.rules import KINDS, explicit_mask
-
-B = 2
-
-
-def _order(length):
-    return np.random.default_rng(5).permutation(length).astype(np.int32)
+from posenc_jax.engine.rules import ContentBias, LogitBias
+from posenc_jax.kernels.checks import cases
+from posenc_jax.kernels.checks.cases import Case, RuleCase
+from tests.engine.rules import KINDS
 
 
-def _segments(length):
-    """Packed rows; a segment starts and ends inside a tile, and padding is on both sides."""
-    ids = np.zeros((B, length), np.int32)
-    ids[0, 100:], ids[0, 190:], ids[1, :30], ids[1, 129:] = 1, -1, -1, 1
-    return ids
+def _rule(make, rules):
+    """Returns a rule whose features are arrays like q and k; `make` gives its other parameters."""
+
+    def arrays(random, c):
+        q, k = (c.batch, c.length, c.heads, c.dim), (c.batch, c.key_count, c.kv_heads, c.dim)
+        features = {name: random.normal(size=size) for name, size in (("q", q), ("k", k))}
+        return features | {"params": make(random, c)}
+
+    return RuleCase(arrays, lambda p: rules(p["params"], p["q"], p["k"]), *[lambda *_: {}] * 2)
 
 
-FEATURES = {
-    "plain": lambda t: {},
-    "causal": lambda t: {"is_causal": True},
-    "window": lambda t: {"is_causal": True, "window": 70},
-    "two_sided_window": lambda t: {"window": (60, 3)},
-    "segments": lambda t: {
-        "is_causal": True,
-        "q_segment_ids": _segments(t),
-        "contiguous": True,
-    },
-    "both_ways_segments": lambda t: {"q_segment_ids": _segments(t), "contiguous": True},
-    "prefix": lambda t: {"is_causal": True, "prefix_length": np.array([100, 20], np.int32)},
-    "softcap": lambda t: {"is_causal": True, "softcap": 3.0},
-    "sinks": lambda t: {
-        "is_causal": True,
-        "sinks": np.linspace(-1.0, 3.0, B * t * 2, dtype=np.float32).reshape(B, t, 2),
-    },
-    "everything": lambda t: {
-        "is_causal": True,
-        "prefix_length": np.array([100, 40], np.int32),
-        "q_segment_ids": _segments(t),
-        "contiguous": True,
-        "softcap": 3.0,
-        "sinks": np.array([0.3, -1.0], np.float32),
-    },
-    "dropout": lambda t: {
-        "is_causal": True,
-        "q_segment_ids": _segments(t),
-        "contiguous": True,
-        "dropout_rate": 0.3,
-        "dropout_key": jax.random.key(8),
-    },
-    "permuted": lambda t: {
-        "is_causal": True,
-        "window": 200,
-        "q_positions": _order(t),
-        "k_positions": _order(t),
-    },
-    "chunk": lambda t: {
-        "is_causal": True,
-        "q_positions": np.arange(60, t, dtype=np.int32),
-        "k_positions": np.arange(t, dtype=np.int32),
-    },
-}
-
-
-def _learned(shared, head, q, k):
-    """Unbounded, with two learned numbers per head: KERPLE's logarithm."""
-    return -head[0] * jnp.log1p(head[1] * jnp.abs(q - k).astype(jnp.float32))
+def _of_kind(random, c, name):
+    return KINDS[name].make(random, c.heads, c.dim)
 
 
 def _scalars(shared, head, q, k):
+    """KERPLE's logarithm."""
     return -head["r"] * jnp.log1p(head["s"] * jnp.abs(q - k).astype(jnp.float32))
 
 
-def _same_for_all(shared, head, q, k):
-    return -shared * jnp.abs(q - k).astype(jnp.float32)
+def _kerple(random, c):
+    return {"r": np.linspace(0.2, 0.9, c.heads), "s": np.ones(c.heads)}
 
 
 def _hiding(shared, head, q, k):
     return jnp.where((q - k) % 3 == 1, -jnp.inf, -shared * (q - k).astype(jnp.float32))
 
 
+def _hides(params, q, k):
+    return (LogitBias(_hiding, shared=params, relative=True),)
+
+
 def _gate(shared, head, row, col, q, k):
     return head * jnp.tanh(row - col) - shared * (q - k).astype(jnp.float32) / 100.0
 
 
-def _kerple_params(heads, dim):
-    return {"r": np.linspace(0.2, 0.9, heads, dtype=np.float32), "s": np.ones(heads, np.float32)}
-
-
-def _kerple(params, q, k):
-    heads = jnp.stack([params["r"], params["s"]], 1)
-    return LogitBias(_learned, heads=heads, relative=True)
-
-
-def _kerple_by_pair(params, q, k):
-    return LogitBias(_scalars, heads=params)
-
-
-RULES = {
-    name: (lambda n, dim, kind=kind: kind.make(np.random.default_rng(3), n, dim), kind.rules)
-    for name, kind in KINDS.items()
-    if name in ("none", "t5", "alibi", "scaled", "separable", "narrow", "wide", "unbounded")
-}
-RULES |= {
-    "kerple": (_kerple_params, _kerple),
-    "kerple_by_pair": (_kerple_params, _kerple_by_pair),
-    "same_for_all": (
-        lambda n, dim: jnp.float32(0.05),
-        lambda params, q, k: LogitBias(_same_for_all, shared=params, relative=True),
-    ),
-    "hiding": (
-        lambda n, dim: jnp.float32(0.05),
-        lambda params, q, k: LogitBias(_hiding, shared=params, relative=True),
-    ),
-    "gate": (
-        lambda n, dim: {
-            "shared": jnp.float32(0.3),
-            "heads": np.linspace(0.5, 1.0, n, dtype=np.float32),
-        },
-        lambda params, q, k: ContentBias(
-            _gate,
-            **params,
-            q_features=q[..., 0].astype(jnp.float32),
-            k_features=k[..., 0].astype(jnp.float32),
-        ),
-    ),
-}
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def outcome(implementation, rule, options, arrays, dynamic):
-    """Output, log-sum-exp, and the gradients of both to all that can have one."""
-
-    def loss(arrays):
-        q, k, v = (arrays[n] for n in "qkv")
-        all_options = dict(options) | dynamic
-        sinks = arrays.get("sinks")
-        rules = RULES[rule][1](arrays["params"], q, k)
-        out, lse = pe.attention(
-            q,
-            k,
-            v,
-            rules=rules,
-            sinks=sinks,
-            return_lse=True,
-            implementation=implementation,
-            **all_options,
-        )
-        seen = ~jnp.isneginf(lse)
-        lse = jnp.where(seen, lse, 0.0)
-        total = jnp.sum(out.astype(jnp.float32) * arrays["weights"])
-        return total + jnp.sum(lse * arrays["lse_weights"]), (out, lse, seen)
-
-    return jax.grad(loss, has_aux=True)(arrays)
-
-
-def case_of(
-    feature,
-    rule,
-    *,
-    explicit=False,
-    length=200,
-    heads=2,
-    kv_heads=2,
-    dim=64,
-    value_dim=None,
-    dtype=jnp.float32,
-    seed=0,
-):
-    """Returns the rule, the static options, the arrays and the dynamic options of a case.
-
-    `explicit` passes the visible pairs as a mask: features then share a program of the reference.
-    """
-    options = FEATURES[feature](length)
-    options = explicit_mask(options, B, heads, length) if explicit else options
-    queries = options["q_positions"].shape[0] if "q_positions" in options else length
-    random = np.random.default_rng(seed)
-
-    def normal(*shape, dtype=np.float32):
-        return jnp.asarray(random.normal(size=shape).astype(np.float32).astype(dtype))
-
-    arrays = {
-        "q": normal(B, queries, heads, dim, dtype=dtype),
-        "k": normal(B, length, kv_heads, dim, dtype=dtype),
-        "v": normal(B, length, kv_heads, value_dim or dim, dtype=dtype),
-        "params": RULES[rule][0](heads, dim),
-        "weights": normal(B, queries, heads, value_dim or dim),
-        "lse_weights": normal(B, queries, heads),
-    }
-    if "sinks" in options:
-        arrays["sinks"] = options.pop("sinks")
-    dynamic = {n: x for n, x in options.items() if isinstance(x, jax.Array | np.ndarray)}
-    static = tuple((n, x) for n, x in options.items() if n not in dynamic)
-    return rule, static, arrays, dynamic
-
-
-def assert_close(got, expected, tolerance=3e-5):
-    """To 3e-5 of the largest number of each array."""
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1.0, np.abs(b).max()))
-
-
-def _by_query_head(params, q, k):
-    """Adds logits from features of keys per query head."""
-    features = repeat_heads(k, q.shape[2])
-    heads = jnp.linspace(0.5, 1.5, q.shape[2])[None, None, :, None].astype(q.dtype)
-    return KINDS["wide"].rules(params, q, features * heads)[1:]
-
-
-RULES["by_query_head"] = (RULES["wide"][0], _by_query_head)
+def _gated(params, q, k):
+    features = {"q_features": q[..., 0], "k_features": k[..., 0]}
+    return (ContentBias(_gate, heads=params, shared=jnp.float32(0.3), **features),)
 
 
 def _several(params, q, k):
-    rules = (RULES[name][1](params[name], q, k) for name in SEVERAL)
-    return jax.tree.leaves([*rules], is_leaf=lambda x: isinstance(x, Rule))
+    separable = KINDS["separable"].rules(params["separable"], q, k)
+    return *_gated(params["gates"], q, k), *_hides(params["slope"], q, k), *separable
 
 
-SEVERAL = ("gate", "hiding", "separable")
-RULES["several"] = (lambda n, dim: {name: RULES[name][0](n, dim) for name in SEVERAL}, _several)
-# With a rule by distance, and another array that heads and rows share.
-RULES["all_pairs"] = (
-    lambda n, dim: np.random.default_rng(3).normal(size=(n, 200, 200)).astype(np.float32),
-    KINDS["all_pairs"].rules,
-)
-RULES["features"] = (
-    lambda n, dim: {},
-    lambda params, q, k: ContentBias(
-        _gate,
-        heads=jnp.linspace(0.5, 1.0, q.shape[2]),
-        shared=jnp.float32(0.3),
-        q_features=params["row"],
-        k_features=params["column"],
+def _by_query_head(params, q, k):
+    """Features of keys per query head."""
+    features = repeat_heads(k, q.shape[2])
+    heads = jnp.linspace(0.5, 1.5, q.shape[2])[None, None, :, None]
+    return KINDS["wide"].rules(params, q, features * heads)[1:]
+
+
+def _numbers(random, c):
+    """Numbers of `_several`."""
+    numbers = {"gates": np.linspace(0.5, 1.0, c.heads), "slope": np.float64(0.05)}
+    return numbers | {"separable": _of_kind(random, c, "separable")}
+
+
+cases.RULES |= {
+    name: _rule(lambda random, c, name=name: _of_kind(random, c, name), KINDS[name].rules)
+    for name in ("scaled", "narrow", "wide", "unbounded")
+} | {
+    "kerple": _rule(
+        _kerple,
+        lambda params, q, k: (LogitBias(_scalars, heads=params, relative=True),),
     ),
-)
+    "kerple by pair": _rule(_kerple, lambda params, q, k: (LogitBias(_scalars, heads=params),)),
+    "hiding": _rule(lambda random, c: np.float64(0.05), _hides),
+    "gate": _rule(lambda random, c: np.linspace(0.5, 1.0, c.heads), _gated),
+    "several": _rule(_numbers, _several),
+    "by query head": _rule(lambda random, c: _of_kind(random, c, "wide"), _by_query_head),
+    # With a rule by distance, and another array that heads and rows share.
+    "all pairs": _rule(
+        lambda random, c: random.normal(size=(c.heads, c.length, c.key_count)),
+        KINDS["all_pairs"].rules,
+    ),
+}
+
+
+def case_of(rule="none", **settings):
+    """Returns a case of a rule, by default 200 tokens and two heads of 64 in float32."""
+    return Case(rule, rule, **{"length": 200, "dim": 64, "dtype": "float32"} | settings)
+
+
+def arrays_of_case(case, *, prefix=None, sinks_per_query=False, value_dim=None):
+    """Returns the arrays of a case, with more arguments of `attention`."""
+    x, random = dict(cases.inputs(case)), np.random.default_rng(1)
+    if prefix is not None:
+        x["prefix_length"] = np.array(prefix, np.int32)
+    if sinks_per_query:
+        shape = x["q"].shape[:3]
+        x["sinks"] = np.linspace(-1.0, 3.0, np.prod(shape), dtype=np.float32).reshape(shape)
+    if value_dim is not None:
+        for name in ("v", "d_out"):
+            shape = *x[name].shape[:3], value_dim
+            x[name] = random.normal(size=shape).astype(x[name].dtype)
+    return x
+
+
+def program(case, implementation):
+    """Returns the function of the arrays: output, log-sum-exp and all gradients, by name."""
+    return cases.program(case, implementation, gradients=True, lse=True)
+
+
+def assert_equals_the_reference(case, implementation, x=None, tolerance=3e-5):
+    """Compares all results, none of which is zero, to 3e-5 of the largest number of each."""
+    x = arrays_of_case(case) if x is None else x
+    got, expected = (jax.device_get(program(case, y)(x)) for y in (implementation, "reference"))
+    # The reference adds angles of up to 200 in float32, the rule takes their differences.
+    assert_close(got, expected, 1e-4 if case.rule == "unbounded" else tolerance)
+    for name, y in got.items():  # A rule may read the features of `_rule`, or their sizes alone.
+        empty = [x for x in jax.tree.leaves(y) if not np.any(x)]
+        assert not empty or name in ("gradient of q", "gradient of k"), name
+
+
+def assert_close(got, expected, tolerance=3e-5):
+    """Compares numbers to 3e-5 of the largest of each array."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        finite = np.isfinite(b)
+        np.testing.assert_array_equal(a[~finite], b[~finite])
+        a, b = np.where(finite, a, 0.0), np.where(finite, b, 0.0)
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1.0, np.abs(b).max()))
 
 
 def abstract_device(kind):

@@ -10,79 +10,60 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import posenc_jax as pe
+from posenc_jax.engine import api
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.problem import _AXES, Problem
-from posenc_jax.engine.rules import DotBias, LogitBias, Rule
+from posenc_jax.engine.rules import ContentBias, DotBias, LogitBias, Rule
+from posenc_jax.kernels.base import without_hidden
 from posenc_jax.kernels.tpu.implementation import PallasTPU, tile_size
 from posenc_jax.kernels.tpu.spec import tile_order
 from posenc_jax.kernels.tpu.tile import Strip, shear, sum_diagonals
 from tests.engine.rules import KINDS
 from tests.kernels.kernel_cases import (
-    B,
+    arrays_of_case,
     assert_close,
+    assert_equals_the_reference,
     case_of,
     described,
-    outcome,
     products_in_kernels,
+    program,
 )
 from tests.support import slow
 
 TILES = Blocks(128, 128)
 KERNELS = PallasTPU(TILES, TILES, interpret=True)
-
-# The steps of `posenc_jax.kernels.checks` compare other rules and features with float64.
-CASES = [("several", "everything"), ("kerple_by_pair", "permuted"), ("all_pairs", "dropout")]
-MORE_CASES = [("none", "prefix"), ("wide", "prefix"), ("scaled", "causal"), ("hiding", "softcap")]
-MORE_CASES += [("gate", "both_ways_segments"), ("unbounded", "window"), ("kerple", "segments")]
-MORE_CASES += [("all_pairs", "everything"), ("wide", "softcap")]
-LOWERED = [("t5", "sinks"), ("kerple_by_pair", "permuted"), ("gate", "both_ways_segments")]
-LOWERED += [("none", "dropout"), ("wide", "softcap"), ("unbounded", "window")]
-# The reference adds angles of up to 200 in float32, the rule takes their differences.
-TOLERANCE = {"unbounded": 1e-4}
-
-
-def _all_cases(*default):
-    """Returns `default`, and the other cases, which are slow."""
-    others = (case for case in CASES + MORE_CASES if case not in default)
-    return [*default, *(pytest.param(*case, marks=slow) for case in others)]
-
-
-@pytest.mark.parametrize(("rule", "feature"), _all_cases(*CASES))
-def test_equals_the_reference(rule, feature):
-    got = outcome(KERNELS, *case_of(feature, rule))
-    expected = outcome("reference", *case_of(feature, rule, explicit=True))
-    assert_close(got, expected, TOLERANCE.get(rule, 3e-5))
-    for leaf in jax.tree.leaves(got[0]):
-        assert np.any(np.asarray(leaf) != 0)
+MORE_CASES = [
+    (case_of("all pairs", segments=True, softcap=3.0, sinks=True), {"prefix": (100, 40)}, TILES),
+    (case_of("wide"), {"prefix": (100, 20)}, TILES),
+    (case_of("wide", softcap=3.0), {}, TILES),
+    (case_of("scaled"), {}, TILES),
+    (case_of("hiding", softcap=3.0), {}, TILES),
+    (case_of("gate", causal=False, segments=True), {}, TILES),
+    (case_of("unbounded", window=70), {}, TILES),
+    (case_of("wide", length=600, kv_heads=1, window=70), {}, Blocks(384, 128)),
+    (case_of("hiding", heads=4, kv_heads=4, dim=80), {"value_dim": 96}, TILES),
+    (case_of("separable", heads=4, kv_heads=4, dim=256, length=63), {}, TILES),
+    (case_of("narrow", heads=6, kv_heads=6, dim=128, length=63), {}, TILES),
+    (case_of("table", heads=6, dim=128), {}, TILES),
+    (case_of("table", length=600), {}, Blocks(384, 640)),
+]
 
 
 @pytest.mark.parametrize(
-    ("rule", "feature", "sizes", "blocks"),
+    ("case", "more", "blocks"),
     [
-        ("wide", "window", {"heads": 2, "kv_heads": 1, "length": 600}, Blocks(384, 128)),
-        *(
-            pytest.param(*case, marks=slow)
-            for case in (
-                ("same_for_all", "causal", {"heads": 4, "dim": 80, "value_dim": 96}, TILES),
-                ("separable", "causal", {"heads": 4, "dim": 256, "length": 63}, TILES),
-                ("kerple", "window", {"length": 600}, Blocks(128, 256)),
-                ("narrow", "causal", {"heads": 6, "dim": 128, "length": 63}, TILES),
-                ("t5", "causal", {"heads": 6, "kv_heads": 2, "dim": 128}, TILES),
-                ("gate", "causal", {"heads": 4, "kv_heads": 4, "dim": 128, "length": 256}, TILES),
-                ("t5", "causal", {"length": 600}, Blocks(384, 640)),
-            )
-        ),
+        (case_of("several", segments=True, softcap=3.0, sinks=True), {"prefix": (100, 40)}, TILES),
+        (case_of("kerple by pair", shuffled=True, window=200, kv_heads=1), {}, Blocks(256, 128)),
+        *(pytest.param(*case, marks=slow) for case in MORE_CASES),
     ],
 )
-def test_sizes_and_grouped_heads_equal_the_reference(rule, feature, sizes, blocks):
-    case = case_of(feature, rule, **sizes)
-    implementation = PallasTPU(Blocks(blocks.k, blocks.q), blocks, interpret=True)
-    got, expected = outcome(implementation, *case), outcome("reference", *case)
-    assert_close(got, expected)
+def test_equals_the_reference(case, more, blocks):
+    """The steps of `posenc_jax.kernels.checks` compare other rules and features with float64."""
+    kernels = PallasTPU(Blocks(blocks.k, blocks.q), blocks, interpret=True)
+    assert_equals_the_reference(case, kernels, arrays_of_case(case, **more))
 
 
 @pytest.mark.parametrize("by_key", [False, True])
@@ -119,33 +100,10 @@ def test_blocks_that_are_no_whole_lanes_are_refused():
 @slow
 def test_under_x64():
     """With grouped heads, and head dims that are no whole lanes."""
-    case = case_of("two_sided_window", "scaled", heads=4, kv_heads=1, dim=80, value_dim=96)
+    case = case_of("scaled", heads=4, kv_heads=1, dim=80, causal=False, window=(60, 3))
     with jax.enable_x64(True):
-        got = outcome(KERNELS, *case)
-        abstract = jax.eval_shape(lambda: case[2:])
-        traced = outcome.trace(PallasTPU(cross_compile=True), *case[:2], *abstract)
-        traced.lower(lowering_platforms=("tpu",))
-    assert_close(got, outcome("reference", *case))
-
-
-@pytest.mark.parametrize(
-    ("rule", "dim", "times"), [("t5", 128, 2), pytest.param("narrow", 64, 3, marks=slow)]
-)
-def test_bfloat16_is_close_to_float32(rule, dim, times):
-    """At most twice the rounding of the reference; scaled queries and weights are bfloat16.
-
-    With vectors per distance, gradients at most three times: cotangents of logits are bfloat16.
-    """
-    rule, static, arrays, dynamic = case_of("causal", rule, dtype=jnp.bfloat16, dim=dim, seed=2)
-    got = outcome(KERNELS, rule, static, arrays, dynamic)
-    same = outcome("reference", rule, static, arrays, dynamic)
-    arrays = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
-    exact = outcome("reference", rule, static, arrays, dynamic)
-    for part, times_here in enumerate((times, 2)):
-        for a, b, x in zip(*(jax.tree.leaves(y[part]) for y in (got, same, exact)), strict=True):
-            a, b, x = (np.asarray(y, np.float32) for y in (a, b, x))
-            size = np.linalg.norm(x)
-            assert np.linalg.norm(a - x) <= times_here * np.linalg.norm(b - x) + 5e-4 * size
+        assert_equals_the_reference(case, KERNELS)
+        assert _lowered(case, arrays_of_case(case)).count("tpu_custom_call") == 2
 
 
 def _vectors(shared, head, distance):
@@ -155,7 +113,7 @@ def _vectors(shared, head, distance):
 def test_large_features_do_not_round_those_of_other_tokens():
     """Tiles of bfloat16 move as integers of 16 bits, in units of each token."""
     shared, random = np.linspace(0.1, 1.0, 16, dtype=np.float32), np.random.default_rng(0)
-    q, features = random.normal(size=(B, 256, 2, 64)), random.normal(size=(B, 256, 2, 16))
+    q, features = random.normal(size=(2, 256, 2, 64)), random.normal(size=(2, 256, 2, 16))
     q, features = jnp.asarray(q, jnp.bfloat16), features.astype(np.float32)
     scaled = features.copy()
     scaled[:, 7] *= 1e4
@@ -172,77 +130,17 @@ def test_large_features_do_not_round_those_of_other_tokens():
     chex.assert_trees_all_close(small, exact, atol=0.02)
 
 
-@slow
-def test_a_bias_of_zeros_changes_no_bit():
-    def zero(shared, head, q, k):
-        return head * (q - k).astype(jnp.float32)
-
-    zeros = LogitBias(zero, heads=np.zeros(2, np.float32), relative=True)
-    ones = np.ones((B, 256, 2, 3), np.float32)
-    vectors = DotBias(_vectors, shared=np.zeros(3, np.float32), q_features=ones, bounds=(-5, 90))
-    tokens = np.random.default_rng(0).normal(size=(3, B, 256, 2, 64)).astype(np.float32)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def attend(implementation, tokens, rules):
-        def run(tokens):
-            options = {"rules": rules, "return_lse": True, "implementation": implementation}
-            out, lse = pe.attention(*tokens, is_causal=True, **options)
-            return jnp.sum(out**2) + jnp.sum(lse), (out, lse)
-
-        return jax.grad(run, has_aux=True)(tokens)
-
-    # Causality is part of the bias by distance; without a bias it is a mask.
-    nothing = attend(KERNELS, tokens, ())
-    for rule in (zeros, vectors):
-        chex.assert_trees_all_equal(attend(KERNELS, tokens, rule), nothing)
-
-
-@pytest.mark.parametrize(
-    "rule",
-    ["t5", *(pytest.param(x, marks=slow) for x in ("separable", "narrow", "all_pairs"))],
-)
-def test_the_checking_interpreter_finds_nothing_and_padding_may_be_nan(rule):
-    """No races, no reads out of bounds or of memory that was never written; the same bits twice."""
-    checked = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    kernels = dataclasses.replace(KERNELS, interpret=checked)
-    summed = int(rule == "separable")  # It sums dimension 0 of q and k over all tokens.
-    rule, static, arrays, dynamic = case_of("segments", rule, kv_heads=1)
-    padding = dynamic["q_segment_ids"] < 0
-    spoilt = {name: np.array(arrays[name]) for name in "qkv"}
-    for x in spoilt.values():
-        x[padding, :, summed:] = np.nan
-    clean, got = (outcome(kernels, rule, static, x, dynamic) for x in (arrays, arrays | spoilt))
-    assert_close(clean, outcome("reference", rule, static, arrays, dynamic))
-    chex.assert_tree_all_finite(got[0])
-    # Gradients of padding are zero either way, for weights of zero.
-    chex.assert_trees_all_equal(clean, got)
-    out, _, seen = got[1]
-    assert not np.any(np.asarray(out)[padding])
-    assert not np.any(np.asarray(seen)[padding])
-
-
-@pytest.mark.parametrize("hidden", [pytest.param("padding", marks=slow), "later"])
-def test_nan_in_keys_that_no_query_sees_has_no_effect(hidden):
-    """Neither in values nor in features, of padding or of slots after a chunk of queries."""
-    _, static, arrays, dynamic = case_of("chunk" if hidden == "later" else "segments", "none")
-    slots, queries = np.arange(200, dtype=np.int32), arrays["q"].shape[1]
-    if hidden == "later":
-        dynamic = {"q_positions": slots[:queries], "k_positions": slots}
-        gone = np.broadcast_to(slots >= queries, (B, 200))
-    else:
-        gone = dynamic["q_segment_ids"] < 0
-    column = np.asarray(arrays["k"])[..., 0]
-    arrays["params"] = {"row": np.ones((B, queries, 2), np.float32), "column": column}
-
-    def spoil(x):
-        return np.where(gone.reshape(B, 200, *(1,) * (x.ndim - 2)), np.float32(np.nan), x)
-
-    spoilt = arrays | {"k": spoil(arrays["k"]), "v": spoil(arrays["v"])}
-    spoilt["params"] = arrays["params"] | {"column": spoil(column)}
-    outcomes = [outcome(KERNELS, "features", static, x, dynamic) for x in (arrays, spoilt)]
-    chex.assert_trees_all_equal(*outcomes)
-    chex.assert_tree_all_finite(outcomes[1][0])
-    assert_close(outcomes[0], outcome("reference", "features", static, arrays, dynamic))
+def test_nan_in_keys_that_no_query_sees_has_no_effect():
+    """Neither in values nor in features of slots after a chunk of queries."""
+    at, k = np.arange(200, dtype=np.int32), np.ones((1, 200, 2, 8), np.float32)
+    k[:, 140:] = np.nan
+    rule = ContentBias(lambda *x: x[3], k_features=k[..., 0])
+    call = pe.AttentionCall(is_causal=True, q_positions=at[100:140], k_positions=at)
+    problem = api.make_problem(jnp.ones((1, 40, 2, 8)), k, k, (rule,), call)
+    p = jax.jit(without_hidden)(problem)
+    for x in (p.k, p.v, p.rules[0].k_features):
+        np.testing.assert_array_equal(x[:, :140], 1.0)
+        np.testing.assert_array_equal(x[:, 140:], 0.0)
 
 
 def test_strided_rotation_equals_rotation_in_steps():
@@ -268,18 +166,24 @@ def test_strided_rotation_equals_rotation_in_steps():
     np.testing.assert_array_equal(back[0], np.asarray(line)[0] * count)
 
 
+def _lowered(case, x, kernels=PallasTPU(cross_compile=True)):  # noqa: B008
+    shapes = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), x)
+    traced = program(case, kernels).trace(shapes)
+    return traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
 @pytest.mark.parametrize(
-    ("rule", "feature"), [case for case in _all_cases(*LOWERED) if "all_pairs" not in str(case)]
+    ("case", "sinks"),
+    [
+        (case_of("table"), True),
+        (case_of("gate", causal=False, segments=True), False),
+        (case_of("wide", softcap=3.0), False),
+    ],
 )
-def test_lowers_for_tpu(rule, feature):
-    case = case_of(feature, rule, length=1100, heads=4, dim=128, dtype=jnp.bfloat16)
-    abstract = jax.eval_shape(lambda: case[2:])
-    if "sinks" in case[2]:
-        abstract[0]["sinks"] = jax.ShapeDtypeStruct((2, 1100, 4), jnp.float32)
-    compiled = PallasTPU(cross_compile=True)
-    traced = outcome.trace(compiled, *case[:2], *abstract)
-    program = traced.lower(lowering_platforms=("tpu",)).as_text()
-    assert program.count("tpu_custom_call") == 2
+def test_lowers_for_tpu(case, sinks):
+    case = dataclasses.replace(case, length=1100, heads=4, dim=128, dtype="bfloat16")
+    x = arrays_of_case(case, sinks_per_query=sinks)
+    assert _lowered(case, x).count("tpu_custom_call") == 2
 
 
 def _refusal(rules=(), dtype=jnp.float32, implementation=KERNELS, **options):
@@ -412,62 +316,64 @@ def test_second_derivatives_are_refused():
 
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-ON_DEVICES = [
-    ("dropout", "t5", 2, AUTO, "data", "heads"),
-    ("both_ways_segments", "unbounded", 8, EXPLICIT, "data", "heads"),
-    ("segments", "all_pairs", 8, EXPLICIT, "data", "heads"),
-    pytest.param("causal", "narrow", 8, EXPLICIT, "data", "heads", marks=slow),
-    pytest.param("causal", "none", 4, AUTO, "data", "heads", marks=slow),
-    pytest.param("dropout", "t5", 2, AUTO, None, "heads", marks=slow),
-    pytest.param("dropout", "t5", 4, EXPLICIT, "data", "heads", marks=slow),
-    pytest.param("segments", "separable", 8, AUTO, "data", "heads", marks=slow),
-]
-"""Feature, rule, key heads, kind of mesh, and the axes of the batch and of the heads."""
 
 
-def _on_mesh(mesh, case, batch, heads):
-    """Returns a case with its arrays on a mesh: key heads where they divide, parameters whole."""
+def _on_mesh(mesh, x, batch, heads):
+    """Returns arrays on a mesh: key heads where they divide, parameters whole."""
 
-    def put(x, *spec):
-        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec[: x.ndim])))
+    def put(y, *spec):
+        return jax.device_put(y, NamedSharding(mesh, PartitionSpec(*spec[: y.ndim])))
 
-    def token(x):
-        fits = x.ndim > 2 and heads is not None and x.shape[2] % mesh.shape[heads] == 0
-        return put(x, batch, None, heads if fits else None)
+    def token(y):
+        fits = y.ndim > 2 and heads is not None and y.shape[2] % mesh.shape[heads] == 0
+        return put(y, batch, None, heads if fits else None)
 
-    rule, static, arrays, dynamic = case
-    whole = {"params": jax.tree.map(put, arrays["params"])}
-    arrays = {name: token(x) for name, x in arrays.items() if name != "params"}
-    return rule, static, arrays | whole, {name: put(x, batch) for name, x in dynamic.items()}
+    whole = {"params": jax.tree.map(put, x["params"])}
+    return {name: token(y) for name, y in x.items() if name != "params"} | whole
 
 
-@pytest.mark.parametrize(("feature", "rule", "kv_heads", "kind", "batch", "heads"), ON_DEVICES)
-def test_batch_and_heads_over_devices(feature, rule, kv_heads, kind, batch, heads):
+@pytest.mark.parametrize(
+    ("case", "kind", "batch", "heads"),
+    [
+        (case_of("all pairs", dropout=0.3, segments=True, kv_heads=8), EXPLICIT, "data", "heads"),
+        (case_of("table", dropout=0.3), AUTO, "data", "heads"),
+        *(
+            pytest.param(*case, "heads", marks=slow)
+            for case in (
+                (case_of("unbounded", causal=False, segments=True, kv_heads=8), EXPLICIT, "data"),
+                (case_of("narrow", kv_heads=8), EXPLICIT, "data"),
+                (case_of(kv_heads=4), AUTO, "data"),
+                (case_of("table", dropout=0.3), AUTO, None),
+                (case_of("separable", segments=True, kv_heads=8), AUTO, "data"),
+            )
+        ),
+    ],
+)
+def test_batch_and_heads_over_devices(case, kind, batch, heads):
     """Four devices have two key heads; nothing but the sums of gradients is sent."""
+    case = dataclasses.replace(case, heads=8)
     mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
-    case = case_of(feature, rule, heads=8, kv_heads=kv_heads)
     axes = {} if kind == EXPLICIT else {"batch_axes": batch, "head_axes": heads}
-    kernels = dataclasses.replace(KERNELS, **axes)
+    x = arrays_of_case(case)
     with jax.set_mesh(mesh):
-        rule, static, arrays, dynamic = _on_mesh(mesh, case, batch, heads)
-        compiled = outcome.lower(kernels, rule, static, arrays, dynamic).compile()
-        got = jax.device_get(compiled(arrays, dynamic))
-    assert_close(got, outcome("reference", *case), TOLERANCE.get(rule, 3e-5))
+        spread = _on_mesh(mesh, x, batch, heads)
+        compiled = program(case, dataclasses.replace(KERNELS, **axes)).lower(spread).compile()
+        got = jax.device_get(compiled(spread))
+    assert_close(got, jax.device_get(program(case, "reference")(x)))
     kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
     sent = set(re.findall(rf" = .*? ({kinds})\(", compiled.as_text()))
     # An explicit table is whole on every device, and so is its gradient.
     sums = {"all-reduce", "all-gather"} if kind == EXPLICIT else {"all-reduce"}
-    assert sent == (set() if rule == "none" else sums)
+    assert sent == (set() if case.rule == "none" else sums)
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
 def test_arrays_that_are_whole_on_every_device(kind):
     """Without any axis in their sharding; a kernel on several devices must be in a shard_map."""
     mesh = jax.make_mesh((4,), ("heads",), axis_types=(kind,))
-    axes = {"head_axes": ()} if kind == AUTO else {}
-    compiled = PallasTPU(cross_compile=True, **axes)
-    rule, static, arrays, dynamic = _on_mesh(mesh, case_of("causal", "t5"), None, None)
-    traced = outcome.trace(compiled, rule, static, arrays, dynamic)
+    kernels = PallasTPU(cross_compile=True, **({"head_axes": ()} if kind == AUTO else {}))
+    case = case_of("table")
+    traced = program(case, kernels).trace(_on_mesh(mesh, arrays_of_case(case), None, None))
     assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 2
 
 
@@ -483,45 +389,6 @@ def test_what_cannot_be_sharded_is_refused():
             pe.attention(q, k, k, implementation=dataclasses.replace(KERNELS, head_axes=axes))
     with pytest.raises(NotImplementedError, match=r"automatic axes \('heads',\).*batch_axes="):
         pe.attention(q, k, k, implementation=KERNELS)
-
-
-def test_a_ring_of_kernels_equals_one_device():
-    """The keys of a sequence over devices, merged by their log-sum-exp."""
-    length = 256
-    q, k, v = np.random.default_rng(0).normal(size=(3, 1, length, 2, 64)).astype(np.float32)
-    positions = np.arange(length, dtype=np.int32)[None]
-    mesh = jax.make_mesh((2,), ("sequence",), axis_types=(AxisType.Auto,))
-    spec = PartitionSpec(None, "sequence")
-
-    # The interpreter mixes arrays that vary over devices with loop counters that do not.
-    on_mesh = {"mesh": mesh, "in_specs": (spec,) * 4, "out_specs": spec, "check_vma": False}
-
-    @functools.partial(jax.shard_map, **on_mesh)
-    def ring(q, k, v, positions):
-        return pe.sharding.sequence_parallel_attention(
-            q,
-            k,
-            v,
-            axis_name="sequence",
-            q_positions=positions,
-            k_positions=positions,
-            rules=pe.ALiBi(num_heads=2).rules({}),
-            is_causal=True,
-            implementation=KERNELS,
-        )
-
-    def one(q, k, v, positions):
-        rules = pe.ALiBi(num_heads=2).rules({})
-        return pe.attention(q, k, v, rules=rules, is_causal=True, implementation="reference")
-
-    def outcome(attend):
-        def loss(q, k, v):
-            out = attend(q, k, v, positions)
-            return jnp.sum(out**2), out
-
-        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(q, k, v)
-
-    assert_close(outcome(ring), outcome(one))
 
 
 def test_every_array_of_a_problem_is_sharded_by_its_axes():

@@ -336,7 +336,10 @@ def executable(case: Case, implementation: Any, *, gradients: bool, lse: bool) -
 
 
 def program(case: Case, implementation: Any, *, gradients: bool, lse: bool) -> Any:
-    """Returns the function of `run`, to be compiled."""
+    """Returns the function of `run`, to be compiled.
+
+    Arrays of `x` that `inputs` does not have are more arguments of `attention`.
+    """
     c = case
     options: dict[str, Any] = {"is_causal": c.causal, "window": c.window, "softcap": c.softcap}
 
@@ -344,26 +347,21 @@ def program(case: Case, implementation: Any, *, gradients: bool, lse: bool) -> A
         dropout: Arrays = {}
         if c.dropout:
             dropout = {"dropout_rate": c.dropout, "dropout_key": jax.random.key(_SEED)}
-        places = {n: y for n, y in x.items() if n.endswith(("positions", "ids"))}
-        sinks = {"sinks": learned["sinks"]} if c.sinks else {}
+        others = {n: y for n, y in x.items() if n not in (*learned, "d_out", "d_lse")}
         result: Any = attention(
-            learned["q"],
-            learned["k"],
-            learned["v"],
+            **{name: y for name, y in learned.items() if name != "params"},
             rules=RULES[c.rule].rules(learned["params"]),
             return_lse=lse,
             implementation=implementation,
             **options,
             **dropout,
-            **places,
-            **sinks,
+            **others,
         )
         return result if lse else (result,)
 
     @jax.jit
     def outcome(x):
-        names = ("q", "k", "v", "params", *(["sinks"] if c.sinks else []))
-        learned = {name: x[name] for name in names}
+        learned = {name: x[name] for name in ("q", "k", "v", "params", "sinks") if name in x}
         if not gradients:
             return _named(attend(learned, x), {})
         results, pull = jax.vjp(lambda y: attend(y, x), learned)
