@@ -9,57 +9,58 @@ tokens. Slow cases are the others.
 import dataclasses
 import types
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import posenc_jax as pe
-from posenc_jax.engine.rules import LogitBias
 from posenc_jax.kernels.gpu import tile
 from posenc_jax.kernels.gpu.implementation import PallasGPU
 from tests.engine.rules import KINDS
 from tests.kernels import tma
-from tests.kernels.kernel_cases import B, assert_close, case_of, outcome
+from tests.kernels.kernel_cases import (
+    arrays_of_case,
+    assert_equals_the_reference,
+    case_of,
+    program,
+)
 from tests.support import gpu_interpreted, gpu_lowered, slow
 
 KERNELS = PallasGPU(interpret=True)
 COMPILED = PallasGPU(cross_compile=True)
+MORE_CASES = [
+    (case_of("hiding", softcap=3.0, length=128), {}),
+    (case_of("gate", segments=True, kv_heads=1), {}),
+    (case_of("narrow", causal=False, segments=True), {}),
+    (case_of("narrow", softcap=3.0), {}),
+    (case_of("wide", segments=True, kv_heads=1), {}),
+    (case_of("wide", causal=False, window=(60, 3), length=300), {}),
+    (case_of("unbounded"), {}),
+    (case_of("by query head", segments=True, kv_heads=1), {}),
+    (case_of("kerple by pair", shuffled=True, window=200, kv_heads=1), {}),
+    (case_of("kerple"), {}),
+    (case_of("separable"), {}),
+    (case_of("table", window=70), {}),
+    (case_of("table"), {"sinks_per_query": True}),
+    (case_of("table", heads=6, length=63, batch=1), {}),
+    (case_of("table", kv_heads=1, dim=256, length=63, batch=1), {}),
+    (case_of("gate", heads=4, kv_heads=4, dim=128, length=63, batch=1), {"value_dim": 64}),
+    (case_of(), {"prefix": (100, 20)}),
+    (case_of(shuffled=True, window=200, kv_heads=1), {}),
+]
 
 
-CASES = [("same_for_all", "softcap", 128), ("gate", "both_ways_segments", 128)]
-CASES += [("hiding", "softcap", 128)]
-CASES += [("narrow", "both_ways_segments", 200), ("wide", "segments", 200)]
-CASES += [("unbounded", "causal", 200), ("by_query_head", "segments", 200)]
-CASES += [("narrow", "softcap", 200), ("wide", "two_sided_window", 300)]
-CASES += [("none", "both_ways_segments", 200), ("kerple_by_pair", "permuted", 200)]
-CASES += [("gate", "segments", 200)]
-CASES += [("none", f, 200) for f in ("plain", "permuted", "two_sided_window", "prefix")]
-CASES += [("alibi", "two_sided_window", 200), ("t5", "sinks", 200), ("t5", "window", 200)]
-CASES += [("kerple", "causal", 200), ("separable", "causal", 200)]
-
-
-TOLERANCE = {"unbounded": 1e-4}  # Its logits are about 100, which float32 rounds to 1e-5.
-
-
-@slow
 @gpu_interpreted
-@pytest.mark.parametrize(("rule", "feature", "length"), CASES)
-def test_equals_the_reference(rule, feature, length):
-    kv_heads = 1 if feature in ("segments", "permuted") else 2
-    sizes = {"length": length, "kv_heads": kv_heads}
-    got = outcome(KERNELS, *case_of(feature, rule, **sizes))
-    expected = outcome("reference", *case_of(feature, rule, explicit=True, **sizes))
-    assert_close(got, expected, TOLERANCE.get(rule, 3e-5))
-    for leaf in jax.tree.leaves(got[0]):
-        assert np.any(np.asarray(leaf) != 0)
-
-
-def _one_row(case):
-    rule, static, *inputs = case
-    rows = ("q", "k", "v", "weights", "lse_weights", "q_segment_ids")
-    return rule, static, *({n: x[:1] if n in rows else x for n, x in y.items()} for y in inputs)
+@pytest.mark.parametrize(
+    ("case", "more"),
+    [
+        (case_of("gate", causal=False, segments=True, length=120, batch=1), {}),
+        *(pytest.param(*case, marks=slow) for case in MORE_CASES),
+    ],
+)
+def test_equals_the_reference(case, more):
+    assert_equals_the_reference(case, KERNELS, arrays_of_case(case, **more))
 
 
 def _values(x, thread):
@@ -136,19 +137,6 @@ def test_the_compiled_gather_reads_the_place_of_each_register(columns, monkeypat
 
 
 @gpu_interpreted
-@pytest.mark.parametrize(
-    ("rule", "feature", "heads"),
-    [
-        ("gate", "both_ways_segments", 2),
-        pytest.param("narrow", "causal", 1, marks=slow),
-    ],
-)
-def test_one_row_equals_the_reference(rule, feature, heads):
-    case = _one_row(case_of(feature, rule, length=120, heads=heads, kv_heads=heads))
-    assert_close(outcome(KERNELS, *case), outcome("reference", *case))
-
-
-@gpu_interpreted
 def test_slots_of_a_pipe_are_read_before_they_are_filled_again():
     """Threads read five blocks through two slots, one by distance; the interpreter finds races."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -190,39 +178,17 @@ def test_slots_of_a_pipe_are_read_before_they_are_filled_again():
     np.testing.assert_array_equal(got, np.stack([want] * 2))
 
 
+@slow
 @gpu_interpreted
-@pytest.mark.parametrize(
-    ("rule", "sizes"),
-    [
-        pytest.param("t5", {"heads": 2, "dim": 80, "value_dim": 96}, marks=slow),
-        pytest.param("unbounded", {"heads": 1}, marks=slow),
-    ],
-)
-def test_the_checking_interpreter_finds_nothing(rule, sizes):
+@pytest.mark.parametrize(("rule", "value_dim"), [("table", 96), ("unbounded", 64)])
+def test_the_checking_interpreter_finds_nothing(rule, value_dim):
     """Races, and memory that was never written, where slots of shared memory are used again."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     checked = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
-    case = _one_row(case_of("segments", rule, kv_heads=1, length=300, **sizes))
+    case = case_of(rule, segments=True, kv_heads=1, length=300, batch=1)
     kernels = dataclasses.replace(KERNELS, interpret=checked)
-    expected = outcome("reference", *case)
-    assert_close(outcome(kernels, *case), expected, TOLERANCE.get(rule, 3e-5))
-
-
-@slow
-@gpu_interpreted
-@pytest.mark.parametrize(
-    ("rule", "sizes"),
-    [
-        ("t5", {"heads": 3, "kv_heads": 1, "dim": 80, "value_dim": 96}),
-        ("t5", {"heads": 6, "kv_heads": 2}),
-        ("t5", {"heads": 2, "kv_heads": 1, "dim": 256}),
-        ("gate", {"heads": 4, "dim": 128, "value_dim": 64}),
-    ],
-)
-def test_sizes_and_grouped_heads_equal_the_reference(rule, sizes):
-    case = _one_row(case_of("causal", rule, length=63, **sizes))
-    assert_close(outcome(KERNELS, *case), outcome("reference", *case))
+    assert_equals_the_reference(case, kernels, arrays_of_case(case, value_dim=value_dim))
 
 
 @slow
@@ -230,87 +196,43 @@ def test_sizes_and_grouped_heads_equal_the_reference(rule, sizes):
 @pytest.mark.parametrize(
     ("rule", "dtype", "times"),
     [
-        ("t5", jnp.bfloat16, 1.05),
-        ("t5", jnp.float16, 1.05),
-        ("narrow", jnp.float16, 1.8),
-        ("narrow", jnp.bfloat16, 1.3),
+        ("table", "bfloat16", 1.05),
+        ("table", "float16", 1.05),
+        ("narrow", "float16", 1.8),
+        ("narrow", "bfloat16", 1.3),
     ],
 )
 def test_errors_are_near_those_of_tiles_in_xla(rule, dtype, times):
     """Both round outputs before the backward pass reads them, which the reference does not."""
-    rule, static, arrays, dynamic = _one_row(case_of("causal", rule, length=100, dtype=dtype))
-    got = outcome(KERNELS, rule, static, arrays, dynamic)
-    tiles = outcome("xla", rule, static, arrays, dynamic)
-    arrays = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
-    exact = outcome("reference", rule, static, arrays, dynamic)
-    for a, b, x in zip(*map(jax.tree.leaves, (got, tiles, exact)), strict=True):
-        a, b, x = (np.asarray(y, np.float32) for y in (a, b, x))
-        size = np.linalg.norm(x)
-        assert np.linalg.norm(a - x) <= times * np.linalg.norm(b - x) + 3e-5 * size
-
-
-def _attend(rules=(), changed=lambda x: x, **options):
-    tokens = np.random.default_rng(0).normal(size=(3, B, 128, 2, 64)).astype(np.float32)
-    q, k, v = map(changed, tokens)
-
-    def run(q, k, v):
-        out, lse = pe.attention(
-            q, k, v, rules=rules, return_lse=True, implementation=KERNELS, **options
-        )
-        return jnp.sum(out**2) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0.0)), (out, lse)
-
-    return jax.jit(jax.grad(run, (0, 1, 2), has_aux=True))(q, k, v)
-
-
-@gpu_interpreted
-@slow
-def test_a_bias_of_zeros_changes_no_bit():
-    def zero(shared, head, q, k):
-        return head * (q - k).astype(jnp.float32)
-
-    zeros = LogitBias(zero, heads=jnp.zeros(2), relative=True)
-    chex.assert_trees_all_equal(_attend(zeros, is_causal=True), _attend(is_causal=True))
-
-
-@gpu_interpreted
-@slow
-def test_nan_in_padding_has_no_effect():
-    ids = jnp.where(jnp.arange(128) < 90, 0, -1)[None].repeat(B, 0)
-
-    def with_nan(x):
-        return jnp.where((ids < 0)[..., None, None], jnp.nan, x)
-
-    rules = pe.T5(num_heads=2).rules({"table": jnp.ones((2, 32))})
-    options = {"q_segment_ids": ids, "contiguous": True}
-    clean, spoilt = (_attend(rules, f, **options) for f in (lambda x: x, with_nan))
-    chex.assert_tree_all_finite(spoilt[0])
-    chex.assert_trees_all_equal(clean, spoilt)
-    assert np.all(np.isneginf(np.asarray(spoilt[1][1])[:, 90:]))
-
-
-LOWERED = [
-    ("t5", "sinks", 4),
-    ("by_query_head", "causal", 6),
-    pytest.param("kerple_by_pair", "segments", 3, marks=slow),
-    pytest.param("none", "permuted", 3, marks=slow),
-    pytest.param("separable", "causal", 3, marks=slow),
-    pytest.param("same_for_all", "softcap", 4, marks=slow),
-    pytest.param("wide", "softcap", 7, marks=slow),
-]
+    case = case_of(rule, length=100, batch=1, dtype=dtype)
+    x = arrays_of_case(case)
+    wide = {name: np.asarray(x[name], np.float32) for name in ("q", "k", "v", "d_out")}
+    got, tiles = (jax.device_get(program(case, y)(x)) for y in (KERNELS, "xla"))
+    exact = jax.device_get(program(case, "reference")(x | wide))
+    for a, b, y in zip(*map(jax.tree.leaves, (got, tiles, exact)), strict=True):
+        a, b, y = (np.asarray(z, np.float32) for z in (a, b, y))
+        size = np.linalg.norm(y)
+        assert np.linalg.norm(a - y) <= times * np.linalg.norm(b - y) + 3e-5 * size
 
 
 @gpu_lowered
-@pytest.mark.parametrize(("rule", "feature", "kernels"), LOWERED)
-def test_lowers_for_gpus(rule, feature, kernels):
-    dim = 64 if kernels > 4 else 128
-    case = case_of(feature, rule, length=1100, heads=4, dim=dim, dtype=jnp.bfloat16)
-    abstract = jax.eval_shape(lambda: case[2:])
-    if "sinks" in case[2]:
-        abstract[0]["sinks"] = jax.ShapeDtypeStruct((2, 1100, 4), jnp.float32)
+@pytest.mark.parametrize(
+    ("case", "sinks", "kernels"),
+    [
+        (case_of("table"), True, 4),
+        (case_of("by query head"), False, 6),
+        pytest.param(case_of("hiding", softcap=3.0), False, 4, marks=slow),
+        pytest.param(case_of("wide", softcap=3.0), False, 7, marks=slow),
+    ],
+)
+def test_lowers_for_gpus(case, sinks, kernels):
+    sizes = {"length": 1100, "heads": 4, "dim": 64 if kernels > 4 else 128, "dtype": "bfloat16"}
+    x = arrays_of_case(dataclasses.replace(case, **sizes), sinks_per_query=sinks)
+    shapes = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), x)
     with tma.audited() as descriptors:
-        traced = outcome.trace(COMPILED, *case[:2], *abstract)
-        program = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert program.count("custom_call @mosaic_gpu") == kernels
+        traced = program(case, COMPILED).trace(shapes)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == kernels
     assert len(descriptors) > 2 * kernels
 
 
@@ -335,34 +257,20 @@ def test_what_the_driver_refuses_is_found(change, fault):
     assert any(fault in rule for rule in said) if fault else not said
 
 
-OPERATIONS = {
-    "a number twice": lambda h, x: h * x * h * x,
-    "add_any": lambda h, x: h * jnp.abs(x),
-    "floor": lambda h, x: h * jnp.floor(x / 3),
-    "powers": lambda h, x: h * (2 + jnp.abs(x)) ** -1 + h * (2 + jnp.abs(x)) ** -3,
-    "division": lambda h, x: x / (1 + (h * x) ** 2),
-}
-"""Operations, in derivatives too, for which Mosaic has no rule."""
-
-
-@dataclasses.dataclass(frozen=True)
-class OfDistance:
-    """A rule evaluated for each pair."""
-
-    operation: str
-
-    def __call__(self, shared, head, q, k):
-        return OPERATIONS[self.operation](head, (q - k).astype(jnp.float32))
+def _operations(shared, head, q, k):
+    """Operations, in derivatives too, for which Mosaic has no rule."""
+    x = (q - k).astype(jnp.float32)
+    powers = (2 + jnp.abs(x)) ** -1 + (2 + jnp.abs(x)) ** -3
+    return head * x * head * x + head * (jnp.floor(x / 3) + powers) + x / (1 + (head * x) ** 2)
 
 
 @gpu_lowered
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_operations_of_rules_lower_for_gpus(operation):
+def test_operations_of_rules_lower_for_gpus():
     q = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
     heads = jax.ShapeDtypeStruct((2,), jnp.float32)
 
     def loss(q, heads):
-        rule = pe.LogitBias(OfDistance(operation), heads)
+        rule = pe.LogitBias(_operations, heads)
         return pe.attention(q, q, q, rules=rule, implementation=COMPILED).astype("f4").sum()
 
     traced = jax.jit(jax.grad(loss, (0, 1))).trace(q, heads)
