@@ -114,17 +114,18 @@ def arrays_of_case(case, *, prefix=None, sinks_per_query=False, value_dim=None):
     return x
 
 
-def program(case, implementation):
+def program(case, implementation, lse=True):
     """Returns the function of the arrays: output, log-sum-exp and all gradients, by name."""
-    return cases.program(case, implementation, gradients=True, lse=True)
+    return cases.program(case, implementation, gradients=True, lse=lse)
 
 
-def assert_equals_the_reference(case, implementation, x=None, tolerance=3e-5):
+def assert_equals_the_reference(case, implementation, x=None, lse=True):
     """Compares all results, none of which is zero, to 3e-5 of the largest number of each."""
     x = arrays_of_case(case) if x is None else x
-    got, expected = (jax.device_get(program(case, y)(x)) for y in (implementation, "reference"))
+    words = implementation, "reference"
+    got, expected = (jax.device_get(program(case, word, lse)(x)) for word in words)
     # The reference adds angles of up to 200 in float32, the rule takes their differences.
-    assert_close(got, expected, 1e-4 if case.rule == "unbounded" else tolerance)
+    assert_close(got, expected, 1e-4 if case.rule == "unbounded" else 3e-5)
     for name, y in got.items():  # A rule may read the features of `_rule`, or their sizes alone.
         empty = [x for x in jax.tree.leaves(y) if not np.any(x)]
         assert not empty or name in ("gradient of q", "gradient of k"), name

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,112 +18,47 @@ from posenc_jax.engine.problem import platform_of
 from posenc_jax.engine.rules import as_tuple
 from posenc_jax.engine.splash import Splash
 from posenc_jax.kernels.tpu.splash import _CausalMask, _LocalMask
-from tests.kernels.kernel_cases import assert_close, described, products_in_kernels
+from tests.kernels.kernel_cases import (
+    arrays_of_case,
+    assert_close,
+    assert_equals_the_reference,
+    case_of,
+    described,
+    products_in_kernels,
+    program,
+)
 from tests.support import slow
 
 SPLASH = Splash(block=128, interpret=True)
 
 
-def _segments(length):
-    """Rows of two segments, which start and end inside tiles, with padding on both sides."""
-    ids = np.zeros((2, length), np.int32)
-    ids[0, 100:], ids[0, 190:], ids[1, :30], ids[1, 129:] = 1, -1, -1, 1
-    return {"q_segment_ids": ids, "contiguous": True}
+BLIND = case_of(causal=False, segments=True, heads=4, kv_heads=2, dim=32)
+EVERYTHING = case_of(segments=True, window=70, softcap=3.0, sinks=True, heads=6, kv_heads=3)
+MORE_CASES = [
+    *(case_of(causal=False, window=sides) for sides in (None, (60, 3), (-1, 3))),
+    case_of(window=(9, -1)),
+    case_of(heads=12, kv_heads=4, dim=80),
+    case_of(causal=False, segments=True, dim=256, heads=6, kv_heads=1, length=256),
+]
 
 
-def _blind(length):
-    """The first queries are of a segment that no key has; others are padding."""
-    ids = _segments(length)["q_segment_ids"]
-    return _segments(length) | {"k_segment_ids": np.where(ids == 0, 5, ids)}
-
-
-CALLS = {
-    "plain": lambda t: {},
-    "causal": lambda t: {"is_causal": True},
-    "both_ways_segments": _segments,
-    "two_sided_window": lambda t: {"window": (60, 3)},
-    "blind": _blind,
-    "left": lambda t: {"window": (9, -1), "is_causal": True},
-    "right": lambda t: {"window": (-1, 3)},
-    "everything": lambda t: (
-        _segments(t)
-        | {"is_causal": True, "window": 70, "softcap": 3.0}
-        | {"sinks": np.linspace(-1, 2, 6, dtype=np.float32)}
-    ),
-}
-SIZES = {"batch": 2, "length": 200, "heads": 2, "kv_heads": 2, "dim": 64}
-
-
-def _case(feature, **sizes):
-    """Returns the static options, the arrays and the dynamic options."""
-    sizes = SIZES | sizes
-    batch, length, heads, dim = (sizes[n] for n in ("batch", "length", "heads", "dim"))
-    random, keys = np.random.default_rng(0), sizes.get("keys", length)
-    options = CALLS[feature](length)
-    k_shape = batch, keys, sizes["kv_heads"]
-
-    def normal(*shape):
-        return jnp.asarray(random.normal(size=shape), sizes.get("dtype", jnp.float32))
-
-    arrays = {
-        "q": normal(batch, length, heads, dim),
-        "k": normal(*k_shape, dim),
-        "v": normal(*k_shape, sizes.get("value_dim", dim)),
-    }
-    if "sinks" in options:
-        arrays["sinks"] = jnp.asarray(options.pop("sinks"))
-    dynamic = {n: x for n, x in options.items() if isinstance(x, np.ndarray)}
-    return tuple((n, x) for n, x in options.items() if n not in dynamic), arrays, dynamic
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _outcome(implementation, static, arrays, dynamic):
-    """Returns the gradients of q, k, v and sinks, and the output."""
-
-    def loss(arrays):
-        options = dict(static) | dynamic
-        out = pe.attention(**arrays, **options, implementation=implementation)
-        weights = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
-        return jnp.sum(out.astype(jnp.float32) * weights), out
-
-    return jax.grad(loss, has_aux=True)(arrays)
-
-
-CASES = [("everything", {"heads": 6, "kv_heads": 3})]
-CASES += [("causal", {"length": 1100, "heads": 1, "kv_heads": 1, "batch": 1})]  # Parts of dq.
-MORE_CASES = [(feature, {}) for feature in CALLS if feature not in ("everything", "blind")]
-MORE_CASES += [("blind", {"heads": 12, "kv_heads": 1, "dim": 32})]
-MORE_CASES += [("plain", {"length": 130, "keys": 300}), ("causal", {"dim": 80, "value_dim": 96})]
-MORE_CASES += [("both_ways_segments", {"dim": 256, "heads": 6, "kv_heads": 1, "length": 256})]
-ALL_CASES = [*CASES, *(pytest.param(*case, marks=slow) for case in MORE_CASES)]
-
-
-@pytest.mark.parametrize(("feature", "sizes"), ALL_CASES)
-def test_equals_the_reference(feature, sizes):
-    case = _case(feature, **sizes)
-    got, expected = (_outcome(x, *case) for x in (SPLASH, "reference"))
-    assert_close(got, expected, 3e-6)
-    for leaf in jax.tree.leaves(got):
-        assert np.any(np.asarray(leaf) != 0)
-
-
-@slow
-def test_bfloat16_is_close_to_float32():
-    """At most twice the rounding of the reference, with dq in six parts."""
-    case = _case("causal", length=700, heads=1, kv_heads=1, batch=1, dtype=jnp.bfloat16)
-    wide = case[0], jax.tree.map(lambda x: x.astype(jnp.float32), case[1]), case[2]
-    got, same = (_outcome(x, *case) for x in (SPLASH, "reference"))
-    for a, b, x in zip(
-        *map(jax.tree.leaves, (got, same, _outcome("reference", *wide))), strict=True
-    ):
-        a, b, x = (np.asarray(y, np.float32) for y in (a, b, x))
-        assert np.linalg.norm(a - x) <= 2 * np.linalg.norm(b - x) + 5e-4 * np.linalg.norm(x)
+@pytest.mark.parametrize(
+    "case",
+    [
+        EVERYTHING,
+        case_of(length=1100, heads=1, kv_heads=1, batch=1),  # Parts of dq.
+        *(pytest.param(case, marks=slow) for case in MORE_CASES),
+    ],
+)
+def test_equals_the_reference(case):
+    value_dim = 96 if case.dim == 80 else None
+    assert_equals_the_reference(case, SPLASH, arrays_of_case(case, value_dim=value_dim), lse=False)
 
 
 def test_layers_that_are_scanned_and_computed_again():
     """As models call it: `jax.checkpoint` in `jax.lax.scan`, under `jax.vmap`; traced once."""
     scales = jnp.array([0.5, 1.0])
-    _, arrays, _ = _case("causal", batch=1, heads=1, kv_heads=1, dim=32)
+    arrays = arrays_of_case(case_of(batch=1, heads=1, kv_heads=1, dim=32))
 
     def outcome(implementation):
         def layer(x, scale):
@@ -140,21 +74,16 @@ def test_layers_that_are_scanned_and_computed_again():
     assert_close(outcome(SPLASH), outcome("reference"))  # Layers amplify rounding.
 
 
-def test_queries_that_see_nothing_get_zeros_and_padding_may_be_nan():
-    """Splash attention gives such queries the mean of all values."""
-    static, arrays, dynamic = _case("blind")
-    gone = {"q": dynamic["q_segment_ids"] < 0, "k": dynamic["k_segment_ids"] < 0}
-    gone["v"] = gone["k"]
-    spoilt = {
-        name: jnp.where(jnp.asarray(gone[name])[..., None, None], jnp.nan, x)
-        for name, x in arrays.items()
-    }
-    clean, got = (_outcome(SPLASH, static, x, dynamic) for x in (arrays, spoilt))
-    chex.assert_trees_all_equal(clean, got)
-    sees = (dynamic["q_segment_ids"][:, :, None] == dynamic["k_segment_ids"][:, None]).any(2)
-    sees &= dynamic["q_segment_ids"] >= 0
-    assert not sees.all() and not np.any(np.asarray(got[1])[~sees])
-    assert not np.any(np.asarray(got[0]["q"])[~sees])
+def test_queries_that_see_nothing_get_zeros():
+    """Splash attention gives such queries the mean of all values; padding holds NaN."""
+    x = arrays_of_case(BLIND)
+    ids = x["q_segment_ids"]
+    x["k_segment_ids"] = np.where(ids == 0, 5, ids)  # No key has the first segment.
+    words = SPLASH, "reference"
+    got, expected = (jax.device_get(program(BLIND, word, False)(x)) for word in words)
+    assert_close(got, expected, 3e-6)
+    sees = (ids == 1)[:, None, :, None]
+    assert not sees.all() and not np.any(got["output"] * ~sees) and not np.any(got["dq"] * ~sees)
 
 
 @pytest.mark.parametrize(
@@ -198,8 +127,9 @@ def test_derivatives_that_it_lacks_are_refused():
         jax.jit(jax.jacfwd(loss)).lower(q)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("precision", ["highest", "default"])
+@pytest.mark.parametrize(
+    ("dtype", "precision"), [(jnp.bfloat16, "highest"), (jnp.float32, "default")]
+)
 def test_the_dtype_alone_sets_the_precision(dtype, precision):
     """In both passes; Mosaic refuses products of bfloat16 under the setting "highest"."""
     q = jax.ShapeDtypeStruct((1, 1280, 2, 64), dtype)
@@ -215,12 +145,12 @@ def test_the_dtype_alone_sets_the_precision(dtype, precision):
     assert {p for e in products for p in e.params["precision"]} == {expected}
 
 
-@pytest.mark.parametrize("feature", ["everything", "plain"])
-def test_lowers_for_tpu(feature):
-    static, *arrays = _case(feature, heads=6, dtype=jnp.bfloat16)
-    traced = _outcome.trace(Splash(cross_compile=True), static, *arrays)
-    program = traced.lower(lowering_platforms=("tpu",)).as_text()
-    assert program.count("tpu_custom_call") == 2
+@pytest.mark.parametrize("case", [EVERYTHING, case_of(causal=False)])
+def test_lowers_for_tpu(case):
+    case = dataclasses.replace(case, dtype="bfloat16")
+    traced = program(case, Splash(cross_compile=True), False).trace(arrays_of_case(case))
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 2
 
 
 @pytest.mark.parametrize("sides", [(None, 0), (None, 100), (200, 0), (300, 150), (0, 0)])
@@ -236,43 +166,39 @@ def test_blocks_of_masks_are_those_of_jax(sides):
             np.testing.assert_array_equal(ours[index], theirs[index])
 
 
-def _spread(x, mesh, axes):
-    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes[: x.ndim])))
-
-
 @pytest.mark.parametrize(
-    ("kind", "kv_heads"),
-    [(AxisType.Explicit, 2), pytest.param(AxisType.Auto, 8, marks=slow)],
+    ("kind", "kv_heads"), [(AxisType.Explicit, 2), pytest.param(AxisType.Auto, 8, marks=slow)]
 )
 def test_batch_and_heads_over_devices(kind, kv_heads):
     """Each of four devices takes one of two key heads."""
     mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
-    case = _case("both_ways_segments", heads=8, kv_heads=kv_heads)
-    static, arrays, dynamic = case
+    case = case_of(causal=False, segments=True, heads=8, kv_heads=kv_heads)
     axes = {"batch_axes": "data", "head_axes": "heads"} if kind == AxisType.Auto else {}
-    implementation = dataclasses.replace(SPLASH, **axes)
+    x = arrays_of_case(case)
+
+    def spread(y):
+        heads = "heads" if y.ndim > 2 and y.shape[2] % 4 == 0 else None
+        spec = PartitionSpec("data", None, heads) if y.ndim > 2 else PartitionSpec("data")
+        return jax.device_put(y, NamedSharding(mesh, spec))
+
     with jax.set_mesh(mesh):
-        spread = {
-            name: _spread(x, mesh, ("data", None, "heads" if x.shape[2] % 4 == 0 else None))
-            for name, x in arrays.items()
-        }
-        ids = {name: _spread(x, mesh, ("data",)) for name, x in dynamic.items()}
-        got = jax.device_get(_outcome(implementation, static, spread, ids))
-    assert_close(got, _outcome("reference", *case), 3e-6)
+        run = program(case, dataclasses.replace(SPLASH, **axes), False)
+        got = jax.device_get(run({name: jax.tree.map(spread, y) for name, y in x.items()}))
+    assert_close(got, jax.device_get(program(case, "reference", False)(x)), 3e-6)
 
 
 def test_inside_shard_map():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    _, arrays, _ = _case("causal")
+    q = jnp.zeros((2, 200, 2, 64))
 
     def attend(check):
         run = functools.partial(pe.attention, is_causal=True, implementation=SPLASH)
         specs = {"in_specs": PartitionSpec("data"), "out_specs": PartitionSpec("data")}
-        return jax.shard_map(run, mesh=mesh, **specs, check_vma=check)(*arrays.values())
+        return jax.shard_map(run, mesh=mesh, **specs, check_vma=check)(q, q, q)
 
     with pytest.raises(NotImplementedError, match="needs check_vma=False"):
         jax.eval_shape(lambda: attend(True))
-    assert jax.eval_shape(lambda: attend(False)).shape == arrays["q"].shape
+    assert jax.eval_shape(lambda: attend(False)).shape == q.shape
 
 
 @pytest.fixture
