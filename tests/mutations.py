@@ -597,7 +597,7 @@ MUTATIONS = [
     Mutation("query and key of a fused projection swap places", "hf/weights.py",
              "return weight[: cuts[0]], weight[cuts[0] : cuts[1]], weight[cuts[1] :]",
              "return weight[cuts[0] : cuts[1]], weight[: cuts[0]], weight[cuts[1] :]",
-             "tests/hf/test_weights.py"),
+             "tests/hf/test_attention_options.py"),
     Mutation("partial rotary factor is ignored", "hf/rope.py",
              "fraction = 1.0 if fraction is None else fraction", "fraction = 1.0",
              "tests/hf/test_hf.py tests/hf/test_golden.py"),

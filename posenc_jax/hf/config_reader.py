@@ -21,7 +21,7 @@ _FOLDER = importlib.resources.files("posenc_jax.hf")
 _KEYS = tomllib.loads((_FOLDER / "keys.toml").read_text())
 _OTHER_NAMES: dict[str, list[str]] = _KEYS["other_names"]
 _HARMLESS: dict[str, list[Any]] = _KEYS["harmless"]
-_KIND_OF: dict[str, str] = {name: kind for kind, names in _KEYS["kinds"].items() for name in names}
+KIND_OF: dict[str, str] = {name: kind for kind, names in _KEYS["kinds"].items() for name in names}
 
 
 def _number(x: Any) -> bool:
@@ -36,7 +36,7 @@ def _list_of(item: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda x: isinstance(x, list | tuple) and all(map(item, x))
 
 
-_KINDS: dict[str, Callable[[Any], Any]] = {
+KINDS: dict[str, Callable[[Any], Any]] = {
     "a positive integer": lambda x: _integer(x) and x > 0,
     "an integer from 0": lambda x: _integer(x) and x >= 0,
     "an integer": _integer,
@@ -175,9 +175,9 @@ class TrackedConfig:
             all(x == value for x in values.values()),
             " and ".join(f"{n}={x!r}" for n, x in values.items()),
         )
-        kind = _KIND_OF.get(name)
+        kind = KIND_OF.get(name)
         require(
-            kind is None or _KINDS[kind](value),
+            kind is None or KINDS[kind](value),
             f"{self.label} must have {kind} as {key}, got {value!r:.80}.",
         )
         return value

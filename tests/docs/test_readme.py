@@ -23,11 +23,11 @@ def test_pages_count_what_there_is():
     from tests.hf.test_golden import NAMES
     from tests.hf.test_golden import read as golden
     from tests.hf.test_layers import KINDS
-    from tests.makers.hf_table import NOT_FUZZED
+    from tests.makers.hf_table import NOT_RUN
 
     readme, models = prose("README.md"), prose("docs/models.md")
     compared = {golden(name)[0]["config"]["model_type"] for name in NAMES} | set(KINDS)
-    assert set(NOT_FUZZED) <= compared
+    assert set(NOT_RUN) <= compared
     assert f"{len(pe.SCHEMES)} position encodings" in readme
     assert f"...: {len(pe.SCHEMES)} of them" in readme
     assert f"reads {len(MODEL_TYPES)} model types" in readme
@@ -37,7 +37,7 @@ def test_pages_count_what_there_is():
     )
     assert f"table has {len(MODEL_TYPES)} model types" in models
     assert f"layers of {len(compared)} of them with numbers" in models
-    assert f"for {len(MODEL_TYPES) - len(NOT_FUZZED)} model types" in models
+    assert f"for {len(MODEL_TYPES) - len(NOT_RUN)} model types" in models
     faults = len(re.findall(r"(?m)^### [0-9]+[.]", pages.read("docs/faults.md")))
     assert f"[{faults} faults in public" in readme
     memory = "234 at 4096; this library with T5's bias 11 and 17"

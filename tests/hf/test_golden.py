@@ -1,10 +1,10 @@
 """Schemes from configs of released model types, against the layers of transformers.
 
-`makers/hf_golden.py` writes the files, from attention layers with random weights: queries and keys
-before and after rotation, the output, and the parameters of the position encoding.
+The files were written by transformers 5.23 in float64, from attention layers with random weights:
+queries and keys before and after rotation, the output, and the parameters of the position encoding.
+Further model types are in layers.npz.
 """
 
-import functools
 import pathlib
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
+from tests.hf.test_layers import rotated, softmax_attention, visible
 from tests.oracle import attend, embed
 from tests.support import recorded
 
@@ -70,36 +71,20 @@ def test_attention_output_equals_transformers(name):
     params = parameters(scheme, arrays)
     positions, coordinates = places(arrays)
     q, k, v = (arrays[n] for n in "qkv")
-    settings = {"is_causal": about["is_causal"], "scale": layer.scale, "sinks": arrays.get("sinks")}
+    is_causal, settings = about["is_causal"], {"scale": layer.scale, "sinks": arrays.get("sinks")}
     if pe.Acts.QK in scheme.acts and "q_rot" in arrays and pe.Acts.ATTENTION not in scheme.acts:
-        q_rot, k_rot = rotated(scheme, params, q, k, coordinates)
+        q_rot, k_rot = rotated(scheme, None, params, ({}, {}), q, k, coordinates)
         atol = max(ROTATED, TOLERANCE.get(name, 0.0))
         np.testing.assert_allclose(q_rot, arrays["q_rot"], atol=atol)
         np.testing.assert_allclose(k_rot, arrays["k_rot"], atol=atol)
     if scheme.acts in (pe.Acts.QK, pe.Acts(0)):
         q, k = (q_rot, k_rot) if scheme.acts else (q, k)
-        out = softmax_attention(q, k, v, **settings)
+        seen = visible(np.arange(q.shape[1]), is_causal, None)  # The mask is causal alone.
+        out = softmax_attention(q, k, v, seen, **settings)
     else:
         where = {"x": arrays.get("x"), "positions": positions, "coordinates": coordinates}
-        out = attend(scheme, params, q, k, v, **where, **settings)
+        out = attend(scheme, params, q, k, v, is_causal=is_causal, **where, **settings)
     np.testing.assert_allclose(out, arrays["out"], atol=TOLERANCE.get(name, DENSE))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def rotated(scheme, params, q, k, coordinates):
-    return scheme.query(params, q, coordinates), scheme.key(params, k, coordinates)
-
-
-def softmax_attention(q, k, v, *, is_causal, scale, sinks):
-    """Attention without a scheme in float64: one for all that only rotates q and k."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    k, v = (x.repeat(q.shape[2] // x.shape[2], 2) for x in (k, v))
-    logits = np.einsum("btnh,bsnh->bnts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        logits = np.where(np.tri(logits.shape[-1], dtype=bool), logits, -np.inf)
-    weights = np.exp(logits)
-    total = weights.sum(-1) + (0.0 if sinks is None else np.exp(sinks)[:, None])
-    return np.einsum("bnts,bsnh->btnh", weights / total[..., None], v)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n.startswith(("t5", "mt5", "umt5"))])

@@ -1,21 +1,100 @@
-"""Attention layers of small models of transformers; `makers/hf_layers.py` writes layers.npz."""
+"""Attention layers of small models of transformers; `makers/hf_layers.py` writes layers.npz.
 
+qk_norms.npz has norms of queries and keys of further model types: their input, their output, scale
+and bias, in float64 from small models with random weights.
+"""
+
+import functools
 import importlib
 import json
+import math
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.hf.layer_arrays import computed
-from tests.oracle import embed
+from posenc_jax.engine.mask import window_sides
+from posenc_jax.hf.model_types import MODEL_TYPES
+from tests.oracle import attend, embed
 from tests.support import recorded
 
 FILE = pathlib.Path(__file__).with_name("layers.npz")
 ABOUT, ARRAYS = recorded(FILE)
 KINDS = ABOUT["model_types"]
 TOLERANCE = 1e-6  # Of the greatest number of an output; float32 against float64.
+NORMED, NORMS = recorded(FILE.with_name("qk_norms.npz"))
+NORMED = NORMED["model_types"]
+
+
+def computed(spec, arrays, positions, *, params=None, clip=None, is_causal):
+    """The output of attention [B, T, N, H] of a `LayerSpec`.
+
+    Args:
+      spec: the layer.
+      arrays: q, k and v as projected, and as far as there are any: x, the input of the layer;
+        sinks; and the parameters of norms, such as "q_norm.scale".
+      positions: [B, T].
+      params: the parameters of the scheme; None: it has none.
+      clip: the bound of queries and keys after their norm; None: none.
+      is_causal: whether later tokens are hidden.
+    """
+    scheme = spec.scheme if spec.scheme.acts_in_attention else pe.NoPE()
+    params = scheme.init(jax.random.key(0)) if params is None else params
+    norms = tuple(norm_params(arrays, n) for n in "qk")
+    q, k, v = (np.asarray(arrays[n]) for n in "qkv")
+    rotates, norm = scheme.acts == pe.Acts.QK, spec.qk_norm
+    if rotates or norm is not None:
+        q, k = rotated(scheme if rotates else None, norm, params, norms, q, k, positions)
+    q, k = (np.clip(x, -clip, clip) for x in (q, k)) if clip is not None else (q, k)
+    # Chunks of transformers begin at the first token.
+    chunks = None if spec.chunk_size is None else (positions - positions[:, :1]) // spec.chunk_size
+    options = {"scale": spec.scale, "softcap": spec.softcap, "window": spec.window}
+    options["sinks"] = np.asarray(arrays["sinks"]) if spec.sinks else None
+    if rotates or not scheme.acts:
+        seen = visible(positions[0], is_causal, spec.window, None if chunks is None else chunks[0])
+        return softmax_attention(q, k, v, seen, spec.scale, spec.softcap, options["sinks"])
+    options |= {"segment_ids": chunks, "is_causal": is_causal, "x": arrays.get("x")}
+    return attend(scheme, params, q, k, v, positions=positions, **options)
+
+
+def norm_params(arrays, which):
+    """The parameters of the norm of "q" or "k"."""
+    prefix = f"{which}_norm."
+    return {n.removeprefix(prefix): x for n, x in arrays.items() if n.startswith(prefix)}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def rotated(scheme, norm, params, norms, q, k, positions):
+    """Queries and keys after norm and rotation, as far as there are any."""
+    early = norm is not None and not norm.after_rotation
+    q, k = (norm(p, x) if early else x for p, x in zip(norms, (q, k), strict=True))
+    if scheme is not None:
+        q, k = scheme.query(params, q, positions), scheme.key(params, k, positions)
+    late = norm is not None and norm.after_rotation
+    return tuple(norm(p, x) if late else x for p, x in zip(norms, (q, k), strict=True))
+
+
+def visible(positions, is_causal, window, chunks=None):
+    """The keys that each query sees, bool [T, S]."""
+    distance = positions[:, None] - positions
+    seen = distance >= 0 if is_causal else np.ones(distance.shape, bool)
+    if window is not None:
+        left, right = window_sides(window)
+        seen &= (distance <= left if left >= 0 else True) & (-distance <= right)
+    return seen if chunks is None else seen & (chunks[:, None] == chunks)
+
+
+def softmax_attention(q, k, v, seen, scale=None, softcap=None, sinks=None):
+    """Attention in float64, of queries and keys that are normalised and rotated."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (x.repeat(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    logits = np.einsum("btnh,bsnh->bnts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    logits = logits if softcap is None else softcap * np.tanh(logits / softcap)
+    weights = np.exp(np.where(seen, logits, -np.inf))
+    total = weights.sum(-1) + (0.0 if sinks is None else np.exp(sinks)[:, None])
+    return np.einsum("bnts,bsnh->btnh", weights / total[..., None], v)
 
 
 def arrays_of(prefix):
@@ -64,6 +143,42 @@ def test_tables_equal_those_of_transformers(kind):
     positions = np.arange(rows.shape[1], dtype=np.int32)[None]
     out = embed(scheme, {"table": table}, np.zeros_like(rows), positions)
     np.testing.assert_allclose(out, rows, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", NORMED)
+def test_norms_of_queries_and_keys_equal_transformers(kind):
+    sections = {"rope_parameters": {"mrope_section": [2, 1, 1]}} if "_vl_" in kind else {}
+    layers = pe.from_hf(NORMED[kind]["config"] | sections)
+    with_norm = [i for i, layer in enumerate(layers) if layer.qk_norm is not None]
+    assert with_norm == NORMED[kind]["layers"]
+    norm, heads = layers[with_norm[0]].qk_norm, (4, 2)
+    shapes = [{n: x.shape for n, x in norm.init(n_heads, 8).items()} for n_heads in heads]
+    inputs, outputs, params = [], [], []
+    for which, count, like in zip("qk", heads, shapes, strict=True):
+        sizes = [(1, 2, count, 8)] * 2 + [*like.values()]
+        ends = np.cumsum([math.prod(shape) for shape in sizes])
+        *parts, remainder = np.split(NORMS[f"{kind}.{which}"], ends)
+        assert remainder.size == 0
+        x, y, *learned = (p.reshape(s) for p, s in zip(parts, sizes, strict=True))
+        inputs, outputs = [*inputs, x], [*outputs, y]
+        params.append(dict(zip(like, learned, strict=True)))
+    out = rotated(None, norm, {}, params, *inputs, None)
+    for x, y in zip(out, outputs, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
+
+
+def test_other_model_types_have_no_norms():
+    for kind in set(MODEL_TYPES) - set(NORMED) - set(KINDS) - {"inkling2_text"}:
+        decoder = True if kind in ("t5", "mt5", "umt5", "whisper") else None
+        config = {"model_type": kind}
+        if kind == "deberta-v2":
+            config |= {"relative_attention": True, "pos_att_type": ["c2p"]}
+        for layer in pe.from_hf(config, decoder=decoder):
+            assert layer.qk_norm is None, kind
+            assert layer.sinks == (kind in ("deepseek_v4", "gpt_oss"))
+            assert layer.softcap == (50.0 if kind == "gemma2" else None)
+    for kind in ("cohere", "phi", "stablelm", "glm4_moe"):  # A config switches them on.
+        assert pe.from_hf({"model_type": kind, "head_dim": 64})[0].qk_norm is None
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -2,7 +2,8 @@
 
 `makers/hf_configs.py` writes `golden/raw_configs.json`: for every model type raw configs, the
 keys that its config class fills in, and the window of every layer by the masks of its modeling
-file. `test_live.py` runs those masks.
+file; and `causal_lm_types.json`, the model types of its causal language models, which are read, or
+listed with the reason why not.
 """
 
 import dataclasses
@@ -14,24 +15,30 @@ import pathlib
 import pytest
 
 import posenc_jax as pe
-from posenc_jax.hf.config_reader import TrackedConfig, model_type_defaults
-from posenc_jax.hf.model_types import MODEL_TYPES
+from posenc_jax.hf.config_reader import KIND_OF, KINDS, TrackedConfig, model_type_defaults
+from posenc_jax.hf.model_types import MODEL_TYPES, NOT_READ
 from tests.makers.hf_table import NEEDED
 
-GOLDEN = pathlib.Path(__file__).with_name("golden") / "raw_configs.json"
-CASES = json.loads(GOLDEN.read_text())["model_types"]
+FOLDER = pathlib.Path(__file__).parent
+GOLDEN = json.loads((FOLDER / "golden" / "raw_configs.json").read_text())
+CASES = GOLDEN["model_types"]
+WINDOWED = sorted(n for n in CASES if any(any(c.get("windows", ())) for c in CASES[n]))
 
 # Of the raw configs that are refused: they describe no model, have keys that transformers ignores,
 # or mean something else in version 4, which wrote such configs. {model type: {message: numbers}}.
-REFUSED = json.loads(pathlib.Path(__file__).with_name("configs.json").read_text())["raw"]
+REFUSED = json.loads((FOLDER / "configs.json").read_text())["raw"]
+
+
+def decoder_of(model_type):
+    """Which half is read: of an encoder and a decoder the encoder."""
+    several = model_type_defaults().get(model_type, {}).get("is_encoder_decoder")
+    return False if several else None
 
 
 def read(model_type, config):
     """The layers, or the message of the error."""
-    config = {"model_type": model_type} | config
-    several = model_type_defaults()[model_type].get("is_encoder_decoder")
     try:
-        return pe.from_hf(config, decoder=False if several else None)
+        return pe.from_hf({"model_type": model_type} | config, decoder=decoder_of(model_type))
     except ValueError as error:
         return str(error)
 
@@ -48,11 +55,8 @@ def test_every_model_type_has_defaults_and_raw_configs():
 
 @pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
 def test_a_raw_config_reads_as_transformers_completes_it(model_type):
-    messages = {
-        number: message
-        for message, numbers in REFUSED.get(model_type, {}).items()
-        for number in numbers
-    }
+    refused = REFUSED.get(model_type, {}).items()
+    messages = {number: message for message, numbers in refused for number in numbers}
     for number, case in enumerate(CASES[model_type]):
         layers = read(model_type, case["raw"])
         if number in messages:
@@ -64,35 +68,10 @@ def test_a_raw_config_reads_as_transformers_completes_it(model_type):
             assert expected[0].scale == layers[0].scheme.head_dim ** -0.5
             expected = tuple(dataclasses.replace(layer, scale=None) for layer in expected)
         assert layers == expected and not isinstance(layers, str), case["raw"]
-
-
-@pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
-def test_layers_have_the_windows_of_the_masks_of_transformers(model_type):
-    for case in CASES[model_type]:
-        layers = read(model_type, case["raw"])
-        if isinstance(layers, str) or "windows" not in case:
-            continue
-        windows = [list(y.window) if isinstance(y.window, tuple) else y.window for y in layers]
-        assert windows == case["windows"], case["raw"]
-        assert [layer.chunk_size for layer in layers] == case["chunks"], case["raw"]
-
-
-WINDOWED = sorted(n for n in CASES if any(any(c.get("windows", ())) for c in CASES[n]))
-
-
-def test_the_model_types_with_windows():
-    """Beside Llama 4, whose layers attend in chunks, and Inkling, whose window is always there."""
-    assert (
-        WINDOWED
-        == """
-    afmoe beam cohere2 cohere2_moe cwm deepseek_v4 dots1 exaone4 exaone_moe flint gemma2 gemma3_text
-    gemma3n_text gemma4_text gemma4_unified_text gpt_neo gpt_oss granite_swa granitemoe_swa
-    inkling2_text inkling_text kolibri1 laguna lfm3 mellum mimo_v2_flash minimax ministral
-    ministral3 mistral mixtral modernbert modernbert-decoder muse_spark_text olmo3 phi3
-    phi4_multimodal phimoe qwen2 qwen2_5_vl_text qwen2_moe qwen2_vl_text qwen3 qwen3_moe
-    recurrent_gemma smollm3 starcoder2 vaultgemma
-    """.split()
-    )
+        if "windows" in case:
+            windows = [list(y.window) if isinstance(y.window, tuple) else y.window for y in layers]
+            assert windows == case["windows"], case["raw"]
+            assert [layer.chunk_size for layer in layers] == case["chunks"], case["raw"]
 
 
 def small(model_type):
@@ -100,29 +79,19 @@ def small(model_type):
     return {"model_type": model_type} | sizes | NEEDED.get(model_type, {})
 
 
-def complaint(model_type, **keys):
-    """The message for a config with these keys."""
-    config = small(model_type)
-    several = model_type_defaults()[model_type].get("is_encoder_decoder")
-    pe.from_hf(config, decoder=False if several else None)
-    with pytest.raises(ValueError) as error:
-        pe.from_hf(config | keys, decoder=False if several else None)
-    return str(error.value)
-
-
 UNREAD = {"alibi_slope": 1, "no_position_layers": 1, "rope_style": 1, "window_shape": 1}
 
 
-@pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
-def test_a_key_that_is_not_read_is_named(model_type):
-    cases = [UNREAD]
-    if model_type not in WINDOWED:
-        cases.append({"sliding_window": 17})
-    if model_type != "llama4_text":
-        cases.append({"attention_chunk_size": 17})
-    for keys in cases:
-        message = complaint(model_type, **keys)
-        assert message.endswith(f"has {[*keys]}, which nothing here reads.")
+def test_keys_that_are_not_read_are_named():
+    for model_type in MODEL_TYPES:
+        cases = [UNREAD]
+        if model_type not in WINDOWED:
+            cases.append({"sliding_window": 17})
+        if model_type != "llama4_text":
+            cases.append({"attention_chunk_size": 17})
+        for keys in cases:
+            message = read(model_type, small(model_type) | keys)
+            assert str(message).endswith(f"has {[*keys]}, which nothing here reads."), model_type
 
 
 def keys_read(model_type, config, decoder):
@@ -151,6 +120,15 @@ ROPES = [
     {"rope_type": "proportional", "partial_rotary_factor": 0.5},
 ]
 WRONG = ["x", "64", b"x", object(), [[1]], ["x", None], {"x": 1}, math.nan, math.inf, 1.5j]
+
+
+def test_kinds_of_keys():
+    """Which values of no number are accepted."""
+    accepted = {kind: [x for x in WRONG if accepts(x)] for kind, accepts in KINDS.items()}
+    assert accepted.pop("a string") == WRONG[:2] and accepted.pop("a dict") == [{"x": 1}]
+    assert not any(accepted.values())
+
+
 DICTS = {"rope_parameters", "rope_scaling", "attn_config", "per_layer_config"}
 DICTS |= {"linear_attn_config"}
 # Keys of several types, and keys that change nothing.
@@ -175,12 +153,13 @@ ROWS = {id(row): model_type for model_type, row in sorted(MODEL_TYPES.items())}
 @pytest.mark.parametrize("model_type", ROWS.values())
 def test_a_value_of_the_wrong_type_is_an_error_of_one_line(model_type):
     """No other exception, no number made of a string, for every key that a reader looks up."""
-    decoder = False if model_type_defaults()[model_type].get("is_encoder_decoder") else None
+    decoder = decoder_of(model_type)
     for config in whole_configs(model_type):
         for section, key in sorted(keys_read(model_type, config, decoder), key=str):
             if key in FREE or "every_n" in key or "interval" in key:
                 continue
-            for wrong in WRONG:
+            # Kinds are checked alike for all keys.
+            for wrong in WRONG[3:5] if key in KIND_OF and model_type != "llama" else WRONG:
                 if isinstance(wrong, dict) and key in DICTS:
                     continue
                 inner = (config.get(section) or {}) | {key: wrong} if section else wrong
@@ -204,9 +183,52 @@ def test_errors_begin_with_the_function_that_was_called(read):
             read({"qk_rope_head_dim": 64, "qk_nope_head_dim": "x"} | config)
 
 
+NAMES = json.loads((FOLDER / "causal_lm_types.json").read_text())["model_types"]
+# The text model of configs of several parts, and the model type of a class with two names.
+READ_AS = {
+    "emu3": "emu3_text_model",
+    "fuyu": "persimmon",
+    "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "got_ocr2": "qwen2",
+    "gpt-sw3": "gpt2",
+    "llama4": "llama4_text",
+    "moss_transcribe_diarize": "qwen3",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen4_exp": "qwen4_exp_text",
+}
+TEXT_MODELS = {"mllama_text_model"}  # Listed, though they are no causal language models alone.
+
+
+def test_each_is_read_or_listed_once():
+    read = {name for name in NAMES if name in MODEL_TYPES}
+    assert sorted([*read, *READ_AS, *(NOT_READ.keys() - TEXT_MODELS)]) == NAMES
+    assert set(READ_AS.values()) <= set(MODEL_TYPES)
+
+
+def test_the_count_of_the_docs():
+    page = (FOLDER.parents[1] / "docs" / "models.md").read_text()
+    read = len(NAMES) - len(NOT_READ.keys() - TEXT_MODELS)
+    assert f"reads {read} of the {len(NAMES)} causal language models of transformers 5.23" in page
+
+
+def test_the_error_of_a_type_that_is_not_read_has_the_reason():
+    for name, reason in NOT_READ.items():
+        message = read(name, {})
+        assert message == f"from_hf: unknown model_type {name!r}; {reason}."
+        assert len(message) < 200
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.needs(json.loads(GOLDEN.read_text())["origin"].split(",")[0].replace(" ", "=="))
+@pytest.mark.needs(GOLDEN["origin"].split(",")[0].replace(" ", "=="))
 def test_the_files_are_what_transformers_gives():
-    module = importlib.import_module("tests.makers.hf_configs")
-    assert json.loads(json.dumps(module.golden()["model_types"])) == CASES
-    assert module.all_defaults()["model_types"] == model_type_defaults()
+    maker = importlib.import_module("tests.makers.hf_configs")
+    assert json.loads(json.dumps(maker.golden()["model_types"])) == CASES
+    assert maker.all_defaults()["model_types"] == model_type_defaults()
+    assert maker.causal_lm_types() == NAMES
+    for name, text in READ_AS.items():
+        config = maker.CONFIG_MAPPING[name]()
+        assert config.get_text_config().model_type == text

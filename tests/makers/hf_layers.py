@@ -1,16 +1,28 @@
-"""Makes layers.npz: python -m tests.makers hf_layers [NAME or CONFIG ...], with the group parity.
+"""Makes layers.npz, or compares `from_hf` with transformers; needs the group `parity`.
 
-Runs a small model of each of these model types with random weights, and records one attention layer
-of each kind: its projections, norms and sinks, and its output before gates and projections, for
-`layer_arrays.computed`; the numbers of the layers that attend; and the tables of positions. All
-layers must equal those of `from_hf`, by `hf_fuzz.check`.
+    python -m tests.makers hf_layers [NAME or CONFIG ...]
+    python -m tests.makers hf_layers --check [NAME ...] [--draws 10] [--seed 1]
 
-The file has the configs. A new one is JSON, '{"model_type": "jamba", "attn_layer_period": 2}';
-small sizes are added to it. Without arguments all are made again.
+The file has, for a small model of each of these model types with random weights, one attention
+layer of each kind: its projections, norms and sinks, and its output before gates and projections,
+for `computed` in the test; the numbers of the layers that attend; and the tables of positions. All
+layers must equal those of `from_hf`. Without arguments all are made again, from the configs in the
+file. A new one is JSON, '{"model_type": "jamba", "attn_layer_period": 2}', with small sizes added.
+
+With `--check`, for all model types or those named, it draws small configs: one of the raw configs
+in `raw_configs.json` and some further keys. transformers completes each, and runs a model in
+float64. Each of its attention layers is then computed from its projections by the `LayerSpec` that
+`from_hf` gives for the raw config, and tables of positions at the input by its scheme; sizes,
+biases and causality are from `attention_options_from_hf`. Draws that transformers refuses do not
+count, draws that `from_hf` refuses are listed by message; code 1 if anything differs.
 """
 
+import argparse
+import collections
+import dataclasses
 import json
 import logging
+import random
 import re
 import warnings
 
@@ -19,12 +31,72 @@ import torch
 import transformers
 
 import posenc_jax as pe
+from posenc_jax.hf.model_types import MODEL_TYPES
 from tests.hf.test_layers import ARRAYS, FILE, KINDS
-from tests.makers import hf_draw, hf_fuzz, hf_fuzz_layers, hf_fuzz_models
+from tests.hf.test_raw_configs import CASES
+from tests.makers import hf_models
+from tests.makers.hf_table import NOT_RUN
 
 CAUSAL_TOKENS = 12
-SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_hidden_layers": 4}
-SIZES |= {"rms_norm_eps": 0.03, "norm_eps": 0.03, "sliding_window": 7}
+# Small sizes, under the names that config classes have for them.
+SIZES = {
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "num_heads", "swa_num_attention_heads"), 4),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 4),
+    **{"encoder_layers": 4, "num_key_value_heads": 2},
+    **{"vocab_size": 64, "type_vocab_size": 2, "pad_token_id": 0, "bos_token_id": 1},
+    **{"eos_token_id": 2, "embedding_size": 32, "intermediate_size_mlp": 16, "d_kv": 8},
+    **dict.fromkeys(("intermediate_size", "n_inner", "d_ff", "d_inner", "ffn_dim"), 16),
+    **dict.fromkeys(("ffn_hidden_size", "hidden_dim", "encoder_ffn_dim", "decoder_ffn_dim"), 16),
+    **{"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "n_shared_experts": 1},
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"n_group": 1, "topk_group": 1, "num_shared_experts": 1, "moe_num_experts": 4, "moe_k": 2},
+    **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "moe_num_shared_experts": 1},
+    **{"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8},
+    **{"index_n_heads": 2, "index_head_dim": 16, "index_topk": 64, "q_lora_rank": 12},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2},
+    **{"linear_num_value_heads": 2, "swa_num_key_value_heads": 2, "swa_head_dim": 8},
+    **{"o_groups": 2, "o_lora_rank": 5, "hc_mult": 2, "vocab_size_per_layer_input": 64},
+    **{"num_decoder_layers": 2, "unpadded_vocab_size": 64, "num_mtp_layers": 0},
+    **{"num_nextn_predict_layers": 0, "first_k_dense_replace": 1, "rotary_dim": 4},
+    **{"relative_attention": True, "pos_att_type": "c2p|p2c"},
+}
+# Further sizes of recorded layers.
+RECORDED = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+RECORDED |= {"rms_norm_eps": 0.03, "norm_eps": 0.03, "sliding_window": 7}
+# Values that are drawn for classes that have the keys.
+VALUES = {
+    **dict.fromkeys(("attention_bias", "use_qkv_bias", "qkv_bias", "use_bias", "bias"), (0, 1)),
+    **dict.fromkeys(("use_qk_norm", "qk_layernorm", "rope_interleave", "alibi"), (0, 1)),
+    **dict.fromkeys(("multi_query", "new_decoder_architecture", "is_decoder"), (0, 1)),
+    **dict.fromkeys(("scale_attn_weights", "scale_attn_by_inverse_layer_idx"), (0, 1)),
+    **dict.fromkeys(("use_sliding_window", "share_att_key", "position_biased_input"), (0, 1)),
+    "head_dim": (8, 16),
+    "max_position_embeddings": (24, 512),
+    "sliding_window": (None, 2, 3, 7),
+    "max_window_layers": (0, 1, 9),
+    "attention_chunk_size": (5, 9),
+    "attn_logit_softcapping": (None, 2.0),
+    "query_pre_attn_scalar": (4, 100),
+    "attention_multiplier": (0.1, 0.5),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_eps"), (1e-6, 0.03)),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), (0.25, 0.5, 1.0)),
+    "rope_theta": (1e3, 5e5),
+    "no_rope_layer_interval": (2, 3),
+    "local_attention": (4, 5),
+    "clip_qkv": (None, 0.5),
+    "pos_att_type": (["c2p"], ["p2c"]),
+    "is_causal": (True, False),
+}
+
+
+def sizes_of(kind):
+    """The small sizes that the config class of a model type has keys for."""
+    cls = transformers.CONFIG_MAPPING[kind]
+    fields = {field.name for field in dataclasses.fields(cls)} | {*cls.attribute_map}
+    sizes = {n: x for n, x in SIZES.items() if n in fields and n not in cls.attribute_map}
+    return sizes | ({"num_key_value_heads": 4} if "qk_rope_head_dim" in fields else {}), fields
 
 
 def small_config(text):
@@ -32,14 +104,63 @@ def small_config(text):
     if not text.startswith("{"):
         return KINDS[text]["config"]
     config = json.loads(text)
-    cls, fields = (
-        transformers.CONFIG_MAPPING[config["model_type"]],
-        hf_draw.fields_of(config["model_type"]),
-    )
-    aliases = cls.attribute_map
-    sizes = {n: x for n, x in hf_draw.SIZES.items() if n in fields}
-    sizes |= {n: x for n, x in SIZES.items() if n in fields and n not in aliases}
-    return {n: x for n, x in (sizes | config).items() if aliases.get(n) not in sizes | config}
+    sizes, fields = sizes_of(config["model_type"])
+    return sizes | {n: x for n, x in RECORDED.items() if n in fields} | config
+
+
+def draw(kind, rng):
+    """The `config.json` of a small model of a type, without its `model_type`."""
+    sizes, fields = sizes_of(kind)
+    aliases = transformers.CONFIG_MAPPING[kind].attribute_map
+    raw = KINDS[kind]["config"] if kind in KINDS else sizes
+    case = {aliases.get(n, n): x for n, x in rng.choice(CASES[kind])["raw"].items()}
+    layers = next((len(x) for n, x in case.items() if n.endswith("layer_types") and x), None)
+    raw = {n: x for n, x in raw.items() if n != "model_type"}
+    raw |= {n: x for n, x in case.items() if n not in sizes and (n in fields or n[:2] == "ro")}
+    if layers is not None:
+        raw |= {n: layers for n in ("num_hidden_layers", "n_layer", "num_layers") if n in raw}
+    if "_vl_" in kind and not any(n.startswith("rope_") for n in case):
+        raw |= {"head_dim": 8, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+    for name, values in VALUES.items():
+        if name in fields and name not in case and rng.random() < 0.2:
+            value = rng.choice(values)
+            raw[name] = bool(value) if values == (0, 1) else value
+    return raw
+
+
+def draws(kind, seed, count):
+    """Yields (raw config, offset, outcome, text), until transformers has run `count` draws."""
+    done = 0
+    for i in range(8 * count):
+        rng = random.Random(f"{seed} {kind} {i}")
+        raw = draw(kind, rng)
+        # Llama 4 counts tokens for its scale, whatever their positions.
+        rotates = "rope_parameters" in sizes_of(kind)[1] and kind != "llama4_text"
+        offset = rng.choice((0, 0, 100)) if rotates else 0
+        outcome, text = hf_models.check(kind, raw, seed, offset)
+        yield raw, offset, outcome, text
+        done += outcome != "transformers"
+        if done == count:
+            return
+
+
+def check(kinds, seed, count):
+    """Prints what differs, and returns the number of each outcome."""
+    total, messages = collections.Counter(), collections.Counter()
+    for kind in kinds or sorted(MODEL_TYPES.keys() - NOT_RUN):
+        counts = collections.Counter()
+        for raw, offset, outcome, text in draws(kind, seed, count):
+            counts[outcome] += 1
+            if outcome in ("differs", "error"):
+                print(outcome, kind, f"offset {offset}", json.dumps(raw), text, flush=True)
+            elif outcome == "refused":
+                messages[text] += 1
+        total += counts
+        print(kind, dict(counts), flush=True)
+    for text, number in sorted(messages.items()):
+        print(number, text)
+    print(dict(total))
+    return total
 
 
 def numbers(x):
@@ -49,8 +170,8 @@ def numbers(x):
 def make(config):
     """(description, arrays) of a model type."""
     raw, kind = {n: x for n, x in config.items() if n != "model_type"}, config["model_type"]
-    assert hf_fuzz.check(kind, raw, 0, 0) == ("same", ""), kind
-    model, layers, tables = hf_fuzz_models.run(kind, raw, 0)
+    assert hf_models.check(kind, raw, 0, 0) == ("same", ""), kind
+    model, layers, tables = hf_models.run(kind, raw, 0)
     about = {"config": config, "attention": [], "layers": []}
     arrays = {}
     halves = ("encoder", "decoder") if model.config.is_encoder_decoder else (None,)
@@ -58,18 +179,18 @@ def make(config):
         decoder = None if half is None else half == "decoder"
         specs, recorded = pe.from_hf(about["config"], decoder=decoder), set()
         for i, layer in enumerate(x for x in layers if x["name"].startswith(half or "")):
-            index = hf_fuzz_layers.index_of(layer, i)
+            index = hf_models.index_of(layer, i)
             if re.search("Delta|Lightning", type(layer["module"]).__name__):
                 continue  # Linear attention.
             about["attention"].append(index)
             if specs[index] in recorded:
                 continue
             recorded.add(specs[index])
-            values = hf_fuzz_layers.layer_arrays(specs[index], layer, model.config)
-            want = numbers(hf_fuzz_layers.wanted(layer))
+            values = hf_models.layer_arrays(specs[index], layer, model.config)
+            want = numbers(hf_models.wanted(layer))
             values = {n: x for n, x in values.items() if n != "x"}
             values["out"] = want.reshape(*values["q"].shape[:3], -1)
-            is_causal = hf_fuzz_layers.is_causal(layer)
+            is_causal = hf_models.is_causal(layer)
             if is_causal:  # Later tokens change nothing.
                 values |= {n: values[n][:, :CAUSAL_TOKENS] for n in ("q", "k", "v", "out")}
             prefix = f"{kind}.{len(about['layers'])}."
@@ -82,10 +203,21 @@ def make(config):
 
 
 def main(argv):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("configs", nargs="*", metavar="NAME or CONFIG")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--draws", type=int, default=5)
+    args = parser.parse_args(argv)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
+    if args.check:
+        total = check(args.configs, args.seed, args.draws)
+        return 1 if total["differs"] or total["error"] else 0
     about, arrays = dict(KINDS), dict(ARRAYS)
-    for text in argv or KINDS:
+    for text in args.configs or KINDS:
         config = small_config(text)
         kind = config["model_type"]
         about[kind], of_kind = make(config)
@@ -94,4 +226,4 @@ def main(argv):
     origin = f"transformers {transformers.__version__}, attention layers of whole models in float64"
     described = {"origin": origin, "torch": torch.__version__, "model_types": about}
     np.savez_compressed(FILE, about=np.array(json.dumps(described)), **arrays)
-    print(FILE.stat().st_size)
+    return print(FILE.stat().st_size)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import transformers
 
-from tests.makers.hf_record import about, in_double
+from tests.makers.hf_models import about, in_double
 from tests.models.inputs import IMAGE, VOCABULARY, images, pictures, prompts
 from tests.models.weights import random_state
 
