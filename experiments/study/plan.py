@@ -27,6 +27,7 @@ translate into time.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -34,9 +35,9 @@ from typing import Any, ClassVar, Literal
 import jax
 from pydantic import NonNegativeInt
 
+import posenc_jax as pe
 from experiments.errors import ConfigError
-from experiments.models.model import initialize, of_scheme, seed_keys
-from experiments.models.schemes import check_names, plain
+from experiments.models.schemes import check_names, plain, schemes_in
 from experiments.pages.scheme_results import Lookup
 from experiments.pages.tables import ordered
 from experiments.runs.experiment import from_file
@@ -246,8 +247,10 @@ def _cell(
     first = dataclasses.replace(run, task=task.at_trained_length())
     rates = about_size.rates or (task.train.learning_rate,)
     grid = tuple(variant(first, run.seed, learning_rate=rate) for rate in rates)
-    params = jax.eval_shape(
-        lambda: initialize(task.model, run.position, task.vocab_size, seed_keys([0], "parameters"))
-    )
-    has_parameters = any(jax.tree.leaves(of_scheme(params)))
+    has_parameters = any(map(_has_parameters, schemes_in(run.position)))
     return Cell(size, scheme, about_size, grid, task, has_parameters, source)
+
+
+@functools.cache
+def _has_parameters(scheme: pe.Scheme) -> bool:
+    return bool(jax.tree.leaves(jax.eval_shape(lambda: scheme.init(jax.random.key(0)))))
