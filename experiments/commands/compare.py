@@ -11,7 +11,7 @@ import argparse
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,12 @@ import tomli_w
 
 from experiments.errors import ConfigError, ResultsError
 from experiments.pages import tables
-from experiments.pages.progress import Progress, by_scheme
 from experiments.pages.report import render
 from experiments.runs.experiment import Experiment, experiment_of, from_file, objects_in
 from experiments.runs.files import locked, write_whole
 from experiments.runs.results import PACK
-from experiments.runs.run import Run, RunFolder, load_data
-from experiments.runs.run_queue import (
-    Ended,
-    carry_out,
-    number_of_workers,
-    refuse_other_versions,
-)
+from experiments.runs.run import Run, RunFolder, known, load_data
+from experiments.runs.run_queue import Lines, carry_out, refuse_other_versions, say
 from experiments.settings.config_io import Parser, convert, near, read_toml
 from experiments.settings.trust import add_trust
 from experiments.tasks import TASKS
@@ -54,35 +48,34 @@ def compare(experiment: Experiment, options: argparse.Namespace, keep: bool = Fa
     Raises:
       ConfigError, CorpusError, ResultsError: with one line; files written before are complete.
     """
-    folder = experiment.folder
-    with Progress() as progress:
+    folder, runs, show = experiment.folder, experiment.all_runs(), Lines()
 
-        def stages() -> Iterator[list[Run]]:
-            runs = experiment.all_runs()
-            if not options.fresh:
-                remedy = "choose another --name, or --fresh"
-                refuse_other_versions(runs, folder, str(folder), remedy)
-            waiting = [r for r in runs if options.fresh or RunFolder(folder, r).missing(keep)]
-            tasks = dict.fromkeys(run.task for run in waiting)
-            facts = {name: v for task in tasks for name, v in load_data(task).facts.items()}
-            if options.fresh:
-                _clear(folder)
-            write_config(_joined(experiment, progress.message))
-            for name, text in facts.items():
-                progress.message(f"{name}: {text}")
-            results = {r.name: RunFolder(folder, r).result() for r in runs}
-            progress.plan(runs, results, number_of_workers(options))
-            yield runs
+    def stages() -> Iterator[list[Run]]:
+        if not options.fresh:
+            remedy = "choose another --name, or --fresh"
+            refuse_other_versions(runs, known(folder), str(folder), remedy)
+        waiting = [r for r in runs if options.fresh or RunFolder(folder, r).missing(keep)]
+        tasks = dict.fromkeys(run.task for run in waiting)
+        facts = {name: v for task in tasks for name, v in load_data(task).facts.items()}
+        if options.fresh:
+            _clear(folder)
+        write_config(_joined(experiment))
+        for name, text in facts.items():
+            say(f"{name}: {text}")
+        if before := len(runs) - len(waiting):
+            say(f"{before} of {len(runs)} runs were done before.")
+        yield runs
 
-        try:
-            tasks = experiment.tasks.values()
-            status = carry_out(options, folder, tasks, stages(), keep, progress).status
-        except KeyboardInterrupt:
-            if not (folder / "config.toml").exists():
-                raise
-            status = 130
+    try:
+        tasks = experiment.tasks.values()
+        status = carry_out(options, folder, tasks, stages(), keep, show).status
+    except KeyboardInterrupt:
+        if not (folder / "config.toml").exists():
+            raise
+        status = 130
+    print(f"\n{tables.as_text(tables.by_scheme(runs, known(folder), show.errors))}")
     trusted = objects_in(experiment.to_tables())
-    print(f"Report: {write_report(folder, errors=progress.errors, trusted=trusted)}")
+    print(f"Report: {write_report(folder, errors=show.errors, trusted=trusted)}")
     if status == 130:
         print("Stopped; finished runs are kept, and the same command continues with the others.")
     return status
@@ -97,12 +90,9 @@ def evaluate(experiment: Experiment) -> int:
     runs, folder = experiment.all_runs(), experiment.folder
     for run in runs:
         RunFolder(folder, run).parameters()  # Raises if there are none.
-    with Progress() as progress:
-        progress.plan(runs, {})
-        for run in runs:
-            result = RunFolder(folder, run).evaluate(load_data(run.task))
-            progress.finish(Ended(run.name, result, "", 0.0))
-    write_config(_joined(experiment, print))
+    results = {run: RunFolder(folder, run).evaluate(load_data(run.task)) for run in runs}
+    print(tables.as_text(tables.by_scheme(runs, results.get, {})))
+    write_config(_joined(experiment))
     print(f"Report: {write_report(folder, trusted=objects_in(experiment.to_tables()))}")
     return 0
 
@@ -139,7 +129,8 @@ def write_report(
       ConfigError: if there are no results, or none of the baseline.
       ResultsError: if results cannot be read, or the report cannot be written.
     """
-    experiment, results = _results(folder, errors, trusted)
+    experiment = experiment_of(folder, trusted)
+    results = tables.by_scheme(experiment.all_runs(), known(folder), errors or {})
     schemes = tables.schemes([row for row in results if not row.waiting])
     if baseline and baseline not in schemes:
         hint = near(baseline, schemes)
@@ -151,17 +142,7 @@ def write_report(
     return folder / "report.html"
 
 
-def _results(
-    folder: Path, errors: dict[str, str] | None, trusted: Collection[str]
-) -> tuple[Experiment, list[tables.SchemeResults]]:
-    """Returns the experiment of a folder, and the results of its runs."""
-    experiment = experiment_of(folder, trusted)
-    runs = experiment.all_runs()
-    results = {run.name: RunFolder(folder, run).result() for run in runs}
-    return experiment, by_scheme(runs, results, errors or {})
-
-
-def _joined(experiment: Experiment, say: Callable[[str], None]) -> Experiment:
+def _joined(experiment: Experiment) -> Experiment:
     """Returns the experiment with the tasks and schemes of earlier calls.
 
     Objects that this call does not name are left out, since the folder may be of somebody else.

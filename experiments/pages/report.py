@@ -11,8 +11,7 @@ from typing import Any
 from experiments.pages import plots, tables
 from experiments.pages.intervals import in_words, interval
 from experiments.pages.page import as_html, fill, plain
-from experiments.pages.scheme_results import SchemeResults, mean
-from experiments.pages.tables import Results
+from experiments.pages.tables import Results, SchemeResults, mean
 from experiments.settings.config_io import flatten
 
 _COSTS = (

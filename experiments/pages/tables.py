@@ -1,4 +1,4 @@
-"""Tables of results without formatting, for the terminal and the report.
+"""The results of schemes on tasks, over their seeds, and their tables without formatting.
 
 A grid is one task under one way of evaluating: rows are schemes (and zero-shot variants of
 them), columns are lengths. A cell beyond the training length has a number only if the scheme fitted
@@ -6,12 +6,176 @@ the task at the training length.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from experiments.models.schemes import short
-from experiments.pages.scheme_results import SchemeResults, mean
-from experiments.tasks.labels import Labels
+from experiments.models.schemes import has_table, short
+from experiments.runs.run import Lookup, Result, Run
+from experiments.tasks.base import Labels
+
+
+def mean(values: Iterable[float | None]) -> float:
+    """Returns the mean; NaN for no values, or if one is not finite.
+
+    >>> mean([1, 2]), mean([])
+    (1.5, nan)
+    """
+    numbers = [math.nan if x is None or not math.isfinite(x) else float(x) for x in values]
+    return sum(numbers) / len(numbers) if numbers else math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """The scores of all seeds at a length.
+
+    Attributes:
+      values: one per seed, NaN where it is missing or not finite.
+      in_distribution: whether the model was trained at this length.
+      note: a remark for readers.
+      places: means over seeds of the parts of a row; empty if not measured.
+    """
+
+    values: tuple[float, ...]
+    in_distribution: bool
+    note: str = ""
+    places: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class SchemeResults:
+    """A scheme on a task: its runs, one per seed, and their results.
+
+    Attributes:
+      section: of the report: the name of the task, or of a size of a study.
+      runs: one per seed.
+      results: of these runs, None before they have ended.
+      raised: the error of a run that raised.
+    """
+
+    section: str
+    runs: tuple[Run, ...]
+    results: tuple[Result | None, ...]
+    raised: str = ""
+
+    @property
+    def scheme(self) -> str:
+        """The name of the scheme."""
+        return self.runs[0].scheme
+
+    @property
+    def labels(self) -> Labels:
+        """The labels of the task."""
+        labels, name = self.runs[0].task.labels, self.runs[0].task.name
+        if self.section == name:
+            return labels
+        return dataclasses.replace(labels, about=f"{self.section}: {labels.about}")
+
+    @functools.cached_property
+    def ended(self) -> list[tuple[Run, Result]]:
+        """Runs with their results."""
+        return [(a, b) for a, b in zip(self.runs, self.results, strict=True) if b]
+
+    @property
+    def error(self) -> str:
+        """Why there are no scores: a run raised, or seeds diverged."""
+        diverged = [result.error for _, result in self.ended if result.status != "done"]
+        if diverged and len(self.runs) > 1:
+            return f"{len(diverged)} of {len(self.ended)} seeds: {diverged[0]}"
+        return self.raised or next(iter(diverged), None) or ""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether no run has ended."""
+        return not self.ended and not self.raised
+
+    @property
+    def done(self) -> bool:
+        """Whether there are scores."""
+        return bool(self.ended) and not self.error
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds that have ended."""
+        return [run.seed for run, _ in self.ended]
+
+    @property
+    def first(self) -> Result | None:
+        """The result of the first seed that has ended."""
+        return self.ended[0][1] if self.ended else None
+
+    @property
+    def fitted(self) -> bool:
+        """Whether all seeds learned the task."""
+        return self.done and all(result.fitted for _, result in self.ended)
+
+    @property
+    def final_loss(self) -> float:
+        """The mean of the last losses."""
+        return mean(result.curve["loss"][-1] for _, result in self.ended if result.curve)
+
+    @property
+    def step_time(self) -> float:
+        """Milliseconds per training step, NaN if they were not measured."""
+        seconds, steps = self.mean_of("seconds"), self.runs[0].task.train.steps
+        return 1e3 * seconds / steps if self.done and seconds else math.nan
+
+    def mean_of(self, entry: str) -> float:
+        """Returns the mean of an entry of the results, NaN if one has none."""
+        return mean(getattr(result, entry) for _, result in self.ended)
+
+    @property
+    def views(self) -> list[tuple[str, str]]:
+        """The mode and the zero-shot variant, or "", of all scores."""
+        variants, modes = self.runs[0].task.zero_shot, []
+        for view in self.first.scores if self.done and self.first else ():
+            main = self.runs[0].task.views[0]
+            modes.append((main, view) if view in variants else (view, ""))
+        return modes
+
+    def scores(self, mode: str, variant: str = "") -> dict[int, Score]:
+        """Returns the scores of a mode and variant by length, ascending."""
+        if not self.done or (mode, variant) not in self.views:
+            return {}
+        view, task = variant or mode, self.runs[0].task
+        lengths = sorted({int(n) for _, result in self.ended for n in result.scores.get(view, {})})
+        table = has_table(self.runs[0].position)
+        return {length: self._score(view, length, task, table) for length in lengths}
+
+    def _score(self, view: str, length: int, task, table: bool) -> Score:
+        values = [result.scores.get(view, {}).get(str(length)) for _, result in self.ended]
+        trained, note = task.in_distribution(view, length), ""
+        if table and not trained:
+            note = f"rows beyond position {task.train_length - 1} were never trained"
+        rows = [result.places.get(str(length), ()) for _, result in self.ended]
+        complete = view == task.views[0] and len(set(map(len, rows))) == 1
+        places = tuple(mean(column) for column in zip(*rows, strict=True)) if complete else ()
+        return Score(tuple(mean([x]) for x in values), trained, note, places)
+
+
+def collect(section: str, runs: Sequence[Run], results: Lookup, raised: str = "") -> SchemeResults:
+    """Returns the results of a scheme, for its runs with all seeds."""
+    return SchemeResults(section, tuple(runs), tuple(map(results, runs)), raised)
+
+
+def by_scheme(
+    runs: Sequence[Run], results: Lookup, errors: Mapping[str, str]
+) -> list[SchemeResults]:
+    """Returns runs with their results, by task and scheme.
+
+    Args:
+      runs: with several seeds.
+      results: of the runs that have ended.
+      errors: of runs that raised, by name.
+    """
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.task.name, run.scheme), []).append(run)
+    return [
+        collect(task, seeds, results, next((errors[r.name] for r in seeds if r.name in errors), ""))
+        for (task, _), seeds in groups.items()
+    ]
+
 
 Results = Sequence[SchemeResults]
 
@@ -20,7 +184,7 @@ Results = Sequence[SchemeResults]
 class Cell:
     """A number or the reason for its absence.
 
-    Kind is value, unfitted, failed, waiting (for a run that has not ended) or missing.
+    Kind is value, unfitted, failed or missing.
     """
 
     kind: str = "missing"
@@ -62,12 +226,6 @@ class Grid:
 def ordered(items: Iterable) -> list:
     """Returns the distinct items in order of first appearance."""
     return list(dict.fromkeys(items))
-
-
-def one_line(text: object, width: int = 160) -> str:
-    """Returns the first line of a text, shortened."""
-    line = next(iter(str(text or "").strip().splitlines()), "")
-    return line if len(line) <= width else line[: width - 1] + "…"
 
 
 def sections(results: Results) -> list[str]:
@@ -203,8 +361,6 @@ def _row(
     notes: list[str],
 ) -> Row:
     name = label(row.scheme, variant)
-    if row.waiting:
-        return Row(name, row.scheme, (Cell("waiting"),) * len(columns))
     if not row.done:
         return Row(name, row.scheme, (Cell("failed", "failed"),) * len(columns))
     scores, cells, digits = row.scores(mode, variant), [], labels.digits
@@ -236,3 +392,34 @@ def _mark_best(rows: list[Row], labels: Labels, count: int) -> tuple[Row, ...]:
                 cells[column] = dataclasses.replace(cells[column], best=True)
                 rows[i] = dataclasses.replace(row, cells=tuple(cells))
     return tuple(rows)
+
+
+def as_text(results: Results) -> str:
+    """Returns the scores for a terminal: a table per task, and the errors."""
+    lines = []
+    for section in sections(results):
+        shown = grid(results, section)
+        if shown is None:
+            continue
+        table = [[section, *(f"{c.length}{'*' if c.trained else ''}" for c in shown.columns)]]
+        for row in shown.rows:
+            texts = [{"unfitted": "-"}.get(cell.kind, cell.text) for cell in row.cells]
+            marks = [note_mark(cell.note) if cell.kind == "value" else "" for cell in row.cells]
+            table.append([row.label, *map("".join, zip(texts, marks, strict=True))])
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for name, *cells in table:
+            padded = (f"{x:>{width}}" for x, width in zip(cells, widths[1:], strict=True))
+            lines.append("  ".join([f"{name:{widths[0]}}", *padded]))
+        labels, seeds = shown.labels, max(len(row.seeds) for row in results)
+        text = f"{labels.unit} at each length, {labels.better} is better; * the training length"
+        lines += [text + (f"; means of {seeds} seeds" if seeds > 1 else ""), ""]
+    unfitted = [row.first for row in results if row.done and not row.fitted]
+    if rules := ordered(result.fit_rule for result in unfitted if result):
+        lines.append(f"- not fitted: fails {' or '.join(rules)}")
+    lines += [f"{note_mark(i)} {note}" for i, note in enumerate(footnotes(results), 1)]
+    lines += [
+        f"{x.section}, {x.scheme} failed: {next(iter(x.error.strip().splitlines()), '')}"
+        for x in results
+        if x.error
+    ]
+    return "\n".join(lines)

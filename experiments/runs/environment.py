@@ -1,9 +1,9 @@
 """Versions, device, processor and cores, for results and benchmarks."""
 
+import functools
 import importlib.metadata
 import os
 import platform
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ def environment() -> dict[str, Any]:
     }
 
 
-def versions(packages: Sequence[str]) -> dict[str, str]:
+@functools.cache
+def versions(packages: tuple[str, ...]) -> dict[str, str]:
     """Returns the versions of packages, "not installed" for missing ones."""
     out = {}
     for name in packages:

@@ -208,7 +208,6 @@ class RunFolder:
         deadline: Deadline | None = None,
         keep: bool = False,
         mesh: jax.sharding.Mesh | None = None,
-        report: Callable[[int, list[float]], None] = lambda step, loss: None,
     ) -> Result:
         """Returns the result, of an earlier call or of training and evaluation now.
 
@@ -217,7 +216,6 @@ class RunFolder:
           deadline: when to stop; default: never.
           keep: whether the trained parameters must be there afterwards.
           mesh: devices to train on; default: one.
-          report: called with the step and the loss during training.
 
         Raises:
           OutOfTime: at the deadline; the next call continues.
@@ -231,7 +229,7 @@ class RunFolder:
             params = None
             if self.run.start:
                 parent = RunFolder(self.path.parent, self.run.start)
-                result = parent.carry_out(say, deadline, True, mesh, report)
+                result = parent.carry_out(say, deadline, True, mesh)
                 if result.status != "done":
                     return before or self._write("diverged", error="the run before it diverged")
                 params = parent.parameters()
@@ -239,7 +237,6 @@ class RunFolder:
                 raise OutOfTime
             options = {
                 "params": params,
-                "report": report,
                 "mesh": mesh,
                 "checkpoint": Checkpoints(self.states, deadline, say),
             }
@@ -326,6 +323,22 @@ class RunFolder:
     def _put(self, result: Result) -> Result:
         results.write(self.path.parent, self.run.name, result)
         return result
+
+
+Lookup = Callable[[Run], Result | None]
+"""Returns the result of a run, None if it has none."""
+
+
+def known(folder: Path) -> Lookup:
+    """Returns a function that reads the result of a run once it has one, and then remembers it."""
+    known: dict[str, Result] = {}
+
+    def result(run: Run) -> Result | None:
+        if run.name not in known and (read := RunFolder(folder, run).result()):
+            known[run.name] = read
+        return known.get(run.name)
+
+    return result
 
 
 def _training(settings: dict[str, Any], task: Any) -> dict[str, Any]:

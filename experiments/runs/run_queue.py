@@ -29,7 +29,7 @@ from experiments.runs.checkpoints import Deadline, OutOfTime
 from experiments.runs.executors import RayExecutor, default_count, processes, take_a_processor
 from experiments.runs.files import locked, to_json, write_whole
 from experiments.runs.results import FILE, PACK, VERSIONS, Result, pack, stored
-from experiments.runs.run import Run, RunFolder, commit, duration, here
+from experiments.runs.run import Lookup, Run, RunFolder, commit, duration, here
 from experiments.settings.trust import add_trust, is_installed, is_project
 from experiments.training import mesh as on_mesh
 
@@ -88,13 +88,13 @@ def differences(versions: set[tuple[str, ...]]) -> str:
 
 
 def refuse_other_versions(
-    runs: Iterable[Run], folder: Path, title: str, remedy: str = "remove these results"
+    runs: Iterable[Run], results: Lookup, title: str, remedy: str = "remove these results"
 ) -> None:
     """Raises ResultsError if a run has a result of other versions, or of other code or text."""
     facts = here()
     now = tuple(f"{name} {facts.get(name)}" for name in VERSIONS)
     for each in runs:
-        result = RunFolder(folder, each).result()
+        result = results(each)
         if result and result.versions != now:
             raise ResultsError(
                 f"{title}: has results of other versions: {differences({result.versions, now})}; "
@@ -103,15 +103,6 @@ def refuse_other_versions(
         for name, digest in each.sources.items() if result else ():
             if result and result.environment.get(name, digest) != digest:
                 raise ResultsError(f"{title}: {name} has changed since its results; {remedy}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """The progress of a run in training."""
-
-    run: str
-    step: int
-    loss: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,34 +122,41 @@ class Ended:
     seconds: float
 
 
-Event = Step | Ended | str | ExperimentError
+Event = Ended | str | ExperimentError
 """What a process says about its runs; a string is a line to show, an error ends the queue."""
 
 
 class Lines:
-    """Prints a line for each run that has ended."""
+    """Prints a line for each run that has ended, and the time left.
+
+    Attributes:
+      errors: of runs that raised, by name.
+    """
 
     def __init__(self):
         self._count = self._ended = 0
+        self.errors: dict[str, str] = {}
 
     def start(self, runs: Sequence[Run]) -> None:
         """Begins with runs that have no result."""
-        self._count, self._ended = len(runs), 0
+        self._count, self._ended, self._began = len(runs), 0, time.monotonic()
         self._views = {each.name: each.task.views[0] for each in runs}
-
-    def update(self, step: Step) -> None:
-        """Shows nothing."""
 
     def finish(self, ended: Ended) -> None:
         """Prints the main scores of a run."""
         self._ended += 1
         words, result = f"failed: {ended.error}", ended.result
-        if result and result.status == "done":
+        if result is None:
+            self.errors[ended.run] = ended.error
+        elif result.status == "done":
             scores = result.scores[self._views[ended.run]]
             words = ", ".join(f"{length}: {value}" for length, value in scores.items())
-        elif result:
+        else:
             words = f"{result.status}: {result.error}"
-        took = duration(ended.seconds)
+        took, waiting = duration(ended.seconds), self._count - self._ended
+        if waiting:
+            left = (time.monotonic() - self._began) / self._ended * waiting
+            took += f" (about {duration(left)} left)"
         say(f"[{self._ended}/{self._count}] {ended.run}: {words:.200}; {took}")
 
     def message(self, text: str) -> None:
@@ -270,9 +268,7 @@ class Queue:
             self._handle(event)
 
     def _handle(self, event: Event) -> None:
-        if isinstance(event, Step):
-            self.show.update(event)
-        elif isinstance(event, Ended):
+        if isinstance(event, Ended):
             self._ended += 1
             self.status |= event.result is None
             self.show.finish(event)
@@ -315,19 +311,15 @@ def carry_out_runs(
       runs: the runs.
       deadline: when to stop.
       keep: whether to keep trained parameters.
-      send: called with the progress of a run, and with lines to show.
+      send: called with lines to show.
       mesh: devices to train on; default: one.
     """
     for each in runs:
         if deadline.over():
             return
         began, result, error = time.monotonic(), None, ""
-
-        def report(step: int, loss: list[float], name: str = each.name) -> None:
-            send(Step(name, step, sum(loss) / len(loss)))
-
         try:
-            result = RunFolder(folder, each).carry_out(send, deadline, keep, mesh, report)
+            result = RunFolder(folder, each).carry_out(send, deadline, keep, mesh)
         except OutOfTime:
             return
         except ExperimentError as raised:

@@ -8,7 +8,7 @@ import jax
 
 from experiments.errors import ConfigError, ResultsError
 from experiments.runs.files import write_whole
-from experiments.runs.run import Run, RunFolder
+from experiments.runs.run import Run, RunFolder, known
 from experiments.runs.run_queue import (
     add_arguments,
     carry_out,
@@ -105,9 +105,10 @@ def _stages(
     if fresh:
         for each in plan:
             RunFolder(folder, each).forget()
+    results = known(folder)
     for claim in claims:
-        refuse_other_versions(_all(claim, claim.about.seeds), folder, claim.name)
-    ended = sum(RunFolder(folder, each).result() is not None for each in plan)
+        refuse_other_versions(_all(claim, claim.about.seeds), results, claim.name)
+    ended = sum(results(each) is not None for each in plan)
     say(f"{len(plan)} runs, {ended} with a result.")
     yield plan
 

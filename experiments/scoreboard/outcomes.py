@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from experiments.pages.intervals import interval
-from experiments.runs.run import Result, RunFolder
+from experiments.runs.run import Result, known
 from experiments.runs.run_queue import differences
 from experiments.scoreboard.claims import Claim
 from experiments.scoreboard.criteria import Condition
@@ -70,12 +70,11 @@ def judge(claim: Claim, folder: Path) -> Outcome:
       ResultsError: if a result cannot be read.
     """
     by_seed: dict[int, dict[str, Result]] = {}
+    read = known(folder)
     for seed in range(claim.about.seeds):
-        results = {
-            name: RunFolder(folder, run).result() for name, run in claim.of_seed(seed).items()
-        }
-        done = {name: result for name, result in results.items() if result}
-        if len(done) == len(results):
+        runs = claim.of_seed(seed)
+        done = {name: result for name, run in runs.items() if (result := read(run))}
+        if len(done) == len(runs):
             by_seed[seed] = done
     seeds = tuple(by_seed)
     results = {name: tuple(by_seed[s][name] for s in seeds) for name in claim.runs}

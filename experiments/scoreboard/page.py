@@ -11,8 +11,7 @@ from pathlib import Path
 from experiments.models.schemes import short
 from experiments.pages.intervals import in_words
 from experiments.pages.page import as_csv, fill, provenance
-from experiments.pages.scheme_results import mean
-from experiments.pages.tables import ordered
+from experiments.pages.tables import mean, ordered
 from experiments.scoreboard.outcomes import Check, Outcome
 
 

@@ -20,8 +20,7 @@ from experiments.models.model import Position, initialize, seed_keys, structure
 from experiments.runs.run import Run
 from experiments.settings.common import Model
 from experiments.settings.config_io import STRICT
-from experiments.tasks.base import Data, Length
-from experiments.tasks.labels import Labels
+from experiments.tasks.base import Data, Labels, Length
 from experiments.training.train import mean_loss
 
 _VOCABULARY = 256

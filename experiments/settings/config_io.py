@@ -119,7 +119,7 @@ def _read_flags(hint: Any, value: Any) -> Any:
         hint = typing.get_args(hint)[0]
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(value, Mapping):
-        hints = typing.get_type_hints(hint) if dataclasses.is_dataclass(hint) else {}
+        hints = _hints(hint) if dataclasses.is_dataclass(hint) else {}
         other = inner[1] if origin is dict else Any
         return {key: _read_flags(hints.get(key, other), each) for key, each in value.items()}
     if not isinstance(value, Flag):
@@ -129,7 +129,7 @@ def _read_flags(hint: Any, value: Any) -> Any:
     return str(value) if hint is str else literal(value)
 
 
-_adapter = functools.cache(pydantic.TypeAdapter)
+_adapter, _hints = map(functools.cache, (pydantic.TypeAdapter, typing.get_type_hints))
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:

@@ -11,9 +11,7 @@ import matplotlib as mpl
 from experiments.pages import plots
 from experiments.pages.intervals import in_words
 from experiments.pages.page import as_csv, fill
-from experiments.pages.plot_labels import label_ends
-from experiments.pages.scheme_results import Lookup, mean
-from experiments.pages.tables import label
+from experiments.pages.tables import Lookup, label, mean
 from experiments.study.clock import Clock
 from experiments.study.comparison import FLAT
 from experiments.study.numbers import ratio
@@ -188,7 +186,7 @@ def catalogue_picture(study: Study, rows: Rows) -> str:
         axes.set_xlabel("time of a training step, relative to no encoding")
         axes.set_ylabel(f"{task.labels.unit} at {task.train_length}")
         ends = [(x, y, plots.INK, 1.0, label(scheme)) for scheme, (x, y, _) in points.items()]
-        label_ends(axes, ends)
+        plots.label_ends(axes, ends)
         title = f"rise at {task.longest / task.train_length:g} times the length"
         figure.legend(loc="lower left", frameon=False, ncols=3, title=title, alignment="left")
         return plots.drawing(figure, study.name, "Loss against the time of a step")

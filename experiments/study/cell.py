@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from experiments.pages.scheme_results import Lookup, mean
+from experiments.pages.tables import Lookup, mean
 from experiments.runs.run import Run
 from experiments.study.clock import Clock
 from experiments.study.selection import Selection, score, variant

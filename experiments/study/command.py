@@ -7,9 +7,9 @@ from pathlib import Path
 from experiments.errors import ConfigError
 from experiments.pages import plots
 from experiments.pages.page import as_html
-from experiments.pages.scheme_results import Lookup, collect
+from experiments.pages.tables import collect
 from experiments.runs.files import write_whole
-from experiments.runs.run import Result, Run, RunFolder
+from experiments.runs.run import Lookup, Run, known
 from experiments.runs.run_queue import (
     add_arguments,
     carry_out,
@@ -147,15 +147,14 @@ def _stages(study: Study, folder: Path) -> Iterator[list[Run]]:
       folder: of the folders of runs.
     """
     failed: set[str] = set()
-    times = clock.read(folder)
+    times, results = clock.read(folder), known(folder)
     while True:
-        results = known(folder)
         by_size = {
             size: {run.name: run for run in study.runs_of(size, results, times)}
             for size in study.cells
         }
         runs = [run for of_size in by_size.values() for run in of_size.values()]
-        refuse_other_versions(runs, folder, study.name)
+        refuse_other_versions(runs, results, study.name)
         ended = {run.name for run in runs if results(run)}
         waiting = {
             size: [run for name, run in of_size.items() if name not in ended | failed]
@@ -166,7 +165,6 @@ def _stages(study: Study, folder: Path) -> Iterator[list[Run]]:
             return
         say(f"{len(ended)} runs have ended, {len(stage)} of {size} are next.")
         yield stage
-        results = known(folder)
         failed |= {run.name for run in stage if not results(run)}
 
 
@@ -184,15 +182,3 @@ def earlier(study: Study, folder: Path) -> Rows:
         size: rows_of(other.cells[size], other.about.baseline, results, None)
         for size in study.cells
     }
-
-
-def known(folder: Path) -> Lookup:
-    """Returns a function that reads the result of a run once."""
-    known: dict[str, Result] = {}
-
-    def result(run: Run) -> Result | None:
-        if run.name not in known and (read := RunFolder(folder, run).result()):
-            known[run.name] = read
-        return known.get(run.name)
-
-    return result

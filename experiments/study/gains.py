@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from experiments.pages.intervals import interval
-from experiments.pages.scheme_results import Lookup, mean
+from experiments.pages.tables import Lookup, mean
 from experiments.study.rows import Bounds, Row, ended
 from experiments.study.selection import score
 

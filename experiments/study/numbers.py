@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from experiments.pages.intervals import in_words
 from experiments.pages.page import as_csv
-from experiments.pages.scheme_results import Lookup, mean
-from experiments.pages.tables import label
+from experiments.pages.tables import Lookup, label, mean
 from experiments.runs.run import Run
 from experiments.study.cell import Cell
 from experiments.study.gains import curve_of, gain

@@ -9,8 +9,7 @@ from typing import Any
 
 from experiments.pages import plots
 from experiments.pages.page import fill, provenance
-from experiments.pages.scheme_results import Lookup, mean
-from experiments.pages.tables import label, ordered
+from experiments.pages.tables import Lookup, label, mean, ordered
 from experiments.runs.run import Result
 from experiments.study import comparison
 from experiments.study.clock import BUSY, Clock

@@ -38,8 +38,7 @@ from pydantic import NonNegativeInt
 import posenc_jax as pe
 from experiments.errors import ConfigError
 from experiments.models.schemes import check_names, plain, schemes_in
-from experiments.pages.scheme_results import Lookup
-from experiments.pages.tables import ordered
+from experiments.pages.tables import Lookup, ordered
 from experiments.runs.experiment import from_file
 from experiments.runs.run import Run
 from experiments.settings.config_io import STRICT, convert, merge, near, read_toml

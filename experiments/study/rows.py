@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from experiments.pages.intervals import in_words, interval
-from experiments.pages.scheme_results import Lookup
+from experiments.pages.tables import Lookup
 from experiments.runs.run import Result, Run
 from experiments.study.cell import Cell
 from experiments.study.clock import Clock

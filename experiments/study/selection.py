@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from experiments.pages.scheme_results import Lookup, mean
+from experiments.pages.tables import Lookup, mean
 from experiments.runs.run import Result, Run
 from experiments.study.size import Size
 

@@ -22,8 +22,7 @@ import posenc_jax as pe
 from experiments.errors import ConfigError
 from experiments.settings.common import Train
 from experiments.settings.config_io import near
-from experiments.tasks.base import Length
-from experiments.tasks.labels import Labels
+from experiments.tasks.base import Labels, Length
 from experiments.tasks.lookup import Rows, question_and_answer
 
 _PLUS, _DIGITS, _LETTERS = 3, 4, 14
@@ -56,7 +55,6 @@ class Addition(Rows):
             "exact": "Share of sums of which every digit is right.",
         },
     )
-    seconds: ClassVar[float] = 150.0
 
     @property
     def letters(self) -> int:

@@ -20,12 +20,50 @@ from experiments.errors import ConfigError
 from experiments.models.model import Position
 from experiments.settings.common import Model, Rates, Train
 from experiments.settings.config_io import STRICT, near
-from experiments.tasks.labels import Labels
 
 Length = Annotated[int, Field(ge=2)]
 PLACES = 16
 """Number of parts of a row, of equal length, with a score each."""
 COORDINATES = ("positions", "shifted", "randomized", "random_floats")
+
+
+@dataclasses.dataclass(frozen=True)
+class Labels:
+    """How tables and plots show the results of a task.
+
+    Attributes:
+      about: the function to learn, as a phrase.
+      metric: name of the score.
+      unit: the score in words.
+      digits: of the score behind the point.
+      higher_is_better: whether a higher score is.
+      limits: the range of scores in plots; None: from the data.
+      length_unit: the unit of lengths.
+      modes: ways of evaluating by name, with an explanation of each.
+      places: what `Evaluation.places` are, from the first (0) to the last (1).
+    """
+
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+    about: str = ""
+    metric: str = "accuracy"
+    unit: str = "accuracy"
+    digits: int = 2
+    higher_is_better: bool = True
+    limits: tuple[float, float] | None = (-0.03, 1.05)
+    length_unit: str = "symbols"
+    modes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    places: str = "place in the row"
+
+    @property
+    def better(self) -> str:
+        """Which scores are better: higher or lower."""
+        return "higher" if self.higher_is_better else "lower"
+
+    @property
+    def sign(self) -> int:
+        """The sign of a change for the worse."""
+        return -1 if self.higher_is_better else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +137,6 @@ class Task:
     """The name in files, flags, tables and plots."""
     labels: ClassVar[Labels] = Labels()
     """Words and units of tables and plots."""
-    seconds: ClassVar[float] = 15.0
-    """Time of a run on two idle cores, for the first estimate of the time left."""
     measure_settings: ClassVar[frozenset[str]] = frozenset()
     """Settings of the evaluation alone: trained parameters do not depend on them."""
 

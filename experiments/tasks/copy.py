@@ -19,7 +19,7 @@ from pydantic import PositiveInt
 from experiments.errors import ConfigError
 from experiments.settings.common import Train
 from experiments.settings.config_io import near
-from experiments.tasks.labels import Labels
+from experiments.tasks.base import Labels
 from experiments.tasks.lookup import SEPARATOR, Rows, permutation, question_and_answer
 
 KINDS = ("random", "unique", "same")
@@ -38,7 +38,6 @@ class Copy(Rows):
 
     name: ClassVar[str] = "copy"
     labels: ClassVar[Labels] = Labels("repeat a sequence")
-    seconds: ClassVar[float] = 30.0
 
     @property
     def vocab_size(self) -> int:

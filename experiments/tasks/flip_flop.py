@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 from pydantic import Field
 
-from experiments.tasks.base import Length
-from experiments.tasks.labels import Labels
+from experiments.tasks.base import Labels, Length
 from experiments.tasks.lookup import Lookup
 
 _WRITE, _IGNORE, _READ, _BITS = 1, 2, 3, 4
@@ -48,7 +47,6 @@ class FlipFlop(Lookup):
             "farther away.",
         },
     )
-    seconds: ClassVar[float] = 25.0
 
     @property
     def vocab_size(self) -> int:

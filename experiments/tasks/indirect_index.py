@@ -15,7 +15,7 @@ from pydantic import PositiveInt
 
 from experiments.errors import ConfigError
 from experiments.settings.common import Train
-from experiments.tasks.labels import Labels
+from experiments.tasks.base import Labels
 from experiments.tasks.lookup import Rows, permutation, question_and_answer
 
 
@@ -36,7 +36,6 @@ class IndirectIndex(Rows):
 
     name: ClassVar[str] = "indirect_index"
     labels: ClassVar[Labels] = Labels("say the symbol at a distance from another")
-    seconds: ClassVar[float] = 130.0
     exact_match: ClassVar[bool] = False
 
     @property

@@ -16,7 +16,7 @@ from pydantic import PositiveInt
 
 from experiments.errors import ConfigError
 from experiments.settings.common import Train
-from experiments.tasks.labels import Labels
+from experiments.tasks.base import Labels
 from experiments.tasks.lookup import Rows, permutation, question_and_answer
 
 
@@ -35,7 +35,6 @@ class Induction(Rows):
 
     name: ClassVar[str] = "induction"
     labels: ClassVar[Labels] = Labels("continue a repeated piece")
-    seconds: ClassVar[float] = 35.0
 
     @property
     def vocab_size(self) -> int:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from pydantic import Field, PositiveInt
 
 from experiments.errors import ConfigError
-from experiments.tasks.labels import Labels
+from experiments.tasks.base import Labels
 from experiments.tasks.lookup import Lookup
 
 _QUERY = 0
@@ -41,7 +41,6 @@ class KBack(Lookup):
 
     name: ClassVar[str] = "kback"
     labels: ClassVar[Labels] = Labels("fetch the symbol k places back: relative addressing")
-    seconds: ClassVar[float] = 12.0
 
     @property
     def vocab_size(self) -> int:

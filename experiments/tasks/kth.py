@@ -15,7 +15,7 @@ from pydantic import PositiveInt
 
 from experiments.errors import ConfigError
 from experiments.settings.common import Train
-from experiments.tasks.labels import Labels
+from experiments.tasks.base import Labels
 from experiments.tasks.lookup import Lookup
 
 _PAD, _BEGIN = 0, 1
@@ -36,7 +36,6 @@ class Kth(Lookup):
 
     name: ClassVar[str] = "kth"
     labels: ClassVar[Labels] = Labels("fetch the k-th symbol: absolute addressing")
-    seconds: ClassVar[float] = 14.0
 
     @property
     def vocab_size(self) -> int:

@@ -13,7 +13,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 from pydantic import PositiveInt
 
-from experiments.tasks.labels import Labels
+from experiments.tasks.base import Labels
 from experiments.tasks.lookup import Rows, question_and_answer
 
 

@@ -17,7 +17,7 @@ from pydantic import Field, PositiveInt
 
 from experiments.errors import ConfigError
 from experiments.settings.common import Model
-from experiments.tasks.labels import Labels
+from experiments.tasks.base import Labels
 from experiments.tasks.lookup import Lookup
 
 
@@ -36,7 +36,6 @@ class Masked(Lookup):
 
     name: ClassVar[str] = "masked"
     labels: ClassVar[Labels] = Labels("fill in masked symbols that the order decides")
-    seconds: ClassVar[float] = 12.0
 
     @property
     def vocab_size(self) -> int:

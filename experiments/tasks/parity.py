@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pydantic import PositiveInt
 
 from experiments.settings.common import Train
-from experiments.tasks.labels import Labels
+from experiments.tasks.base import Labels
 from experiments.tasks.lookup import Rows, question_and_answer
 
 
@@ -28,7 +28,6 @@ class Parity(Rows):
 
     name: ClassVar[str] = "parity"
     labels: ClassVar[Labels] = Labels("say whether the number of ones is odd")
-    seconds: ClassVar[float] = 60.0
     exact_match: ClassVar[bool] = False
 
     @property

@@ -11,8 +11,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from experiments.settings.common import Train
+from experiments.tasks.base import Labels
 from experiments.tasks.copy import Copy
-from experiments.tasks.labels import Labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,6 @@ class Reverse(Copy):
 
     name: ClassVar[str] = "reverse"
     labels: ClassVar[Labels] = Labels("repeat a sequence backwards")
-    seconds: ClassVar[float] = 60.0
 
     def order(self, x, count):
         """Returns the first `count` tokens of x backwards."""

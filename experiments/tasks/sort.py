@@ -13,8 +13,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from experiments.settings.common import Train
+from experiments.tasks.base import Labels
 from experiments.tasks.copy import Copy
-from experiments.tasks.labels import Labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,6 @@ class Sort(Copy):
 
     name: ClassVar[str] = "sort"
     labels: ClassVar[Labels] = Labels("repeat a sequence in ascending order")
-    seconds: ClassVar[float] = 35.0
 
     def order(self, x, count):
         """Returns the first `count` tokens of x in ascending order."""

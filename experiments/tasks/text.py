@@ -25,9 +25,8 @@ from experiments.models.model import Position, structure, token_losses
 from experiments.models.schemes import with_scaling
 from experiments.settings.common import Model, Train
 from experiments.settings.config_io import near
-from experiments.tasks.base import PLACES, Data, Evaluation, Length, Task
+from experiments.tasks.base import PLACES, Data, Evaluation, Labels, Length, Task
 from experiments.tasks.corpus import load_corpus, pair_bits
-from experiments.tasks.labels import Labels
 
 VARIANTS = {"ntk": pe.NTK, "pi": pe.PI}
 _TOKENS_PER_CALL = 4096
@@ -76,7 +75,6 @@ class Text(Task):
         higher_is_better=False,
         limits=None,
         length_unit="bytes",
-        every_length=True,
         modes={
             "nonoverlapping": "Non-overlapping: the text is cut into pieces of the given length, "
             "so bytes early in a piece have little context. Longer pieces give these more, even "
@@ -89,7 +87,6 @@ class Text(Task):
             "validation": "Held-out text of other documents, by which settings are chosen.",
         },
     )
-    seconds: ClassVar[float] = 21.0
     measure_settings: ClassVar[frozenset[str]] = frozenset(
         {"eval_bytes", "stride", "sliding_lengths", "ngram", "variants", "validation"}
     )

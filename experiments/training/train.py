@@ -7,7 +7,6 @@ can be compared pair by pair.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -248,7 +247,6 @@ def train(
     position: Position,
     seeds: list[int],
     data: Any,
-    report: Callable[[int, list[float]], None] = lambda step, loss: None,
     *,
     params: nnx.State | None = None,
     batches_before: int = 0,
@@ -262,7 +260,6 @@ def train(
       position: the scheme, or one layer each.
       seeds: of parameters and data.
       data: `Data.train` of what `task.load` returned.
-      report: called with the step and the losses [seeds] after each compiled call.
       params: to begin with, leaves [seeds, ...]; default: new ones.
       batches_before: how many batches these have seen, which are not drawn again.
       checkpoint: stores the state, and returns that of an interrupted call: `runs.checkpoints`.
@@ -300,7 +297,6 @@ def train(
             break
         if checkpoint:
             checkpoint.save(state, curve, times())
-        report(curve["step"][-1], curve["loss"][-1])
     train_seconds, cpu_seconds = times()
     return Trained(
         params=state[0] if mesh is None else jax.tree.map(jnp.asarray, jax.device_get(state[0])),

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import posenc_jax as pe
-from experiments.tasks.labels import Labels
+from experiments.tasks.base import Labels
 from experiments.tasks.lookup import Lookup
 
 
@@ -97,7 +97,6 @@ class Repeat(Lookup):
 
     name: ClassVar[str] = "repeat"
     labels: ClassVar[Labels] = Labels("say it again", unit="share of echoes", length_unit="words")
-    seconds: ClassVar[float] = 1.0
 
     @property
     def vocab_size(self):

@@ -3,7 +3,7 @@
 import dataclasses
 
 import posenc_jax as pe
-from experiments.pages.scheme_results import collect
+from experiments.pages.tables import collect
 from experiments.runs.run import Result, Run
 from experiments.tasks import TASKS
 

@@ -11,7 +11,6 @@ import pytest
 
 from experiments.pages import plots, tables
 from experiments.pages.page import as_html, plain
-from experiments.pages.plot_labels import spread
 from experiments.pages.report import render as whole_page
 from experiments.settings.common import Rates
 from tests.experiments.result_rows import LENGTHS, make_row
@@ -114,6 +113,32 @@ def test_the_page_begins_with_all_scores_and_what_is_missing(text):
     text = words_of(whole_page("mine", rows, "command"))
     assert "Without a result so far: kback: rope (1 of 3 seeds); kth: none." in text
     assert "2 runs done" in text
+
+
+def test_scores_as_text():
+    names = itertools.product(("kback", "text"), ("rope", "t5"))
+    rows = [make_row(task, name, 2, fitted=name != "t5") for task, name in names]
+    rows += [make_row("kback", "none", 2, error="the loss is not finite")]
+    rows += [
+        make_row("text", "learned", 2),
+        make_row("text", "none", raised="ValueError: NaN\nmore"),
+    ]
+    table, second, rest = tables.as_text(rows).split("\n\n")
+    assert table.splitlines() == [
+        "kback     32*      64     128",
+        "rope     0.86    0.77    0.66",
+        "t5       0.89       -       -",
+        "none   failed  failed  failed",
+        "accuracy at each length, higher is better; * the training length; means of 2 seeds",
+    ]
+    assert "rope + NTK" in second and "0.735†" in second
+    assert rest.splitlines() == [
+        "- not fitted: fails accuracy at the training length >= 0.9",
+        "† rows beyond position 127 were never trained",
+        "kback, none failed: 2 of 2 seeds: the loss is not finite",
+        "text, none failed: ValueError: NaN",
+    ]
+    assert tables.as_text([]) == ""
 
 
 def test_tasks_that_no_scheme_fitted_are_folded():
@@ -231,6 +256,6 @@ def test_non_finite_numbers_render_as_nan():
     "wanted", [[], [5.0], [0.0] * 5, [9.9] * 9, [1.0, 2.0, 2.1, 9.0], [-3, 40]]
 )
 def test_spread_keeps_labels_apart(wanted):
-    places = spread(wanted, gap=1.0, room=10.0)
+    places = plots.spread(wanted, gap=1.0, room=10.0)
     assert all(b - a >= 1.0 - 1e-9 for a, b in itertools.pairwise(places))
     assert all(-1e-9 <= place <= 10.0 + 1e-9 for place in places)
