@@ -1,4 +1,4 @@
-"""An array of all pairs as a rule, against `jax.nn` and float64 NumPy; kernels are interpreted."""
+"""An array of all pairs as a rule, against float64 NumPy; kernels are interpreted."""
 
 import jax
 import jax.numpy as jnp
@@ -13,198 +13,115 @@ from posenc_jax.kernels.gpu.implementation import PallasGPU
 from posenc_jax.kernels.tpu.implementation import PallasTPU
 from tests.engine.rules import KINDS
 from tests.kernels.kernel_cases import arrays_of, assert_close, described
-from tests.oracle import attention, qkv, softmax_attention
+from tests.oracle import attention, qkv
 from tests.support import gpu_interpreted, gpu_lowered, slow
 
-B, T, N = 3, 63, 6
-Q, K, V = qkv(batch=B, length=T)
-RANDOM = np.random.default_rng(0)
+N = 6
 TILES = XLA(Blocks(16, 8), Blocks(8, 16))
-KERNELS = PallasTPU(Blocks(128, 128), Blocks(128, 128), interpret=True)
-OF_GPU = PallasGPU(interpret=True)
 # Larger blocks in the backward pass: more tiles than the bias has.
-UNEQUAL = PallasTPU(Blocks(128, 128), Blocks(256, 384), interpret=True)
-CASES = [((1, N), TILES), ((B, 1), Dense(block=2**12)), ((1, 1), UNEQUAL)]
-MORE_CASES = [((1, 1), TILES), ((B, N), TILES), ((B, 1), TILES), ((1, N), "reference")]
-MORE_CASES += [(lead, KERNELS) for lead in ((1, 1), (B, N), (B, 1), (1, N))]
-CASES += [pytest.param(*case, marks=slow) for case in MORE_CASES]
-WEIGHTS = RANDOM.normal(size=(B, T, N, 8)).astype("f4")
-
-
-def array(*lead):
-    return RANDOM.normal(size=(*lead, T, T)).astype("f4")
-
-
-def gradients_of(attend):
-    def loss(bias, q, k, v):
-        return (attend(bias, q, k, v) * WEIGHTS).sum()
-
-    run = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
-    return lambda bias: jax.device_get(run(bias, Q, K, V))
-
-
-def jax_nn(bias, q, k, v):
-    return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=True)
-
-
-GRADIENTS_OF_JAX_NN = gradients_of(jax_nn)  # For biases [B, N, T, S].
+KERNELS = PallasTPU(Blocks(128, 128), Blocks(256, 384), interpret=True)
+OF_GPU = PallasGPU(interpret=True)
+CASES = [
+    ("reference", 63, 2, (1, N), np.float32, 4.0),
+    (Dense(block=2**12), 63, 2, (2, 1), np.float32, 4.0),
+    (TILES, 63, 2, (1, N), np.float32, None),
+    (KERNELS, 200, 2, (1, N), jnp.bfloat16, None),
+    pytest.param(OF_GPU, 63, 2, (1, 1), jnp.bfloat16, None, marks=gpu_interpreted),
+]
+CASES += [
+    pytest.param(*case, marks=slow)
+    for case in [
+        (TILES, 63, 2, (2, 1), np.float32, 4.0),
+        (KERNELS, 200, 6, (2, 1), np.float32, 4.0),
+        (KERNELS, 63, 2, (2, N), np.float32, None),
+    ]
+]
+CASES += [
+    pytest.param(OF_GPU, 200, *case, None, marks=[gpu_interpreted, slow])
+    for case in [(6, (2, 1), jnp.bfloat16), (2, (1, N), np.float32)]
+]
 
 
 @pytest.mark.parametrize(
-    ("shape", "implementation"),
-    CASES,
-    ids=str,
+    ("implementation", "length", "kv_heads", "lead", "dtype", "softcap"), CASES, ids=str
 )
-def test_output_and_gradients_equal_jax_nn(shape, implementation):
-    bias = array(*shape)
+def test_output_and_gradients_equal_float64(implementation, length, kv_heads, lead, dtype, softcap):
+    """Beside a rule by distance, with padding at the end of each row.
 
-    def own(bias, q, k, v):
-        rule = pe.DenseBias(bias)
-        return pe.attention(q, k, v, rules=rule, is_causal=True, implementation=implementation)
-
-    value, grads = gradients_of(own)(bias)
-    expected_value, (d_bias, *expected) = GRADIENTS_OF_JAX_NN(np.broadcast_to(bias, (B, N, T, T)))
-    shared = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
-    expected = d_bias.sum(shared, keepdims=True), *expected
-    np.testing.assert_allclose(value, expected_value, rtol=2e-5)
-    for got, array_expected in zip(grads, expected, strict=True):
-        np.testing.assert_allclose(got, array_expected, atol=2e-5)
-
-
-@pytest.mark.parametrize(
-    ("kernels", "length", "kv_heads", "lead", "dtype"),
-    [
-        (KERNELS, 200, 2, (1, N), jnp.bfloat16),
-        pytest.param(KERNELS, 200, 6, (2, 1), jnp.float32, marks=slow),
-        pytest.param(KERNELS, 63, 2, (2, N), jnp.float32, marks=slow),
-        pytest.param(OF_GPU, 63, 2, (1, 1), jnp.bfloat16, marks=gpu_interpreted),
-        pytest.param(OF_GPU, 200, 6, (2, 1), jnp.bfloat16, marks=[gpu_interpreted, slow]),
-        pytest.param(OF_GPU, 200, 2, (1, N), jnp.float32, marks=[gpu_interpreted, slow]),
-    ],
-)
-def test_kernels_equal_float64_numpy(kernels, length, kv_heads, lead, dtype):
-    """As in AlphaFold: padding at the end of each row, 24 numbers per head, not causal."""
+    -inf hides keys as `mask` does: NaN and inf in a key that it hides from all queries reach no
+    output and no gradient, and a query without keys has zeros. Nor does NaN for later keys.
+    """
     random = np.random.default_rng(1)
     shapes = [(2, length, n, 24) for n in (N, kv_heads, kv_heads, N)]
     q, k, v, d_out = (random.normal(size=shape).astype("f4") for shape in shapes)
-    bias = jnp.asarray(random.normal(size=(*lead, length, length)), dtype)
     ids = np.where(np.arange(length) < np.array([[length - 5], [40]]), 0, -1).astype(np.int32)
+    later = np.triu(np.ones((length, length), bool), 1)
+    hidden = random.random((length, length)) < 0.3
+    hidden[7], hidden[:, [5, 30]] = True, True
+    bias = random.normal(size=(*lead, length, length))
+    bias = jnp.asarray(np.where(later, np.nan, np.where(hidden, -np.inf, bias)), dtype)
+    options = {"q_segment_ids": ids, "is_causal": True, "softcap": softcap}
 
     @jax.jit
     def run(q, k, v, bias):
-        def attend(*x):
-            options = {"q_segment_ids": ids, "contiguous": True, "implementation": kernels}
-            return pe.attention(*x[:3], rules=pe.DenseBias(x[3]), **options)
+        def attend(q, k, v, bias):
+            rules = pe.DenseBias(bias), pe.ALiBi(num_heads=N).rules({})
+            return pe.attention(q, k, v, rules=rules, implementation=implementation, **options)
 
         out, pull = jax.vjp(attend, q, k, v, bias)
         return out, *pull(d_out)
 
     real, zeros = ids == 0, np.zeros((1, length, N), "f4")
     d_out = np.where(real[..., None, None], d_out, 0.0)
-    exact, rows = np.asarray(bias, "f4"), []
-    for row, (sees, g) in enumerate(zip(real[:, :, None] & real[:, None], d_out, strict=True)):
-        arrays = [x[row : row + 1] for x in (q, k, v)]
-        added = exact[min(row, lead[0] - 1)]
-        rows.append(attention(arrays, added, sees, g[None], zeros, scale=24**-0.5))
+    slopes, at = np.asarray(pe.alibi_slopes(N)), np.arange(length)
+    alibi = -slopes[:, None, None] * np.abs(at[:, None] - at).astype("f4")
+    exact, rows = np.where(later | hidden, 0.0, np.asarray(bias, "f4")), []
+    for row in range(2):
+        sees = real[row, :, None] & real[row] & ~later & ~hidden
+        arrays, g = [x[row : row + 1] for x in (q, k, v)], d_out[row][None]
+        added = exact[min(row, lead[0] - 1)] + alibi
+        numbers = {"scale": 24**-0.5, "softcap": softcap}
+        rows.append(attention(arrays, added, sees, g, zeros, **numbers))
     out, _, *expected, d_logits, _ = zip(*rows, strict=True)
-    *got, d_bias = run(q, k, v, bias)
-    assert_close(got, [np.concatenate(x) for x in (out, *expected)], 2e-6)
+    expected = [np.concatenate(x) for x in (out, *expected)]
     shared = tuple(axis for axis in (0, 1) if lead[axis] == 1)
-    expected = np.stack(d_logits).sum(shared, keepdims=True)
+    of_bias = np.stack(d_logits).sum(shared, keepdims=True)
+    for x in (k, v):
+        x[:, 5], x[:, 30] = np.nan, np.inf
+    *got, d_bias = run(q, k, v, bias)
+    assert_close(got, expected, 2e-6)
     assert d_bias.dtype == dtype
-    assert_close(d_bias, expected, 2e-6 if dtype == jnp.float32 else 2.0**-8)
-
-
-def test_attention_matches_a_float64_softmax_with_another_rule():
-    """With a softcap, segments, and an array of bfloat16 that is multiplied by the scale."""
-    bias = jnp.asarray(array(1, N), jnp.bfloat16)
-    exact, slopes = np.asarray(bias[0], np.float64), np.asarray(pe.alibi_slopes(N), np.float64)
-    segments = np.repeat([0, 1], [20, 43])[None].repeat(B, 0).astype(np.int32)
-
-    def logit(q, k, n, i, j):
-        x = (q @ k + exact[n, i, j]) / np.sqrt(8) - slopes[n] * (i - j)
-        return 5.0 * np.tanh(x / 5.0)
-
-    expected = softmax_attention(
-        Q, K, V, logit, sees=lambda i, j: j <= i and segments[0, i] == segments[0, j]
-    )
-    rules = pe.ALiBi(num_heads=N).rules({}), pe.DenseBias(bias, scaled=True)
-    options = {"rules": rules, "is_causal": True, "softcap": 5.0}
-    for side in "qk":
-        options[f"{side}_segment_ids"] = segments
-        options[f"{side}_positions"] = np.arange(T, dtype=np.int32)[None]
-    outs = jax.jit(
-        lambda: [
-            pe.attention(Q, K, V, implementation=implementation, **options)
-            for implementation in (TILES, "dense", "reference")
-        ]
-    )()
-    for out in outs:
-        np.testing.assert_allclose(out, expected, atol=2e-6)
-
-
-@pytest.mark.parametrize(
-    ("implementation", "softcap"),
-    [(TILES, None), ("dense", 5.0), (KERNELS, None)]
-    + [
-        pytest.param(*case, marks=slow)
-        for case in ((TILES, 5.0), (KERNELS, 5.0), ("reference", 5.0))
-    ],
-    ids=str,
-)
-def test_minus_infinity_hides_keys(implementation, softcap):
-    """As `mask` does, also for a query without keys; hidden NaN leave gradients finite."""
-    later = np.triu(np.ones((T, T), bool), 1)
-    hidden = RANDOM.random((B, 1, T, T)) < 0.5
-    hidden[1, 0, 7] = True
-    bias = np.where(later, np.nan, np.where(hidden, -np.inf, 0.0)).astype("f4")
-    options = {"is_causal": True, "softcap": softcap}
-    # Without a softcap, causality would be part of a rule by distance.
-    others = () if softcap else (pe.ALiBi(num_heads=N).rules({}),)
-
-    def own(bias, q, k, v):
-        rules = pe.DenseBias(bias), *others
-        return pe.attention(q, k, v, rules=rules, implementation=implementation, **options)
-
-    value, grads = gradients_of(own)(bias)
-    mask = {"mask": ~hidden, "rules": others, "implementation": "reference"}
-    masked = pe.attention(Q, K, V, **mask, **options)
-    np.testing.assert_allclose(value, (masked * WEIGHTS).sum(), rtol=1e-5)
-    assert np.all(np.asarray(own(bias, Q, K, V))[1, 7] == 0.0)
-    assert all(np.isfinite(grad).all() for grad in grads)
-    assert np.all(np.asarray(grads[0])[hidden | later] == 0.0)
+    assert_close(d_bias, of_bias, 2e-6 if dtype == np.float32 else 2.0**-8)
 
 
 def test_it_belongs_to_slots_when_a_rule_sorts_the_keys():
     """Stick-breaking needs keys in the order of their positions."""
-    order = RANDOM.permutation(T)
-    bias, rule = array(1, N), pe.StickBreaking().rules({})
-    positions = np.arange(T, dtype=np.int32)[None]
+    random, (q, k, v) = np.random.default_rng(0), qkv(length=9)
+    bias, order = random.normal(size=(1, N, 9, 9)).astype("f4"), random.permutation(9)
 
+    @jax.jit
     def attend(bias, q, k, v, positions):
-        rules = pe.DenseBias(bias), rule
-        return pe.attention(
-            q, k, v, rules=rules, q_positions=positions, k_positions=positions, is_causal=True
-        )
+        rules = pe.DenseBias(bias), pe.StickBreaking().rules({})
+        return pe.attention(q, k, v, rules=rules, q_positions=positions, is_causal=True)
 
-    straight = attend(bias, Q, K, V, positions)
-    shuffled = [x[:, order] for x in (Q, K, V, positions.repeat(B, 0))]
-    moved = attend(bias[:, :, order][..., order], *shuffled)
+    positions = np.arange(9, dtype=np.int32)
+    straight = attend(bias, q, k, v, positions)
+    moved = attend(bias[:, :, order][..., order], *(x[:, order] for x in (q, k, v)), order)
     np.testing.assert_allclose(moved, straight[:, order], atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "pairs, error, message",
     [
-        (np.zeros((T, T), "f4"), ValueError, r"\[B or 1, N or 1, T, S\] with B, N, T, S = \(3, 6"),
-        (np.zeros((B, 3, T, T), "f4"), ValueError, r"got \(3, 3, 63, 63\)"),
-        (np.zeros((1, 1, T, 1), "f4"), ValueError, r"got \(1, 1, 63, 1\)"),
-        (np.zeros((1, 1, T, T), bool), TypeError, "a boolean array is a mask"),
+        (np.zeros((9, 9), "f4"), ValueError, r"\[B or 1, N or 1, T, S\] with B, N, T, S = \(3, 6"),
+        (np.zeros((3, 3, 9, 9), "f4"), ValueError, r"got \(3, 3, 9, 9\)"),
+        (np.zeros((1, 1, 9, 1), "f4"), ValueError, r"got \(1, 1, 9, 1\)"),
+        (np.zeros((1, 1, 9, 9), bool), TypeError, "a boolean array is a mask"),
     ],
 )
 def test_other_arrays_are_refused(pairs, error, message):
     with pytest.raises(error, match=message):
-        pe.attention(Q, K, V, rules=pe.DenseBias(jnp.asarray(pairs)))
+        pe.attention(*qkv(batch=3, length=9), rules=pe.DenseBias(jnp.asarray(pairs)))
 
 
 def test_kernels_refuse_what_they_lack():
@@ -225,7 +142,7 @@ def test_kernels_refuse_what_they_lack():
         kernels, pair = PallasGPU(cross_compile=True), pe.DenseBias(pair)
         assert "add them up" in refusal(kernels, pair, pair)
         q = jnp.zeros((1, 64, 2, 64))
-        dots = KINDS["wide"].rules(KINDS["wide"].make(RANDOM, 2, 64), q, q)
+        dots = KINDS["wide"].rules(KINDS["wide"].make(np.random.default_rng(0), 2, 64), q, q)
         assert "with a vector of a token" in refusal(kernels, pair, *dots)
 
     jax.eval_shape(refusals)

@@ -1,5 +1,7 @@
 """Which query sees which key, against a rule for one query and one key."""
 
+import sys
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -67,6 +69,8 @@ def test_sides_of_a_window():
     assert window_sides(4) == window_sides(np.int64(4)) == (3, 3)
     assert window_sides((2, 0)) == (2, 0)
     assert window_sides((-1, 3)) == (-1, 3)
+    positions = jnp.arange(3, dtype=jnp.int32)[None]
+    assert visible(positions, positions, window=sys.maxsize).all()
 
 
 @pytest.mark.parametrize("window", [0, -2])
