@@ -9,14 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 
 import posenc_jax as pe
 from posenc_jax.engine import dense
 from posenc_jax.engine.xla import XLA
-from posenc_jax.sharding import sequence_parallel_attention
 from tests.engine.rules import KINDS
-from tests.support import slow
 
 KIND = KINDS["whole"]
 
@@ -41,32 +39,26 @@ def _rule(heads=2):
     )
 
 
-@pytest.mark.parametrize(
-    "options", [{"window": (300, 20)}, pytest.param({"is_causal": True}, marks=slow)], ids=str
-)
-def test_queries_meet_only_ranges_of_keys_that_they_may_see(options):
+def test_queries_meet_only_ranges_of_keys_that_they_may_see():
     q, k, v = _tokens(1030, batch=1, heads=1)
     params = KIND.make(np.random.default_rng(1), 1, 4)
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(implementation):
-        rules = KIND.rules(params, q, k)
-        return pe.attention(q, k, v, rules=rules, **options, implementation=implementation)
+        options = {"rules": KIND.rules(params, q, k), "window": (300, 20)}
+        return pe.attention(q, k, v, implementation=implementation, **options)
 
     chex.assert_trees_all_close(run("xla"), run("reference"), rtol=1e-4, atol=3e-5)
 
 
-@pytest.mark.parametrize("window", [(300, 20), (7, 0)])
-def test_queries_meet_the_first_and_the_last_key_of_their_window(window):
+def test_queries_meet_the_first_and_the_last_key_of_their_window():
     # With equal logits the output is the mean of the values, which are the positions.
     positions = np.arange(1030)
     zeros, values = np.zeros((1, 1030, 1, 1), np.float32), positions.astype(np.float32)
-    out = pe.attention(
-        zeros, zeros, values[None, :, None, None], window=window, implementation="dense"
-    )
-    first = np.maximum(positions - window[0], 0)
-    last = np.minimum(positions + window[1], 1029)
-    np.testing.assert_allclose(np.asarray(out)[0, :, 0, 0], (first + last) / 2, rtol=1e-5)
+    values = values[None, :, None, None]
+    out = pe.attention(zeros, zeros, values, window=(300, 20), implementation="dense")
+    mean = (np.maximum(positions - 300, 0) + np.minimum(positions + 20, 1029)) / 2
+    np.testing.assert_allclose(np.asarray(out)[0, :, 0, 0], mean, rtol=1e-5)
 
 
 def test_causal_work_is_less(monkeypatch):
@@ -94,30 +86,25 @@ def test_causal_work_is_less(monkeypatch):
     assert work(is_causal=True, window=128) < 0.4 * work()
 
 
-@pytest.mark.parametrize(
-    "extra", [{}, pytest.param({"softcap": 2.0}, marks=slow), {"dropout_rate": 0.3}], ids=str
-)
-def test_a_rule_may_take_the_place_of_the_softmax(extra):
+def test_a_rule_may_take_the_place_of_the_softmax():
     q, k, v = _tokens(19)
     order = np.random.default_rng(2).permutation(19).astype(np.int32)
-    if "dropout_rate" in extra:
-        extra = extra | {"dropout_key": jax.random.key(3)}
 
     def loss(q, k, v, heads, implementation):
         rule = dataclasses.replace(_rule(), heads=heads)
-        places = {"q_positions": order, "k_positions": order, "is_causal": True} | extra
-        out = pe.attention(q, k, v, rules=rule, **places, implementation=implementation)
+        options = {"q_positions": order, "is_causal": True, "implementation": implementation}
+        out = pe.attention(q, k, v, rules=rule, **options)
         return jnp.sum(jnp.sin(out)), out
 
     run = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True), static_argnums=4)
     expected, got = (run(q, k, v, _rule().heads, i) for i in ("reference", XLA(row_block=300)))
     chex.assert_trees_all_close(got, expected, atol=1e-5)
-    if not extra:  # By hand, for one query.
-        i = int(np.argmax(order))
-        by_position = np.argsort(order)
-        logits = np.asarray(q[0, i, 1] @ k[0, :, 1].T / 2)[by_position]
-        weights = np.exp(logits - 1.0 * np.cumsum(np.logaddexp(0, logits)))
-        np.testing.assert_allclose(got[1][0, i, 1], weights @ v[0, by_position, 1], atol=1e-5)
+    # By hand, for one query.
+    i = int(np.argmax(order))
+    by_position = np.argsort(order)
+    logits = np.asarray(q[0, i, 1] @ k[0, :, 1].T / 2)[by_position]
+    weights = np.exp(logits - 1.0 * np.cumsum(np.logaddexp(0, logits)))
+    np.testing.assert_allclose(got[1][0, i, 1], weights @ v[0, by_position, 1], atol=1e-5)
 
 
 def _listing(shared, heads, row, cols, logits, seen, q, k):
@@ -132,32 +119,14 @@ def test_keys_of_a_segment_come_in_the_order_of_their_positions(implementation):
     q, k, _ = _tokens(6, batch=1, heads=1)
     positions = np.int32([2, 0, 1, 1, 2, 0])
     segments = np.int32([1, 0, 1, 0, 0, 1])
-    out = pe.attention(
-        q,
-        k,
-        np.eye(6, dtype=np.float32)[None, :, None],
-        rules=pe.LogitsTransform(_listing, normalized=False),
-        q_positions=positions,
-        k_positions=positions,
-        q_segment_ids=segments,
-        k_segment_ids=segments,
-        implementation=implementation,
-    )[0, :, 0]
-    first, last = np.exp(1.0), np.exp(2.0)
-    zeroth_segment = [0, first, 0, 0, last, 0]  # Segment 0 is in slots 1, 3, 4.
-    first_segment = [last, 0, 0, 0, 0, first]  # Segment 1 is in slots 5, 2, 0.
-    np.testing.assert_allclose(
-        out,
-        [
-            first_segment,
-            zeroth_segment,
-            first_segment,
-            zeroth_segment,
-            zeroth_segment,
-            first_segment,
-        ],
-        rtol=1e-6,
-    )
+    places = {"q_positions": positions, "q_segment_ids": segments}
+    values = np.eye(6, dtype=np.float32)[None, :, None]
+    rule = pe.LogitsTransform(_listing, normalized=False)
+    out = pe.attention(q, k, values, rules=rule, implementation=implementation, **places)
+    zeroth, first = np.zeros((2, 6))
+    zeroth[[1, 4]] = first[[5, 0]] = np.exp([1.0, 2.0])  # Slots 1, 3, 4, and 5, 2, 0.
+    expected = np.where(segments[:, None], first, zeroth)
+    np.testing.assert_allclose(out[0, :, 0], expected, rtol=1e-6)
 
 
 def test_derivatives_of_any_order_and_mode():
@@ -177,23 +146,10 @@ def test_derivatives_of_any_order_and_mode():
         return (
             jax.jvp(jax.grad(f), (q,), (direction,))[1],
             jax.grad(lambda q: jnp.vdot(jax.grad(f)(q), direction))(q),
-            jax.jvp(f, (q,), (direction,))[1],
         )
 
     for got, expected in zip(derivatives(q, "xla"), derivatives(q, "reference"), strict=True):
         np.testing.assert_allclose(got, expected, atol=2e-5)
-
-
-def test_gradients_are_the_same_bits_in_every_run():
-    q, k, v = _tokens(70)
-
-    def loss(q, heads):
-        rule = dataclasses.replace(_rule(), heads=heads)
-        return jnp.sum(pe.attention(q, k, v, rules=rule, is_causal=True, implementation="xla"))
-
-    run = jax.jit(jax.grad(loss, (0, 1)))
-    grads = [run(q, _rule().heads) for _ in range(2)]
-    chex.assert_trees_all_equal(*grads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,38 +190,6 @@ def test_schemes_are_combined():
         np.testing.assert_allclose(out, expected, atol=1e-6)
     with pytest.raises(ValueError, match="attention: more than one rule transforms whole rows"):
         attend(pe.chain(Whole(), Whole()), q, k)
-
-
-def test_a_sharded_sequence_gathers_its_keys():
-    q, k, v = _tokens(16)
-    positions = np.broadcast_to(np.arange(16, dtype=np.int32)[::-1], (2, 16))
-    places = {"q_positions": positions, "k_positions": positions, "is_causal": True}
-    expected = pe.attention(q, k, v, rules=_rule(), **places)
-    spread = PartitionSpec(None, "sequence")
-
-    def run(method):
-        @jax.shard_map(in_specs=(spread, PartitionSpec()), out_specs=spread)
-        def local(shards, rule):
-            q, k, v, positions = shards
-            return sequence_parallel_attention(
-                q,
-                k,
-                v,
-                axis_name="sequence",
-                method=method,
-                rules=rule,
-                q_positions=positions,
-                k_positions=positions,
-                is_causal=True,
-                implementation="xla",
-            )
-
-        return jax.jit(local)((q, k, v, positions), _rule())
-
-    with jax.set_mesh(jax.make_mesh((8,), ("sequence",), axis_types=(AxisType.Auto,))):
-        np.testing.assert_allclose(run("all_gather"), expected, atol=1e-5)
-        with pytest.raises(NotImplementedError, match=r'all keys .* use method="all_gather"'):
-            run("ring")
 
 
 @pytest.mark.parametrize(

@@ -46,9 +46,12 @@ RULES = {
         lambda shared, head, d: -s() * distance(d, 0)[None], q_features=ONES
     ),
     "transform": lambda s: pe.DotBias(
-        opposite_vector, q_features=ONES, bounds=(-999, 999), transform=lambda x: s() * x
+        opposite_vector,
+        q_features=ONES,
+        bounds=(-999, 999),
+        transform=lambda x: jnp.int32(s()) * x,
     ),
-    "values": lambda s: pe.ValueBias(lambda q, k: s() * jnp.abs(q - k) // 2, TABLE),
+    "values": lambda s: pe.ValueBias(lambda q, k: jnp.int32(s()) * jnp.abs(q - k) // 2, TABLE),
     "rows": lambda s: pe.LogitsTransform(
         lambda shared, heads, row, cols, logits, seen, q, k: logits - s() * distance(q, k)[None]
     ),
@@ -56,19 +59,31 @@ RULES = {
         lambda score, b, h, q, k: score - s() * distance(q, k), QKV[0]
     ),
 }
+IN_TILES = ("logit", "content", "dot", "transform", "values")
+
+
+def rules_of(names, s, length=T):
+    """Rules that read `s()`, with the features of the last queries."""
+    rules = [RULES[name](s) for name in names]
+    queries = [None if x.q_features is None else x.q_features[:, T - length :] for x in rules]
+    pairs = zip(rules, queries, strict=True)
+    return tuple(rule.with_features(q, rule.k_features) for rule, q in pairs)
 
 
 @jax.numpy_rank_promotion("allow")
 @jax.numpy_dtype_promotion("standard")
-def plain(q, k, v, s, name="logit"):
+def plain(q, k, v, s, names=("logit",)):
     """The formula, for queries at the last positions."""
-    i = jnp.arange(k.shape[1])
+    i, s = jnp.arange(k.shape[1]), jnp.asarray(s, jnp.float32)
     d = jnp.abs(i[-q.shape[1] :, None] - i)
     logits = jnp.einsum("btnh,bsnh->bnts", q, k) / H**0.5
-    weights = jax.nn.softmax(logits if name == "values" else logits - 0.1 * s * d)
+    for name in set(names) - {"values"}:
+        logits -= 0.1 * (jax.lax.stop_gradient(s) if name == "transform" else s) * d
+    weights = jax.nn.softmax(logits)
     out = jnp.einsum("bnts,bsnv->btnv", weights, v)
-    if name == "values":
-        out += jnp.einsum("bnts,ntsv->btnv", weights, TABLE[:, jnp.minimum(s * d // 2, R - 1)])
+    if "values" in names:
+        entries = jnp.minimum((s * d).astype(jnp.int32) // 2, R - 1)
+        out += jnp.einsum("bnts,ntsv->btnv", weights, TABLE[:, entries])
     return out
 
 
@@ -94,53 +109,45 @@ def assert_close(got, expected):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, np.abs(b).max()))
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_other_functions_are_never_taken_for_equal(name):
+@pytest.mark.parametrize("names", [(*IN_TILES, "on"), ("rows",), ("score_mod",)], ids="+".join)
+def test_other_functions_are_never_taken_for_equal(names):
     for s in (1, 4):
-        out = pe.attention(*inputs(), rules=RULES[name](lambda s=s: s))
-        assert_close(out, plain(*inputs(), s, name))
+        out = pe.attention(*inputs(), rules=rules_of(names, lambda s=s: s))
+        assert_close(out, plain(*inputs(), s, names))
 
 
 CALLS = {
-    **{f"{name}, xla": (name, T, "xla") for name in ("logit", "content", "dot")},
-    **{f"{name}, xla": (name, T, "xla") for name in ("transform", "values")},
-    "logit, one query": ("logit", 1, "dense"),
-    "logit, decode kernel": ("logit", 1, TPU),
-    "logit, kernels": ("logit", T, TPU),
+    "tiles": (IN_TILES, T, "xla"),
+    "one query": (("logit",), 1, "dense"),
+    "decode kernel": (("logit",), 1, TPU),
+    "kernels": (("logit",), T, TPU),
 }
 
 
-@pytest.mark.parametrize("name, length, implementation", CALLS.values(), ids=CALLS)
-def test_derivatives_are_of_the_forward_pass(name, length, implementation):
+@pytest.mark.parametrize("names, length, implementation", CALLS.values(), ids=CALLS)
+def test_derivatives_are_of_the_forward_pass(names, length, implementation):
     """Also if a variable changes before the pullback, or between two uses of a program."""
     arrays, number = inputs(length), [1]
 
     def attend(q, k, v):
-        rule = RULES[name](lambda: number[0])
-        rule = rule.with_features(*features(rule, length))
+        rules = rules_of(names, lambda: number[0], length)
         options = positions(length) | {"contiguous": False}
-        return pe.attention(q, k, v, rules=rule, implementation=implementation, **options)
+        return pe.attention(q, k, v, rules=rules, implementation=implementation, **options)
 
     program = jax.jit(attend)
     jax.eval_shape(program, *arrays)
 
     @testing.jit_fast
     def cotangents(*arrays):
-        pulls = []
         number[0] = 4
         first = pull_of(program, *arrays)()
-        for number[0] in (2, 3):
-            pulls.append(pull_of(attend, *arrays))
-        expected = [pull_of(lambda *a, x=x: plain(*a, x, name), *arrays)() for x in (1, 2, 3)]
-        return [first, *(pull() for pull in pulls)], expected
+        number[0] = 2
+        second = pull_of(attend, *arrays)
+        number[0] = 3
+        expected = [pull_of(lambda *a, x=x: plain(*a, x, names), *arrays)() for x in (1, 2)]
+        return [first, second()], expected
 
     assert_close(*cotangents(*arrays))
-
-
-def features(rule, length):
-    """Returns the features of the last queries."""
-    q, k = rule.q_features, rule.k_features
-    return None if q is None else q[:, T - length :], k
 
 
 def test_derivatives_of_a_ring_are_of_the_forward_pass():
@@ -166,15 +173,17 @@ def test_derivatives_of_a_ring_are_of_the_forward_pass():
     assert_close(cotangents(*inputs()), expected)
 
 
-@pytest.mark.parametrize("name, length, implementation", [*CALLS.values()][:-1], ids=[*CALLS][:-1])
-def test_gradients_of_what_a_function_closes_over(name, length, implementation):
+@pytest.mark.parametrize(
+    "names, length, implementation",
+    [(IN_TILES, T, "xla"), (("logit",), 1, "dense"), (("logit",), 1, TPU)],
+)
+def test_gradients_of_what_a_function_closes_over(names, length, implementation):
     """In a loop of layers, whose derivatives JAX traces outside of the loop."""
     arrays, options = inputs(length), positions(length) | {"contiguous": False}
 
     def attend(s, q, k, v):
-        rule = RULES[name](lambda: s)
-        rule = rule.with_features(*features(rule, length))
-        return pe.attention(q, k, v, rules=rule, implementation=implementation, **options)
+        rules = rules_of(names, lambda: s, length)
+        return pe.attention(q, k, v, rules=rules, implementation=implementation, **options)
 
     def layers(s, *arrays):
         def layer(out, s):
@@ -183,18 +192,13 @@ def test_gradients_of_what_a_function_closes_over(name, length, implementation):
         return jax.lax.scan(layer, jnp.zeros_like(arrays[0]), s)[0]
 
     def both(s, *arrays):
-        return plain(*arrays, s[0], name) + plain(*arrays, s[1], name)
-
-    is_integer = name in ("values", "transform")
-    s = jnp.array([1, 4], jnp.int32 if is_integer else jnp.float32)
+        return plain(*arrays, s[0], names) + plain(*arrays, s[1], names)
 
     @testing.jit_fast
     def gradients(s):
-        if is_integer:
-            return [pull_of(functools.partial(f, s), *arrays)() for f in (layers, both)]
         return [pull_of(f, s, *arrays)() for f in (layers, both)]
 
-    assert_close(*gradients(s))
+    assert_close(*gradients(jnp.array([1.0, 4.0])))
 
 
 def test_gradients_of_what_a_function_closes_over_outside_of_jit():

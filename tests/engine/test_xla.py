@@ -16,7 +16,6 @@ from posenc_jax.engine.terms import strip_tile
 from posenc_jax.engine.toeplitz import _row_by_row_sums, _skewed_sums, toeplitz_tile_vjp
 from posenc_jax.engine.xla import XLA
 from tests.engine.rules import KINDS
-from tests.support import slow
 
 
 def _tokens(length, *, batch=1, heads=2, dim=8, seed=0):
@@ -82,18 +81,10 @@ def test_on_tpu_many_heads_do_not_make_blocks_smaller():
         assert make_plan(2048, 2048, heads, platform="tpu").forward == Blocks(512, 256)
 
 
-@pytest.mark.parametrize(
-    ("length", "keys", "heads"),
-    [(1, 63, 2), pytest.param(63, 63, 12, marks=slow), (5, 600, 2)],
-)
-def test_awkward_sizes(length, keys, heads):
-    q, _, _ = _tokens(length, heads=heads, dim=6)
-    _, k, v = _tokens(keys, heads=heads, dim=6)
-    places = {
-        "q_positions": np.arange(length, dtype=np.int32) + max(keys - length, 0),
-        "k_positions": np.arange(keys, dtype=np.int32),
-    }
-    table, bias = _t5(heads)
+def test_awkward_sizes():
+    (q, _, _), (_, k, v) = _tokens(5, dim=6), _tokens(600, dim=6)
+    places = {"q_positions": np.arange(595, 600), "k_positions": np.arange(600)}
+    table, bias = _t5()
 
     @jax.jit
     def outputs(table):
@@ -110,8 +101,8 @@ def test_the_same_bits_in_every_run_and_packed_equals_separate():
     table, bias = _t5()
     ids = np.repeat(np.int32([0, 1]), 300)[None]
 
-    def loss(q, k, v, table, ids, **places):
-        out = _attend(q, k, v, rules=bias(table), q_segment_ids=ids, **places)
+    def loss(q, k, v, table, ids):
+        out = _attend(q, k, v, rules=bias(table), q_segment_ids=ids)
         return jnp.sum(out**2), out
 
     run = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))
@@ -124,39 +115,6 @@ def test_the_same_bits_in_every_run_and_packed_equals_separate():
     joined = [np.concatenate([x[:, :300] for x in pair], 1) for pair in pairs]
     chex.assert_trees_all_close(first[0][:3], tuple(joined), atol=3e-5)
     np.testing.assert_allclose(first[0][3], d_table + later_d_table, atol=2e-3)
-    # Where the positions restart in each segment, nothing else changes.
-    positions = np.tile(np.arange(300, dtype=np.int32), 2)[None]
-    places = {"q_positions": positions, "k_positions": positions}
-    out = jax.jit(loss)(q, k, v, table, ids, **places)[1]
-    np.testing.assert_allclose(out, first[1], atol=3e-6)
-
-
-each_kind = pytest.mark.parametrize("kind", ["shaw", pytest.param("t5", marks=slow)])
-
-
-@each_kind
-def test_what_nobody_sees_does_no_harm(kind):
-    """Padding may hold anything; a query that sees nothing gets zeros and gives none back."""
-    q, k, v = _tokens(80, batch=2)
-    kind = KINDS[kind]
-    params = kind.make(np.random.default_rng(1), 2, 8)
-    ids = np.zeros((2, 80), np.int32)
-    ids[0, 60:] = ids[1, :30] = -1
-
-    def loss(k, v, params):
-        out, lse = _attend(
-            q, k, v, rules=kind.rules(params, q, k), q_segment_ids=ids, return_lse=True
-        )
-        return jnp.sum(out**2), (out, lse)
-
-    run = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
-    expected = run(k, v, params)
-    padding = (ids < 0)[:, :, None, None]
-    got = run(*(np.where(padding, np.float32(np.nan), x) for x in (k, v)), params)
-    chex.assert_trees_all_equal(got, expected)
-    out, lse = jax.device_get(expected[1])
-    assert np.all(out[ids < 0] == 0)
-    assert np.all(np.isneginf(lse[ids < 0]))
 
 
 def test_a_bad_row_stays_alone():
@@ -178,7 +136,7 @@ def test_a_bad_row_stays_alone():
     np.testing.assert_array_equal(out[1, 8:], clean[1, 8:])
 
 
-def test_under_vmap_scan_and_remat():
+def test_under_vmap():
     q, k, v = _tokens(40, batch=4)
     table, bias = _t5()
 
@@ -190,25 +148,11 @@ def test_under_vmap_scan_and_remat():
     tables = np.broadcast_to(table, (4, *table.shape))
     chex.assert_trees_all_close(jax.jit(jax.vmap(grad))(tables, q, k, v), one_by_one, atol=1e-4)
 
-    def layers(table):
-        layer = jax.checkpoint(lambda x, t: (x + _attend(x, x, x, rules=bias(t)), None))
-        return jnp.sum(jax.lax.scan(layer, q, jnp.stack([table, 2 * table]))[0] ** 2)
 
-    def unrolled(table):
-        x = q
-        for t in (table, 2 * table):
-            x = x + _attend(x, x, x, rules=bias(t), implementation="reference")
-        return jnp.sum(x**2)
-
-    got, expected = (jax.jit(jax.grad(f))(table) for f in (layers, unrolled))
-    chex.assert_trees_all_close(got, expected, rtol=1e-3, atol=1e-2)
-
-
-@each_kind
-def test_hessian_vector_products(kind):
+def test_hessian_vector_products():
     """Forward mode over reverse mode, through loops over tiles."""
     q, k, v = _tokens(300)
-    kind = KINDS[kind]
+    kind = KINDS["shaw"]
     params = kind.make(np.random.default_rng(1), 2, 8)
 
     def hvp(implementation):
@@ -255,6 +199,7 @@ def test_gradients_of_heads_with_one_number_in_bfloat16(dims):
     arrays = [jnp.asarray(random.normal(size=(2, length, *x)), jnp.bfloat16) for x in sizes]
     rules = pe.ALiBi(num_heads=heads).rules({})
 
+    @functools.partial(jax.jit, static_argnums=(0, 1))
     def grads(implementation, dtype):
         def loss(arrays):
             out = pe.attention(*arrays, rules=rules, implementation=implementation)
