@@ -281,7 +281,7 @@ def _forward(x: Operands) -> tuple[jax.Array, LogSumExp]:
             zeros(x.q, shape),
             zeros(x.q, (*shape, x.v.shape[3])),
         )
-        m, l, out = tiles.visit_keys(i, key_block, state)
+        m, l, out = tiles.visit(0, i, key_block, state)
         out = out / jnp.where(l == 0, 1.0, l)[..., None]
         return None, (jnp.swapaxes(out, 1, 2).astype(x.dtype), LogSumExp(m, l))
 
@@ -299,7 +299,7 @@ def _forward_tile(tiles: "Tiles", i, j, q, state: Softmax, *, interior: bool) ->
     keys = keys._replace(features=zero_keys(live, keys.features))
     by_distance, pairs = tiles.by_distance(i, j, interior), tiles.pairs(i, j)
     added = tiles.added(by_distance, pairs, x.terms, queries, keys, interior)
-    s, _ = tiles.logits(tiles.products(q, k), added, seen)
+    s, _ = tiles.logits(_einsum("bnqh,bnkh->bnqk", q, k), added, seen)
     # The maximum only stabilises; its JVP would divide by the number of ties.
     m_new = jnp.maximum(m, jax.lax.stop_gradient(s).max(3))
     p, decay = jnp.exp(s - m_new[..., None]), jnp.exp(m - m_new)
@@ -368,7 +368,7 @@ def _backward(diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Oper
         key_grads = KeyGrads(
             zeros(x.q, shape), zeros(x.q, (*shape[:2], x.v.shape[3], shape[3])), _blank(tokens)
         )
-        grads, key_grads = tiles.visit_queries(j, query_block, (grads, key_grads))
+        grads, key_grads = tiles.visit(1, j, query_block, (grads, key_grads))
         key_grads = KeyGrads(
             _sum_groups(jnp.swapaxes(key_grads.k, 2, 3), x.k.shape[1]).astype(x.k.dtype),
             _sum_groups(jnp.swapaxes(key_grads.v, 2, 3), x.v.shape[1]).astype(x.v.dtype),
@@ -436,7 +436,7 @@ def _backward_tile(
     pull: Any = None
     if by_distance[0] is not None or has_terms or pairs:
         extra, pull = jax.vjp(added, by_distance, pairs, diff)
-    s, softcap_grad = tiles.logits(tiles.products(q, k), extra, seen)
+    s, softcap_grad = tiles.logits(_einsum("bnqh,bnkh->bnqk", q, k), extra, seen)
     p = jnp.exp(s - lse[..., None])
     dp = _einsum("bnqv,bnkv->bnqk", d_out, v)
     dropout = tiles.dropout_scale(queries, keys)
@@ -493,15 +493,17 @@ class Tiles:
         return self._per_query_head(k), self._per_query_head(v)
 
     def tokens(self, i, j, interior: bool) -> tuple[TokenArrays, TokenArrays, Any, Any]:
-        """Returns queries and keys of a tile, and the masks of visible pairs and of live keys."""
+        """Returns queries and keys of a tile, and the masks of visible pairs and of live keys.
+
+        Live keys, bool [B or 1, N or 1, K], are seen by some query of the tile; the mask is None
+        where every key is visible to the query in its own slot.
+        """
         q = take_block(self.operands.queries, 2, i, self.blocks.q)
         k = take_block(self.operands.keys, 2, j, self.blocks.k)
         seen = None if interior else self.seen(i, j, q, k)
-        return q, k, seen, self.live_keys(seen)
-
-    def products(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Returns float32 q . k of [B, N, Q, H] and [B, N, K, H]."""
-        return _einsum("bnqh,bnkh->bnqk", q, k)
+        see = self.operands.visibility
+        known = see.by_slot and not see.segments and not see.mask and not self.operands.pairs
+        return q, k, seen, None if seen is None or known else jnp.any(seen, axis=2)
 
     def strip_start(self, i, j) -> jax.Array:
         """Returns the index of the last key's distance from the first query, in the strips."""
@@ -620,17 +622,6 @@ class Tiles:
             out = finite if out is None else out & finite
         return out
 
-    def live_keys(self, seen: jax.Array | None) -> jax.Array | None:
-        """Returns bool [B or 1, N or 1, K], the keys that some query of the tile sees.
-
-        None where every key is visible to the query in its own slot.
-        """
-        see = self.operands.visibility
-        known = see.by_slot and not see.segments and not see.mask and not self.operands.pairs
-        if seen is None or known:
-            return None
-        return jnp.any(seen, axis=2)
-
     def dropout_scale(self, q: TokenArrays, k: TokenArrays) -> jax.Array | None:
         """Returns the factor of dropout on every weight, or None."""
         if self.operands.dropout_seeds is None:
@@ -655,36 +646,25 @@ class Tiles:
             x, softcap_grad = self.operands.softcap * bounded, 1.0 - bounded * bounded
         return x if seen is None else jnp.where(seen, x, MASK_VALUE), softcap_grad
 
-    def visit_keys(self, i, body: Callable, carry: Any) -> Any:
-        """Runs `body(interior)(j, carry)` over the blocks of keys that block i of queries sees."""
+    def visit(self, axis: int, index, body: Callable, carry: Any) -> Any:
+        """Runs `body(interior)(other, carry)` over the blocks that meet block `index`.
+
+        Args:
+          axis: 0: `index` is a block of queries, the others are of keys; 1: the other way round.
+          index: number of the block.
+          body, carry: the loop.
+        """
         see, x = self.operands.visibility, self.operands
-        if x.plan.keys == self.blocks.k:
+        if (x.plan.keys // self.blocks.k, x.plan.length // self.blocks.q)[axis] == 1:
             return body(interior=see.all_interior)(jnp.int32(0), carry)
-        known = see.known_tiles(self.blocks, x.plan.length, x.plan.keys)
-        if known is not None:
-            return self._visit(*known, body, carry, i)
-        q, k = self._summaries()
-        live, interior = see.classify(take_block(q, 1, i, 1), k, x.prefix_length)
-        return self._visit(jnp.any(live, 0), jnp.all(interior, 0), body, carry)
-
-    def visit_queries(self, j, body: Callable, carry: Any) -> Any:
-        """Runs `body(interior)(i, carry)` over the blocks of queries that see block j of keys."""
-        see, x = self.operands.visibility, self.operands
-        if x.plan.length == self.blocks.q:
-            return body(interior=see.all_interior)(jnp.int32(0), carry)
-        known = see.known_tiles(self.blocks, x.plan.length, x.plan.keys)
-        if known is not None:
-            return self._visit(known[0].T, known[1].T, body, carry, j)
-        q, k = self._summaries()
-        live, interior = see.classify(q, take_block(k, 1, j, 1), x.prefix_length)
-        return self._visit(jnp.any(live, 0), jnp.all(interior, 0), body, carry)
-
-    def _summaries(self) -> tuple[Any, Any]:
-        see, x = self.operands.visibility, self.operands
-        return see.summary(x.queries, self.blocks.q), see.summary(x.keys, self.blocks.k)
-
-    def _visit(self, live, interior, body: Callable, carry: Any, row=None) -> Any:
-        see = self.operands.visibility
+        row, tiles = index, see.known_tiles(self.blocks, x.plan.length, x.plan.keys)
+        if tiles is None:
+            ranges = [see.summary(x.queries, self.blocks.q), see.summary(x.keys, self.blocks.k)]
+            ranges[axis] = take_block(ranges[axis], 1, index, 1)
+            live, interior = see.classify(*ranges, x.prefix_length)
+            row, live, interior = None, jnp.any(live, 0), jnp.all(interior, 0)
+        else:
+            live, interior = (np.moveaxis(y, axis, 0) for y in tiles)
         if not see.all_interior:
             carry = for_each_block(live & ~interior, body(interior=False), carry, row)
         if not see.none_interior:

@@ -7,6 +7,7 @@ import pytest
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.rules import as_tuple
 from posenc_jax.engine.xla import XLA
 from tests.oracle import qkv
 
@@ -56,7 +57,7 @@ def test_rules_of_one_axis_are_refused_three(name):
             pe.ContentBias(first_axis, q_features=Q),
             pe.ValueBias(longest, SHAW.rules(zeros(SHAW), Q)[1].table + 1.0),
             COPE.rules(zeros(COPE), Q),
-            pe.on_axis(pe.ALiBi(num_heads=6), 1, 3).rules({}),
+            *as_tuple(pe.on_axis(pe.ALiBi(num_heads=6), 1, 3).rules({})),
         ),
         pe.on_axis(DAPE, 1, 3).rules(zeros(DAPE)),
     ],

@@ -152,46 +152,6 @@ def test_derivatives_of_any_order_and_mode():
         np.testing.assert_allclose(got, expected, atol=2e-5)
 
 
-@dataclasses.dataclass(frozen=True)
-class Whole(pe.Scheme):
-    """A scheme of a user's own, with a rule on coordinates."""
-
-    def rules(self, params, q_features=None, k_features=None):
-        return pe.LogitsTransform(_reads_coordinates)
-
-
-def _reads_coordinates(shared, heads, row, cols, logits, seen, q, k):
-    return logits - 0.1 * jnp.abs(q - k).astype(jnp.float32)[None]
-
-
-def double(coordinates):
-    return 2 * coordinates
-
-
-def test_schemes_are_combined():
-    q, k, v = _tokens(9)
-    rope = pe.RoPE(head_dim=4)
-    assert Whole().acts == pe.Acts.LOGITS
-
-    def attend(scheme, q, k, **options):
-        params = scheme.init(jax.random.key(0))
-        return pe.scheme_attention(scheme, params, q, k, v, **options)[0]
-
-    @jax.jit
-    def outputs(q, k):
-        doubled, positions = pe.with_positions(Whole(), double), jnp.arange(9)
-        rotated = pe.apply_rope(q, positions), pe.apply_rope(k, positions)
-        return (
-            (attend(doubled, q, k), attend(Whole(), q, k, coordinates=2 * positions)),
-            (attend(pe.chain(rope, doubled, pe.NoPE()), q, k), attend(doubled, *rotated)),
-        )
-
-    for out, expected in outputs(q, k):
-        np.testing.assert_allclose(out, expected, atol=1e-6)
-    with pytest.raises(ValueError, match="attention: more than one rule transforms whole rows"):
-        attend(pe.chain(Whole(), Whole()), q, k)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -201,7 +161,7 @@ def test_schemes_are_combined():
             ValueError,
             r"LogitsTransform.q_features must be .*\(2, 7, 2\), got \(2, 5\)",
         ),
-        ({"rules": Whole()}, TypeError, "rules must be rules such as LogitBias, got Whole"),
+        ({"rules": (_rule(), _rule())}, ValueError, "more than one rule transforms whole rows"),
         ({"rules": _rule(), "return_lse": True}, NotImplementedError, "no log-sum-exp"),
         ({"rules": _rule(), "sinks": jnp.ones(2)}, NotImplementedError, "none for sinks"),
         ({"rules": _rule(), "implementation": "jax"}, NotImplementedError, "it has no rules"),

@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from posenc_jax.engine.dense import _products
-from posenc_jax.engine.rules import DotBias
 
 HEADS, DIM, KEYS = 6, 4, 290
 
@@ -108,43 +106,3 @@ def test_one_query_at_any_positions(make):
         np.testing.assert_allclose(out[0, 0], expected, atol=2e-6, err_msg=name)
         _, expected_grads = run("reference", q, k, params, places)
         chex.assert_trees_all_close(grads, expected_grads, atol=2e-5)
-
-
-def _coordinate_of_key(shared, head, q_feature, k_feature, q, k):
-    return k.astype(jnp.float32)
-
-
-def _distance(shared, head, distance):
-    return distance.astype(jnp.float32)[None]
-
-
-def test_keys_in_order_are_counted_from_the_first_of_their_block():
-    """A pair that returns the key's coordinate shows from where it was counted."""
-    ones = jnp.ones((1, 1, 1, 1))
-    rule = DotBias(_distance, q_features=ones, pair=_coordinate_of_key)
-    q, k = jnp.full((1, 1), 299), jnp.arange(7, 307)[None]
-    seen = jnp.arange(300)[None, None, None] != 200
-    counted = np.arange(300) % 128
-    added = jax.jit(lambda k: rule.added_to_row(q, k, seen, _products))
-    for at_200 in (900, 207):
-        np.testing.assert_array_equal(added(k.at[0, 200].set(at_200))[0, 0, 0], counted)
-    out = added(k.at[0, 201].set(900))
-    np.testing.assert_array_equal(out[0, 0, 0], k[0].at[201].set(900))
-
-
-def test_keys_beyond_the_bound_have_one_vector():
-    """A hidden key near the query shows it: it gets the vector of far keys."""
-    ones = jnp.ones((1, 300, 1, 1))
-    rule = DotBias(_bounded_distance, k_features=ones, bounds=(0, 40))
-    q, k = jnp.full((1, 1), 299), jnp.arange(300)[None]
-    seen = jnp.arange(300)[None, None, None] != 290
-    expected = np.minimum(299 - np.arange(300), 40)
-    added = jax.jit(lambda k: rule.added_to_row(q, k, seen, _products))
-    out = added(k)
-    np.testing.assert_array_equal(out[0, 0, 0], np.where(np.arange(300) == 290, 40, expected))
-    many = jnp.maximum(k, 280)  # More keys before the bound than there is room for.
-    np.testing.assert_array_equal(added(many)[0, 0, 0], np.minimum(299 - many[0], 40))
-
-
-def _bounded_distance(shared, head, distance):
-    return jnp.clip(distance, 0, 40).astype(jnp.float32)[None]

@@ -213,17 +213,6 @@ def test_gradients_of_heads_with_one_number_in_bfloat16(dims):
         np.testing.assert_allclose(x.astype("f4"), y, rtol=0, atol=2**-7 * np.abs(y).max())
 
 
-def test_bfloat16_accumulates_in_float32():
-    tokens = _tokens(520, dim=16)
-    table, bias = _t5()
-    tokens = [x.astype(jnp.bfloat16) for x in tokens]
-    attend = jax.jit(lambda q, k, v: _attend(q, k, v, rules=bias(table)))
-    out = attend(*tokens)
-    assert out.dtype == jnp.bfloat16
-    exact = attend(*(x.astype(np.float32) for x in tokens))
-    np.testing.assert_allclose(np.asarray(out, np.float32), exact, atol=0.02, rtol=0.01)
-
-
 @pytest.mark.parametrize("shape", [(1, 1), (1, 6), (5, 3), (16, 16)])
 def test_sums_of_diagonals(shape):
     """The sums for TPU and the sums for other platforms."""
