@@ -20,6 +20,7 @@ from posenc_jax.schemes.rotary.base import Rotary
 
 PROJECTIONS = "query", "key", "value", "out"
 _QK_NORM_KEYS = "use_qk_norm", "qk_layernorm"
+_BIAS_KEYS = "attention_bias", "use_bias", "bias", "enable_bias"
 
 
 def with_attention_settings(
@@ -67,11 +68,13 @@ def _qk_norm(config: TrackedConfig, model_type: ModelType) -> QKNorm | None:
     norm = model_type.qk_norm
     for key in _QK_NORM_KEYS:
         value = config.explicit(key)
-        config.check_ignored(
-            value is None or key == model_type.qk_norm_key or value == (norm is not None),
-            f"{key}={value}",
-        )
-    if norm is None or (model_type.qk_norm_key and not config.need(model_type.qk_norm_key)):
+        if key in config.defaults:
+            norm = norm if config.need(key) else None
+        else:
+            config.check_ignored(
+                value is None or value == (model_type.qk_norm is not None), f"{key}={value}"
+            )
+    if norm is None:
         return None
     if norm.kind == "clip":
         return dataclasses.replace(norm, threshold=float(config.need("qk_l2_clip_threshold")))
@@ -83,7 +86,7 @@ def _logit_scale(config: TrackedConfig, model_type: ModelType, layer: int) -> fl
     """Returns the factor on q . k in a layer, counted from 0; None: the scheme's own."""
     for key, power in SCALE_POWERS.items():
         value = config.get(key)
-        used = key == model_type.scale_key
+        used = key in config.defaults or key == model_type.scale_key
         config.check_ignored(
             value is None or used or key == model_type.unused_scale_key, f"{key}={value}"
         )
@@ -102,6 +105,8 @@ def attention_options(
     """
     model_type = MODEL_TYPES[config.model_type]
     biases = model_type.biases
+    if biases is None:
+        biases = [key for key in _BIAS_KEYS if key in config.defaults][:1] or [False]
     require(
         not isinstance(biases, str),
         f"the attention of {config.model_type} has {biases}, which Attention does not have.",

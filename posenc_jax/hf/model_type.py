@@ -23,13 +23,15 @@ class ModelType:
     Attributes:
       layers: reads the scheme and the window of each layer.
       biases: whether the projections to q, k, v and the output have biases, as bools or as the
-        keys that say so; or what `Attention` lacks for the attention of the model type.
-      qk_norm: the normalisation of queries and keys, whose epsilon the config has.
-      qk_norm_key: the key that switches the norm on; None: it is always on.
+        keys that say so; or what `Attention` lacks for the attention of the model type. None: as
+        the key says that its config class has, and none without such a key.
+      qk_norm: the normalisation of queries and keys, whose epsilon the config has; a key that the
+        config class has for it switches it off.
       qk_norm_rotating_only: whether only layers that rotate have the norm.
       sinks: as in `LayerSpec`.
       sinks_windowed_only: whether only layers with a window have them.
-      scale_key: the key for the factor on q . k, see `SCALE_POWERS`.
+      scale_key: the key for the factor on q . k, see `SCALE_POWERS`, beside those that the config
+        class has.
       unused_scale_key: a key of `SCALE_POWERS` that releases have without effect.
       scale: reads the factor of a layer in another way; None: the scheme's own.
       causality: "causal"; "bidirectional"; "is_decoder", causal with this key; or "decoder", causal
@@ -43,9 +45,8 @@ class ModelType:
     """
 
     layers: LayersReader
-    biases: tuple[bool | str, ...] | str
+    biases: tuple[bool | str, ...] | str | None = None
     qk_norm: QKNorm | None = None
-    qk_norm_key: str | None = None
     qk_norm_rotating_only: bool = False
     sinks: Sinks = False
     sinks_windowed_only: bool = False
@@ -78,7 +79,9 @@ LATENT = "latent projections"
 GATE = "a gate on its output"
 
 
-def multi_head(layers: LayersReader, biases: tuple[bool | str, ...], **settings: Any) -> ModelType:
+def multi_head(
+    layers: LayersReader, biases: tuple[bool | str, ...] | None = ALL, **settings: Any
+) -> ModelType:
     """Returns a model type with one key head per query head, and H = D / N."""
     return ModelType(layers, biases, key_heads=as_many_key_heads, ignores_head_dim=True, **settings)
 

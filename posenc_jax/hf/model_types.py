@@ -16,9 +16,9 @@ A model type is included if it is in a release of transformers, and a scheme of 
 `LayerSpec` describe each layer: the tests of its layers need no code of their own.
 """
 
-from posenc_jax.hf import hybrid_types, latent_types, other_types, rotary_types
+from posenc_jax.hf import other_types, rotary_types
 
-_ROWS = rotary_types.ROWS | hybrid_types.ROWS | latent_types.ROWS | other_types.ROWS
+_ROWS = rotary_types.ROWS | other_types.ROWS
 MODEL_TYPES = {name: row for names, row in _ROWS.items() for name in names.split()}
 
 _NOT_READ = {

@@ -334,38 +334,38 @@ _ROBERTA = "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm
 ROWS: dict[str, ModelType] = {
     # A learned table at the input.
     "bert bert-generation ernie megatron-bert roc_bert": multi_head(
-        table(), ALL, causality="is_decoder"
+        table(), causality="is_decoder"
     ),
-    "rembert": multi_head(table(width="input_embedding_size"), ALL, causality="is_decoder"),
-    "openai-gpt": multi_head(table(), ALL),
-    "biogpt": multi_head(table(offset=2), ALL),
-    "distilbert": multi_head(table(), ALL, causality="bidirectional"),
-    "albert": multi_head(table(width="embedding_size"), ALL, causality="bidirectional"),
-    "electra": multi_head(table(width="embedding_size"), ALL, causality="is_decoder"),
-    "opt": multi_head(table(offset=2), ("enable_bias",) * 4),
-    _ROBERTA: multi_head(table(reserved=True), ALL, causality="is_decoder"),
-    "gpt2": multi_head(table(), ALL, scale=_gpt2_scale),
+    "rembert": multi_head(table(width="input_embedding_size"), causality="is_decoder"),
+    "openai-gpt": multi_head(table()),
+    "biogpt": multi_head(table(offset=2)),
+    "distilbert": multi_head(table(), causality="bidirectional"),
+    "albert": multi_head(table(width="embedding_size"), causality="bidirectional"),
+    "electra": multi_head(table(width="embedding_size"), causality="is_decoder"),
+    "opt": multi_head(table(offset=2), None),
+    _ROBERTA: multi_head(table(reserved=True), causality="is_decoder"),
+    "gpt2": multi_head(table(), scale=_gpt2_scale),
     "gpt_bigcode": ModelType(
         table(), ALL, key_heads=_bigcode_key_heads, ignores_head_dim=True, scale=_bigcode_scale
     ),
     "gpt_neo": multi_head(_gpt_neo, (False, False, False, True), scale=unscaled),
     # In an encoder and a decoder.
     "bart mbart mvp plbart": multi_head(
-        _halves(lambda config: _learned(config, offset=2)), ALL, causality="decoder", only=_LEARNED
+        _halves(lambda config: _learned(config, offset=2)), causality="decoder", only=_LEARNED
     ),
     "blenderbot blenderbot-small": multi_head(
-        _halves(_learned), ALL, causality="decoder", only=_LEARNED
+        _halves(_learned), causality="decoder", only=_LEARNED
     ),
-    "marian pegasus": multi_head(_halves(_sinusoidal), ALL, causality="decoder", only=_STATIC),
+    "marian pegasus": multi_head(_halves(_sinusoidal), causality="decoder", only=_STATIC),
     "whisper": multi_head(_whisper, (True, False, True, True), causality="decoder"),
-    "mt5 t5 umt5": ModelType(_halves(_t5), NONE, causality="decoder", key_heads=as_many_key_heads),
+    "mt5 t5 umt5": ModelType(_halves(_t5), causality="decoder", key_heads=as_many_key_heads),
     # Sines and cosines.
-    "ctrl": multi_head(lambda config: uniform(config, _sinusoidal(config)), ALL),
+    "ctrl": multi_head(lambda config: uniform(config, _sinusoidal(config))),
     # Biases and terms of the logits.
-    "bloom": multi_head(_alibi, ALL, only={"offset_alibi": (100,)}),  # Never read by transformers.
+    "bloom": multi_head(_alibi, only={"offset_alibi": (100,)}),  # Never read by transformers.
     "mpt": multi_head(_mpt, NONE, scale=_mpt_scale, clips_projections=True),
-    "falcon": ModelType(_falcon, ("bias",) * 4, key_heads=_falcon_key_heads),
-    "deberta-v2": multi_head(_deberta_v2, ALL, causality="bidirectional"),
+    "falcon": ModelType(_falcon, key_heads=_falcon_key_heads),
+    "deberta-v2": multi_head(_deberta_v2, causality="bidirectional"),
     "xlnet": ModelType(_xlnet, "two streams"),
     "wav2vec2-bert": ModelType(_wav2vec2_bert, "a table that ends earlier in the future"),
     "inkling_text": ModelType(_inkling, "convolutions of keys and values", qk_norm=RMS),

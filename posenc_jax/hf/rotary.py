@@ -33,6 +33,7 @@ from posenc_jax.schemes.rotary.frequencies import PerSequenceMap
 from posenc_jax.schemes.rotary.mrope import MRoPE
 from posenc_jax.schemes.rotary.per_sequence_scaling import RoPEByLength
 from posenc_jax.schemes.rotary.rope import RoPE
+from posenc_jax.schemes.rotary.scaling.yarn import yarn_logit_scale
 from posenc_jax.schemes.scheme import Scheme
 
 _FLAT = "rope_theta", "partial_rotary_factor"
@@ -291,3 +292,53 @@ class Multimodal:
         )
         window = window_of(config) if "sliding_window" in config.defaults else None
         return tuple(layer_of(config, kind, scheme, window) for kind in self.kinds(config))
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """Reads multi-head latent attention: the last dimensions of a query and a key rotate.
+
+    Attributes:
+      interleave: whether pairs are neighbours; None: the config says.
+      in_place: whether rotated pairs stay neighbours; the logits are the same.
+      kinds: the kind of each layer.
+    """
+
+    interleave: bool | None = None
+    in_place: bool = False
+    kinds: LayerKinds = all_global
+
+    def __call__(self, config: TrackedConfig) -> tuple[LayerSpec, ...]:
+        """Returns RoPE on the end of a head, and a temperature if the config has one."""
+        scheme = with_temperature(config, lambda settings: RoPE(**self.fields(config, settings)))
+        return tuple(layer_of(config, kind, scheme) for kind in self.kinds(config))
+
+    def fields(self, config: TrackedConfig, settings: RopeSettings) -> dict[str, Any]:
+        """Returns the fields of RoPE."""
+        refuse_by_length(config, settings.scaling)
+        start, dim = config.need("qk_nope_head_dim"), config.need("qk_rope_head_dim")
+        config.ignore("head_dim")
+        config.check(
+            settings.fraction in (1.0, dim / (start + dim)),
+            f"partial_rotary_factor={settings.fraction}, and a rotary part of {dim} out of "
+            f"{start + dim} dimensions",
+        )
+        interleave = self.interleave
+        if interleave is None:
+            # DeepSeek-V3.2 has no such key; null is false.
+            interleave = config.get("rope_interleave", "rope_interleave" not in config.defaults)
+        else:
+            config.only("rope_interleave", interleave)
+        layout = "interleaved" if self.in_place else "interleaved_to_half"
+        out = {"head_dim": start + dim, "rotary_start": start, "theta": settings.theta}
+        return out | {"layout": layout if interleave else "half", "scaling": settings.scaling}
+
+
+def latent_scale(config: TrackedConfig, layer: int) -> float | None:
+    """Returns the factor on q . k of multi-head latent attention with DeepSeek's YaRN."""
+    rope = TrackedConfig(rope_dict(config) or {}, f"{config.label} in its rope parameters")
+    mscale = rope.get("mscale_all_dim")
+    if not mscale:
+        return None
+    size = config.need("qk_nope_head_dim") + config.need("qk_rope_head_dim")
+    return yarn_logit_scale(size, rope.need("factor"), mscale)

@@ -120,7 +120,9 @@ def draw(kind, rng):
     if layers is not None:
         raw |= {n: layers for n in ("num_hidden_layers", "n_layer", "num_layers") if n in raw}
     if "_vl_" in kind and not any(n.startswith("rope_") for n in case):
-        raw |= {"head_dim": 8, "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+        raw |= {"head_dim": 8, "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
+    if kind == "ernie4_5_vl_moe_text":
+        raw["moe_intermediate_size"] = [8, 8]
     for name, values in VALUES.items():
         if name in fields and name not in case and rng.random() < 0.2:
             value = rng.choice(values)
