@@ -4,7 +4,6 @@
 ContextPosSelfAttn with its default gates, from torch to NumPy in float64.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -56,12 +55,18 @@ def random_table(positions, dim=8):
     return np.random.default_rng(3).normal(size=(positions, dim)) / 2
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize(
-    "options", [{}, {"num_positions": 7}, {"num_positions": 1}, {"scaled": False}], ids=str
+    "options, implementation",
+    [
+        ({}, "xla"),
+        ({"num_positions": 7}, "reference"),
+        ({"num_positions": 1}, "reference"),
+        ({"scaled": False}, "xla"),
+    ],
+    ids=str,
 )
 def test_matches_the_code_of_the_authors(options, implementation):
-    arrays = qkv(batch=2, heads=12, kv_heads=3)
+    arrays = qkv(batch=2, length=37)
     scheme = pe.CoPE(head_dim=8, **options)
     table = random_table(scheme.num_positions)
     out = attend(scheme, table, *arrays, implementation=implementation)
@@ -94,12 +99,3 @@ def test_matches_a_run_of_the_authors_code():
     _, mine, attn = authors(q, k, np.eye(4), pos_emb)
     np.testing.assert_allclose(mine[:, 0], counted, atol=1e-6)
     np.testing.assert_allclose(attn, weights, atol=1e-6)
-
-
-def test_initialised_with_zeros_as_the_authors_do():
-    scheme = pe.CoPE(head_dim=8, num_positions=5)
-    params = scheme.init(jax.random.key(0))
-    np.testing.assert_array_equal(params["table"], np.zeros((5, 8)))
-    arrays = qkv(length=9)
-    plain = oracle.attend(pe.NoPE(), {}, *arrays, is_causal=True)
-    np.testing.assert_allclose(attend(scheme, params["table"], *arrays), plain, atol=1e-6)

@@ -15,7 +15,7 @@ import posenc_jax as pe
 from posenc_jax.schemes.content.deberta import deberta_boundaries
 from tests import oracle
 from tests.oracle import qkv
-from tests.support import Option, initial, parameters, slow
+from tests.support import Option, initial, parameters
 
 OPTIONS = {
     pe.DeBERTa: {
@@ -61,10 +61,7 @@ def authors(q, k, pos_key, pos_query, span, max_position, positions):
 
 def make(**options):
     scheme = pe.DeBERTa(num_heads=6, head_dim=8, model_dim=20, stddev=0.4, **options)
-    params = parameters(scheme)
-    if "bias" in params:
-        params["bias"] = 0.3 * jax.random.normal(jax.random.key(1), (6, 8))
-    return scheme, params
+    return scheme, parameters(scheme)
 
 
 def projected(params):
@@ -90,33 +87,23 @@ VARIANTS = [
 ]
 
 
-def of_many(n, causal, far, implementation):
-    """Whether a case runs: each variant has both masks, distances and implementations.
-
-    The first variant has each mask at each distance.
-    """
-    return (implementation == "xla") == (far != n % 2) and (causal != far or n == 0)
-
-
 @pytest.mark.parametrize(
     "options, is_causal, far, implementation",
-    [
-        pytest.param(o, causal, far, i, marks=() if of_many(n, causal, far, i) else slow)
+    [(VARIANTS[0], True, True, "reference")]
+    + [
+        (o, n % 2 == 0, n % 2 == 1, ("reference", "xla")[n // 2 % 2])
         for n, o in enumerate(VARIANTS)
-        for causal in (False, True)
-        for far in (False, True)
-        for i in ("reference", "xla")
     ],
     ids=str,
 )
 def test_matches_the_code_of_the_authors(options, is_causal, far, implementation):
-    q, k, v = qkv(kv_heads=6)
+    q, k, v = qkv(length=37, kv_heads=6)
     scheme, params = make(**options)
-    positions = np.r_[1, 257, 10**6 + np.arange(61)] if far else np.arange(63)
+    positions = np.r_[1, 257, 10**6 + np.arange(35)] if far else np.arange(37)
     sizes = scheme.span, scheme.max_distance, positions
     scores = authors(q[0], k[0], *projected(params), *sizes)
     if is_causal:
-        scores = np.where(np.tri(63) > 0, scores, -np.inf)
+        scores = np.where(np.tri(37) > 0, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     expected = np.einsum("nij,jnv->inv", weights, np.asarray(v[0], np.float64))
@@ -127,7 +114,7 @@ def test_matches_the_code_of_the_authors(options, is_causal, far, implementation
     np.testing.assert_allclose(out[0], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", VARIANTS[-3:], ids=str)
+@pytest.mark.parametrize("options", VARIANTS[-2:], ids=str)
 def test_projections_in_place_of_the_table(options):
     scheme, params = make(**options)
     same, arrays = scheme.with_projections(params)
@@ -138,24 +125,30 @@ def test_projections_in_place_of_the_table(options):
             np.testing.assert_allclose(arrays[name], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("span, last", [(256, 512), (8, 20), (6, 31), (32, 600), (4, 5)])
+@pytest.mark.parametrize("span, last", [(256, 512), (6, 31), (4, 5)])
 def test_buckets_are_those_of_the_authors(span, last):
     distances = np.arange(-3 * last, 3 * last)
     rows = np.clip(log_bucket(distances, span, last) + span, 0, 2 * span - 1)
     scheme = pe.DeBERTa(
         num_heads=1, head_dim=1, model_dim=1, span=span, max_distance=last, projected=True
     )
-    params = dict.fromkeys(("keys", "queries"), jnp.arange(2.0 * span)[:, None, None])
-    for term in scheme.rules(params, None, None):
-        np.testing.assert_array_equal(term.vectors(jnp.asarray(distances))[0, :, 0], rows)
-        assert term.bounds == (-last, last - 1)
+    params = dict.fromkeys(("keys", "queries"), np.arange(2.0 * span, dtype="f4")[:, None, None])
+
+    @jax.jit
+    def vectors(distances):
+        terms = scheme.rules(params, None, None)
+        assert all(term.bounds == (-last, last - 1) for term in terms)
+        return [term.vectors(distances)[0, :, 0] for term in terms]
+
+    for got in vectors(distances):
+        np.testing.assert_array_equal(got, rows)
 
 
 def test_boundaries_of_a_long_context_are_found_at_once():
     assert deberta_boundaries(8, 2**30)[-2:] == (1664511, 2**30)
 
 
-def test_initialisation_and_scale_follow_the_options():
+def test_parameters_and_scale_follow_the_options():
     def shapes(**options):
         scheme, params = make(span=4, max_distance=9, **options)
         return {name: x.shape for name, x in params.items()}, scheme.logit_scale(8)
@@ -165,9 +158,6 @@ def test_initialisation_and_scale_follow_the_options():
     assert shapes() == ({"keys": dim, "queries": dim, "bias": bias} | table, 24**-0.5)
     assert shapes(position_to_content=False) == ({"keys": dim} | table, 0.25)
     assert shapes(projected=True)[0] == {"keys": rows, "queries": rows}
-    params = pe.DeBERTa(num_heads=8, head_dim=64, model_dim=512).init(jax.random.key(0))
-    assert all(0.019 < params[name].std() < 0.021 for name in ("keys", "queries", "table"))
-    assert np.all(np.asarray(params["bias"]) == 0)
 
 
 ERRORS = [

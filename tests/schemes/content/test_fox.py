@@ -47,13 +47,10 @@ def authors(params, q, k, v, x, **options):
     )
 
 
-@pytest.mark.parametrize("heads", [6, 12])
-@pytest.mark.parametrize("init_bias", [0.0, 5.0])
-def test_attention_matches_the_authors(heads, init_bias):
-    scheme = pe.FoX(num_heads=heads, model_dim=10)
-    bias = np.linspace(init_bias - 1, init_bias + 1, heads, dtype=np.float32)
-    params = parameters(scheme) | {"b": bias}
-    tokens = arrays(heads)
+def test_attention_matches_the_authors():
+    scheme = pe.FoX(num_heads=6, model_dim=10)
+    params = parameters(scheme) | {"b": np.linspace(-1, 6, 6, dtype=np.float32)}
+    tokens = arrays(6)
     out = attend(scheme, params, *tokens, is_causal=True)
     np.testing.assert_allclose(out, authors(params, *tokens), atol=1e-5)
 
@@ -90,24 +87,6 @@ def test_gates_independent_of_tokens_equal_alibi_with_other_slopes(gate):
     )
     out = attend(scheme, params, q, k, v, None, is_causal=True)
     np.testing.assert_allclose(out, expected, atol=1e-5)
-
-
-def test_padding_does_not_contribute_through_combinators():
-    fox = pe.FoX(num_heads=6, model_dim=10)
-    both = pe.chain(pe.on_axis(pe.RoPE(head_dim=8), 1), pe.on_axis(fox, 0))
-    params = parameters(both)
-    q, k, v, x = arrays(6, length=8)
-    segments = jnp.asarray([-1, -1, 0, 0, 0, 0, 0, 0])
-    positions = jnp.maximum(jnp.arange(8) - 2, 0)
-    placement = {"positions": positions, "segment_ids": segments, "is_causal": True}
-    out = attend(both, params, q, k, v, x.at[:, :2].set(jnp.nan), **placement)[:, 2:]
-    alone = attend(both, params, *(a[:, 2:] for a in (q, k, v, x)), is_causal=True)
-    np.testing.assert_allclose(out, alone, atol=1e-6)
-
-
-def test_initialised_as_the_authors_do():
-    params = pe.FoX(num_heads=50, model_dim=400, init_bias=5.0).init(jax.random.key(0))
-    assert abs(np.std(params["w"]) - 0.02) < 1e-3 and np.all(params["b"] == 5.0)
 
 
 ERRORS = [

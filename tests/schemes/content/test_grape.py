@@ -1,7 +1,6 @@
 """GRAPE-A against the authors' bias modules, in float64."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -43,11 +42,12 @@ def authors(params, q, k, gate):
 
 def spread(params):
     """Parameters with a different omega per head, as after training."""
-    return params | {"omega": params["omega"] + jnp.linspace(-1.0, 1.0, len(params["omega"]))}
+    return params | {
+        "omega": params["omega"] + np.linspace(-1, 1, len(params["omega"]), dtype="f4")
+    }
 
 
-@pytest.mark.parametrize("gate", ["key", "query", "both"])
-@pytest.mark.parametrize("heads", [6, 12])
+@pytest.mark.parametrize("gate, heads", [("key", 6), ("query", 12), ("both", 6)])
 def test_attention_matches_the_authors(gate, heads):
     scheme = pe.GRAPEA(num_heads=heads, head_dim=8, gate=gate)
     params = spread(parameters(scheme))
@@ -58,34 +58,20 @@ def test_attention_matches_the_authors(gate, heads):
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("gate", ["key", "both"])
-def test_the_bias_at_far_positions(gate):
-    scheme = pe.GRAPEA(num_heads=12, head_dim=8, gate=gate)
+def test_the_bias_at_far_positions():
+    scheme = pe.GRAPEA(num_heads=12, head_dim=8, gate="both")
     params = spread(parameters(scheme))
     q, k, _ = qkv(length=3, heads=12)
     positions = np.array([1, 257, 10**6])
-    q_features, k_features, _ = scheme.features(params, None, q, k, None, None, None)
-    q_features, k_features = jax.tree.map(lambda a: a[0], (q_features, k_features))
-    got = scheme.rules(params, q_features, k_features).added_logits(
-        q_features, k_features, jnp.asarray(positions), jnp.asarray(positions)
-    )
-    near = authors(params, q, k, gate)
+
+    @jax.jit
+    def added(q, k, at):
+        features = scheme.features(params, None, q, k, None, None, None)[:2]
+        features = jax.tree.map(lambda a: a[0], features)
+        return scheme.rules(params, *features).added_logits(*features, at, at)
+
+    got = added(q, k, positions)
+    near = authors(params, q, k, "both")
     steps = abs(np.arange(3)[:, None] - np.arange(3)[None])
     far = abs(positions[:, None] - positions[None]) / np.maximum(steps, 1)
     np.testing.assert_allclose(got, near * far, rtol=2e-6)
-
-
-def test_initialised_as_the_authors_do():
-    params = pe.GRAPEA(num_heads=60, head_dim=256, gate="both", init_omega=3.0).init(
-        jax.random.key(0)
-    )
-    np.testing.assert_allclose(softplus(np.asarray(params["omega"])), 3.0, rtol=1e-6)
-    for name in "uv":
-        assert abs(np.std(params[name]) - 1 / 16) < 1e-3
-    assert np.abs(params["u"] - params["v"]).max() > 0.01
-    for gate, names in {"key": ["omega", "u"], "query": ["omega", "v"]}.items():
-        scheme = pe.GRAPEA(num_heads=2, head_dim=4, gate=gate)
-        assert sorted(scheme.init(jax.random.key(0))) == names
-
-
-ERRORS = []

@@ -4,7 +4,6 @@
 with InklingRelativeLogits after its projections and norms, from torch to NumPy in float64.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -53,22 +52,20 @@ def make(**options):
     return scheme, parameters(scheme)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
 @pytest.mark.parametrize(
-    "options",
+    "options, far, implementation",
     [
-        {},
-        {"extent": 7, "rank": 3},
-        {"log_scaling_start": 5},
-        {"log_scaling_start": 300, "slope": 0.5},
+        ({}, False, "xla"),
+        ({"extent": 7, "rank": 3}, True, "xla"),
+        ({"log_scaling_start": 5}, False, "reference"),
+        ({"log_scaling_start": 300, "slope": 0.5}, True, "reference"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("far", [False, True])
 def test_matches_the_code_of_the_model(options, far, implementation):
-    positions = np.r_[1, 257, 10**6 + np.arange(61)] if far else np.arange(63)
-    q, k, v = qkv(length=63)
-    x = jax.random.normal(jax.random.key(3), (1, 63, 20))
+    positions = np.r_[1, 257, 10**6 + np.arange(35)] if far else np.arange(37)
+    q, k, v = qkv(length=37)
+    x = np.random.default_rng(3).normal(size=(1, 37, 20)).astype("f4")
     scheme, params = make(**options)
     states = np.einsum("td,dnr->tnr", np.asarray(x[0], np.float64), params["project"])
     expected = authors(
@@ -94,13 +91,6 @@ def test_log_scaling_acts_on_q_and_is_not_relative():
     assert plain.traits.relative and plain.acts == pe.Acts.LOGITS
     assert not sharpened.traits.relative and sharpened.acts == pe.Acts.QK | pe.Acts.LOGITS
     assert plain.logit_scale(64) == 1 / 64
-
-
-def test_initialisation():
-    params = pe.Inkling(num_heads=8, model_dim=256).init(jax.random.key(0))
-    assert params["project"].shape == (256, 8, 16) and params["bank"].shape == (16, 1024)
-    for x in params.values():
-        assert 0.019 < x.std() < 0.021
 
 
 ERRORS = [

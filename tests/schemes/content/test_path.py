@@ -15,7 +15,7 @@ import posenc_jax as pe
 from posenc_jax.schemes.content import path
 from tests import oracle
 from tests.oracle import qkv
-from tests.support import parameters, slow
+from tests.support import parameters
 
 OPTIONS = {
     pe.PaTH: {"num_kv_heads": 2, "rank": 4, "short_conv": False, "forget_gate": True},
@@ -93,8 +93,8 @@ def spread(x, heads):
     return np.repeat(np.asarray(x, np.float64), heads // x.shape[2], 2)
 
 
-def embeddings(length=63, dim=10, batch=1):
-    return np.random.default_rng(1).normal(size=(batch, length, dim)).astype("f4")
+def embeddings(length, dim=10):
+    return np.random.default_rng(1).normal(size=(1, length, dim)).astype("f4")
 
 
 def whole(scheme, params, x, arrays, function=products):
@@ -107,24 +107,21 @@ def whole(scheme, params, x, arrays, function=products):
     return function(q, k, v, w, beta)
 
 
-VARIANTS = [{}, {"rank": None, "num_kv_heads": 3}, {"rank": 4}, {"short_conv": False}]
+VARIANTS = [
+    {},
+    {"rank": None, "num_kv_heads": 3},
+    {"rank": 4, "forget_gate": True},
+    {"short_conv": False},
+]
 
 
-@pytest.mark.parametrize(
-    "options, implementation",
-    [
-        pytest.param(o, i, marks=slow if i == "reference" and o else ())
-        for o in VARIANTS
-        for i in ("reference", "xla")
-    ],
-    ids=str,
-)
-def test_matches_the_code_of_the_authors(options, implementation, monkeypatch):
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_matches_the_code_of_the_authors(options, monkeypatch):
     monkeypatch.setattr(path, "CHUNK", 8)
-    arrays, x = qkv(batch=2, heads=6, kv_heads=3), embeddings(batch=2)
+    arrays, x = qkv(length=37), embeddings(37)
     scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10, **options)
     params = parameters(scheme)
-    out = oracle.attend(scheme, params, *arrays, x=x, is_causal=True, implementation=implementation)
+    out = oracle.attend(scheme, params, *arrays, x=x, is_causal=True, implementation="xla")
     np.testing.assert_allclose(out, whole(scheme, params, x, arrays, authors), atol=1e-5)
     np.testing.assert_allclose(out, whole(scheme, params, x, arrays), atol=1e-5)
 
@@ -150,37 +147,12 @@ def test_matches_a_run_of_the_authors_code():
     np.testing.assert_allclose(out[0, :, 0], weights, atol=1e-6)
 
 
-def test_gradients_match_finite_differences_of_the_paper(monkeypatch):
-    monkeypatch.setattr(path, "CHUNK", 2)
-    arrays, x = qkv(length=5, heads=2, kv_heads=1, dim=3), embeddings(5, 3)
-    weights = np.random.default_rng(5).normal(size=(1, 5, 2, 3))
-    scheme = pe.PaTH(num_heads=2, head_dim=3, model_dim=3, num_kv_heads=1, rank=2, forget_gate=True)
-    inputs = (*arrays, x, parameters(scheme))
-
-    def loss(*inputs):
-        *arrays, x, params = inputs
-        out = oracle.attend(scheme, params, *arrays, x=x, is_causal=True, implementation="xla")
-        return (out * jnp.asarray(weights, jnp.float32)).sum()
-
-    exact, tree = jax.tree.flatten(jax.tree.map(lambda a: np.asarray(a, np.float64), inputs))
-    grads = jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1, 2, 3, 4)))(*inputs))
-    for which, grad in enumerate(grads):
-        for index in np.ndindex(grad.shape):
-            ends = []
-            for step in (1e-6, -1e-6):
-                moved = [a.copy() for a in exact]
-                moved[which][index] += step
-                *arrays, x, params = jax.tree.unflatten(tree, moved)
-                ends.append((whole(scheme, params, x, arrays) * weights).sum())
-            np.testing.assert_allclose(grad[index], (ends[0] - ends[1]) / 2e-6, atol=1e-5)
-
-
 def test_reflections_over_many_chunks_keep_their_precision():
     rng = np.random.default_rng(2)
-    q, k, v, w = (rng.normal(size=(1, 300, 2, 8)) for _ in range(4))
-    w = np.repeat(w[:, :1], 300, 1) + 0.1 * w  # Nearly equal vectors: the worst conditioned T.
+    q, k, v, w = (rng.normal(size=(1, 130, 2, 8)) for _ in range(4))
+    w = np.repeat(w[:, :1], 130, 1) + 0.1 * w  # Nearly equal vectors: the worst conditioned T.
     w /= np.linalg.norm(w, axis=-1, keepdims=True)
-    beta = rng.uniform(1.5, 2.0, size=(1, 300, 2))
+    beta = rng.uniform(1.5, 2.0, size=(1, 130, 2))
 
     attention = pe.AttentionCall(is_causal=True)
     arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v, w, beta)]
@@ -200,29 +172,12 @@ def test_memory_is_linear_in_the_length():
         options = {"x": x, "is_causal": True, "implementation": "xla"}
         return pe.scheme_attention(scheme, params, q, k, v, **options)[0].sum()
 
-    text = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4))).lower(params, q, k, v, x).as_text()
-    shapes = re.findall(r"tensor<((?:\d+x)+)", text)
-    assert max(np.prod([int(n) for n in s[:-1].split("x")]) for s in shapes) < length * length / 64
+    text = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2, 3, 4)))(params, q, k, v, x))
+    shapes = re.findall(r"f32\[([\d,]+)\]", text)
+    assert max(np.prod([int(n) for n in s.split(",")]) for s in shapes) < length * length / 64
 
 
 ERRORS = [
     (pe.PaTH, {"rank": 0}, "rank must be >= 1, got 0"),
     (pe.PaTH, {"num_kv_heads": 4}, "num_kv_heads must divide num_heads = 6, got 4"),
 ]
-
-
-def test_softcap_is_refused():
-    scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10)
-    params = parameters(scheme)
-    with pytest.raises(NotImplementedError, match="path: softcap is applied before"):
-        oracle.attend(scheme, params, *qkv(), x=embeddings(), softcap=2.0)
-
-
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-def test_forget_gate_matches_the_code_of_the_authors(implementation, monkeypatch):
-    monkeypatch.setattr(path, "CHUNK", 8)
-    arrays, x = qkv(batch=2, heads=6, kv_heads=3), embeddings(batch=2)
-    scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10, rank=4, forget_gate=True)
-    params = parameters(scheme)
-    out = oracle.attend(scheme, params, *arrays, x=x, is_causal=True, implementation=implementation)
-    np.testing.assert_allclose(out, whole(scheme, params, x, arrays), atol=1e-5)

@@ -43,10 +43,9 @@ BOTH = {"remainder": False, "attend_current": True}
 VARIANTS = [{}, {"remainder": False}, {"attend_current": True}, BOTH]
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-@pytest.mark.parametrize("options", VARIANTS, ids=str)
-def test_matches_the_code_of_the_authors(options, implementation):
-    arrays = qkv(batch=2, heads=12, kv_heads=3)
+@pytest.mark.parametrize("n, options", list(enumerate(VARIANTS)), ids=str)
+def test_matches_the_code_of_the_authors(n, options):
+    arrays, implementation = qkv(batch=2, length=37), ("reference", "xla")[n % 2]
     out = oracle.attend(
         pe.StickBreaking(**options), {}, *arrays, is_causal=True, implementation=implementation
     )
@@ -73,12 +72,15 @@ def test_matches_a_run_of_the_authors_code():
 
 
 def test_large_logits_stay_finite():
-    large = np.where(np.arange(63) % 3 == 0, 100, 1).astype(np.float32)[:, None, None]
-    q, k, v = (x * large for x in qkv())
-    out = oracle.attend(pe.StickBreaking(), {}, q, k, v, is_causal=True)
+    large = np.where(np.arange(37) % 3 == 0, 100, 1).astype(np.float32)[:, None, None]
+    q, k, v = (x * large for x in qkv(length=37))
+
+    def total(q):
+        out = oracle.attend(pe.StickBreaking(), {}, q, k, v, is_causal=True)
+        return out.sum(), out
+
+    grads, out = jax.jit(jax.grad(total, has_aux=True))(q)
     np.testing.assert_allclose(out, by_head(q, k, v), rtol=1e-5, atol=2e-4)
-    slopes = jax.grad(lambda q: oracle.attend(pe.StickBreaking(), {}, q, k, v).sum())
-    grads = jax.jit(slopes)(q)
     assert np.isfinite(grads).all()
 
 
