@@ -52,22 +52,17 @@ def attend(scheme, params, *arrays, **options):
     return oracle.attend(scheme, params, *arrays, is_causal=True, **options)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "xla"])
-@pytest.mark.parametrize("heads", [6, 12])
-@pytest.mark.parametrize("options", [{}, {"base": "alibi"}, {"width": 5}], ids=str)
+@pytest.mark.parametrize(
+    "options, heads, implementation",
+    [({}, 6, "xla"), ({"base": "alibi"}, 12, "reference"), ({"width": 5}, 6, "reference")],
+    ids=str,
+)
 def test_matches_the_code_of_the_authors(options, heads, implementation):
-    arrays = qkv(batch=2, heads=heads, kv_heads=3)
+    arrays = qkv(batch=2, length=37, heads=heads)
     scheme = contrib.DAPE(num_heads=heads, **options)
     params = parameters(scheme, 0.2)
     out = attend(scheme, params, *arrays, implementation=implementation)
     np.testing.assert_allclose(out, attention(*arrays, params, scheme.base), atol=1e-5)
-
-
-def test_initialisation_is_that_of_linear_layers_in_torch():
-    params = contrib.DAPE(num_heads=64, width=256).init(jax.random.key(0))
-    for name, inputs in (("in", 128), ("in_bias", 128), ("out", 256)):
-        assert 0.9 * inputs**-0.5 < np.abs(params[name]).max() <= inputs**-0.5
-    assert set(params["base"]) == {"r1", "r2"}
 
 
 ERRORS = [

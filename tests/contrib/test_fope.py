@@ -41,8 +41,7 @@ def authors(x, positions, series, trained_length, theta=1e4):
     return out
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("dim, trained_length", [(8, 64), (32, 512)])
+@pytest.mark.parametrize("groups, dim, trained_length", [(3, 8, 64), (1, 32, 512)])
 def test_attention_matches_the_authors(groups, dim, trained_length):
     scheme = contrib.FoPE(head_dim=dim, trained_length=trained_length, groups=groups, gain=2.0)
     q, k, v = qkv(length=21, dim=dim)

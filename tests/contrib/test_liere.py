@@ -1,21 +1,16 @@
 """LieRE against the lines of the authors' code, in float64."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.linalg import expm
 
-import posenc_jax as pe
 from posenc_jax import contrib
 from tests.oracle import attend, qkv, softmax_attention
 from tests.support import parameters
 
 OPTIONS = {contrib.LieRE: {"size": 4, "groups": 2}}
 
-GRID = (
-    jnp.asarray(pe.grid_coordinates(1, 3, 7), jnp.float32) / jnp.asarray([2.0, 6.0])[:, None, None]
-)
+GRID = np.indices((3, 7)).reshape(2, 1, -1).astype("f4") / np.float32([2, 6])[:, None, None]
 
 
 def authors(x, coordinates, upper, size):
@@ -36,11 +31,9 @@ def authors(x, coordinates, upper, size):
     return out
 
 
-@pytest.mark.parametrize(
-    "size, groups, dim", [(2, 1, 8), (2, 3, 8), (4, 3, 8), (8, 1, 8), (3, 2, 8)]
-)
-def test_attention_on_an_image_matches_the_authors(size, groups, dim):
-    scheme = contrib.LieRE(head_dim=dim, size=size, groups=groups)
+@pytest.mark.parametrize("size, groups", [(2, 3), (8, 1), (3, 2)])
+def test_attention_on_an_image_matches_the_authors(size, groups):
+    scheme = contrib.LieRE(head_dim=8, size=size, groups=groups)
     params = parameters(scheme)
     q, k, v = qkv(length=21, kv_heads=6)
     coordinates = np.asarray(GRID)[:, 0]
@@ -48,11 +41,6 @@ def test_attention_on_an_image_matches_the_authors(size, groups, dim):
     expected = softmax_attention(*mapped, v, lambda a, b, n, i, j: a @ b / np.sqrt(8))
     out = attend(scheme, params, q, k, v, coordinates=GRID, is_causal=True)
     np.testing.assert_allclose(out, expected, atol=1e-5)
-
-
-def test_starts_uniform():
-    upper = contrib.LieRE(head_dim=64, size=8, groups=3).init(jax.random.key(0))["upper"]
-    assert 0 <= upper.min() < 0.1 and 6.1 < upper.max() < 2 * np.pi
 
 
 ERRORS = [

@@ -11,20 +11,22 @@ from tests.positions.test_random import KEY, PACKED, PLACES, parts
 def test_continuous_draws_cover_their_bounds():
     keys, positions = jax.random.split(KEY, 2000), pos.count_up(1, 3, 100)
 
-    def of(**options):
-        none = {"global_shift": 0.0, "local_shift": 0.0, "max_scaling": 1.0}
-        draw = jax.vmap(lambda k: contrib.continuous(k, positions, **(none | options))[0])
-        return np.asarray(jax.jit(draw)(keys))
+    none = {"global_shift": 0.0, "local_shift": 0.0, "max_scaling": 1.0}
+    changes = {}, {"global_shift": 5.0}, {"local_shift": 0.5}, {"max_scaling": 1.03}
 
-    np.testing.assert_array_equal(of(), np.tile(positions, (2000, 1)))
-    moved = of(global_shift=5.0) - np.asarray(positions)
+    def draw(key):
+        return [contrib.continuous(key, positions, **(none | options))[0] for options in changes]
+
+    still, moved, jitter, stretch = map(np.asarray, jax.jit(jax.vmap(draw))(keys))
+    np.testing.assert_array_equal(still, np.tile(positions, (2000, 1)))
+    moved = moved - np.asarray(positions)
     assert (
         np.ptp(moved, axis=1).max() < 1e-4 and 4.9 < moved.max() <= 5 and -5 <= moved.min() < -4.9
     )
     assert abs(moved.mean()) < 0.3
-    jitter = of(local_shift=0.5) - np.asarray(positions)
+    jitter = jitter - np.asarray(positions)
     assert 0.49 < jitter.max() <= 0.5 + 1e-5 and abs(np.corrcoef(jitter.T)[0, 1]) < 0.1
-    stretch = of(max_scaling=1.03) / np.asarray(positions)
+    stretch = stretch / np.asarray(positions)
     assert np.ptp(stretch, axis=1).max() < 1e-5
     assert 1.029 < stretch.max() <= 1.03 + 1e-5 and 1 / 1.03 - 1e-5 <= stretch.min() < 0.972
 

@@ -64,7 +64,7 @@ def authors(params, q, k, v, x, groups, **options):
     return softmax_attention(mapped(q), mapped(k), v, lambda q, k, n, i, j: q @ k / scale)
 
 
-@pytest.mark.parametrize("heads, groups", [(6, 1), (6, 3), (12, 3)])
+@pytest.mark.parametrize("heads, groups", [(6, 1), (12, 3)])
 def test_attention_matches_the_authors(heads, groups):
     scheme = contrib.SelectiveRoPE(model_dim=12, head_dim=8, groups=groups)
     params = parameters(scheme)
@@ -74,7 +74,7 @@ def test_attention_matches_the_authors(heads, groups):
     np.testing.assert_allclose(out, authors(params, *tokens, groups), atol=1e-5)
 
 
-@pytest.mark.parametrize("width", [1, 2, 5])
+@pytest.mark.parametrize("width", [1, 5])
 def test_any_width_temperature_and_base(width):
     options = {"theta": 50.0, "temp_max": 2.0}
     scheme = contrib.SelectiveRoPE(model_dim=12, head_dim=8, width=width, rank=3, **options)
@@ -92,13 +92,6 @@ def test_learned_temperatures():
     tokens = arrays(length=9)
     out = attend(scheme, params, *tokens)
     np.testing.assert_allclose(out, authors(params, *tokens, 1), atol=1e-5)
-
-
-def test_initialises_as_torch():
-    scheme = contrib.SelectiveRoPE(model_dim=100, head_dim=64, groups=4, rank=25)
-    for name, bound in (("down", 0.1), ("up", 0.2), ("conv", 0.5)):
-        leaf = scheme.init(jax.random.key(0))[name]
-        assert 0.95 * bound < np.abs(leaf).max() <= bound, name
 
 
 ERRORS = [

@@ -1,7 +1,6 @@
 """Short convolutions against the layer of the authors of Canon, and against loops."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -34,14 +33,6 @@ def convolved(x, kernel, segment_ids, residual=True, silu=False):
 
 
 @LAYERS
-def test_matches_the_canon_layer(case):
-    x, kernel = (np.asarray(case[name], np.float32) for name in ("x", "kernel"))
-    out, _ = pe.short_convolution(x, kernel)
-    out = jax.nn.silu(out) if case["silu"] else out
-    close(x + out if case["residual"] else out, case["out"], 1e-6)
-
-
-@LAYERS
 def test_the_scheme_is_the_canon_layer_on_q_k_and_v(case):
     """Their channels are q, then k, then v: here 2 heads, 2 and 1 of 2 channels."""
     x, kernel = (np.asarray(case[name], np.float32) for name in ("x", "kernel"))
@@ -68,7 +59,7 @@ KERNEL = np.random.default_rng(1).normal(size=(4, 5)).astype("f4")
 DYNAMIC = np.random.default_rng(3).normal(size=(2, 23, 4, 1)).astype("f4")
 
 
-@pytest.mark.parametrize(("chunk", "kernel"), [(23, KERNEL), (1, KERNEL), (7, DYNAMIC)])
+@pytest.mark.parametrize(("chunk", "kernel"), [(1, KERNEL), (7, DYNAMIC)])
 def test_convolution_matches_a_loop_whole_and_in_chunks(chunk, kernel):
     expected = convolved(X, kernel, SEGMENTS, residual=False)
     step, state, outs = jax.jit(pe.short_convolution), None, []
@@ -81,9 +72,7 @@ def test_convolution_matches_a_loop_whole_and_in_chunks(chunk, kernel):
     np.testing.assert_allclose(out[real], expected[real], atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("on", "implementation"), [("qkv", "xla"), ("kv", "reference"), ("v", "xla")]
-)
+@pytest.mark.parametrize(("on", "implementation"), [("qkv", "xla"), ("v", "reference")])
 def test_attention_matches_a_loop_in_packed_rows(on, implementation):
     scheme = contrib.ShortConv(num_heads=6, num_kv_heads=3, head_dim=8, on=on, silu=True)
     params = parameters(scheme)
@@ -111,14 +100,14 @@ def test_attention_matches_a_loop_in_packed_rows(on, implementation):
     close(out, expected, 2e-6)
 
 
-@pytest.mark.parametrize("left_padding", [False, True])
-def test_a_convolution_of_inputs_decodes_with_its_state_beside_the_cache(left_padding):
-    """Canon-A: x is convolved before q, k and v are projected from it."""
+def test_a_convolution_of_inputs_decodes_with_its_state_beside_the_cache():
+    """Canon-A: x is convolved before q, k and v are projected from it; one row is left-padded."""
     x = np.random.default_rng(3).normal(size=(2, 12, 6)).astype("f4")
     kernel, rope = KERNEL.repeat(2, 1)[:, :6], pe.RoPE(head_dim=6)
     mask = np.ones((2, 12), bool)
-    mask[1, :5] = not left_padding
-    positions, segment_ids = pe.positions.from_padding_mask(jnp.asarray(mask))
+    mask[1, :5] = False
+    positions = np.maximum(mask.cumsum(1) - 1, 0).astype(np.int32)
+    segment_ids = mask.astype(np.int32) - 1
 
     @jax.jit
     def layer(x, positions, segment_ids, state, cache):

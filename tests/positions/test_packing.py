@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 import posenc_jax as pe
 from posenc_jax import positions
 from posenc_jax.positions import count_up, from_padding_mask, from_segment_ids
+from tests.oracle import attend
 
 bilevel, digit_places = jax.jit(positions.bilevel), jax.jit(positions.digit_places)
-CUTS = st.sampled_from([1, 4, 11])  # Each is other shapes to compile.
+CUTS = st.sampled_from([1, 5])  # Each is other shapes to compile.
 
 
 def test_count_up_from_a_scalar_or_per_row_start():
@@ -67,9 +68,8 @@ def test_positions_that_restart_separate_documents():
     ids = positions.segment_ids_from_positions(jnp.asarray(inside)[None])
     np.testing.assert_array_equal(ids, [[0, 0, 0, 0, 1, 1, 1, 2, 3, 3, 3]])
     q, k, v = rng.normal(size=(3, 1, 11, 6, 8)).astype(np.float32)
-    out, _ = pe.scheme_attention(
-        pe.NoPE(), {}, q, k, v, positions=inside[None], segment_ids=ids, is_causal=True
-    )
+    where = {"positions": inside[None], "segment_ids": ids, "is_causal": True}
+    out = attend(pe.NoPE(), {}, q, k, v, **where)
     for start, end in [(0, 4), (4, 7), (7, 8), (8, 11)]:  # Each document by itself, in float64.
         logits = np.einsum("tnh,snh->nts", q[0, start:end], k[0, start:end], dtype=float) / 8**0.5
         weights = np.tril(np.exp(logits))
@@ -113,7 +113,7 @@ def abacus(mask):
     return (np.arange(len(mask)) - reset[run] + 1) * np.asarray(mask)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(st.lists(st.booleans(), min_size=12, max_size=12), CUTS, st.integers(0, 99))
 def test_digit_places_match_the_authors(mask, cut, shift):
     digits = np.array([mask])
@@ -123,20 +123,19 @@ def test_digit_places_match_the_authors(mask, cut, shift):
     np.testing.assert_array_equal(later, whole[:, cut:])
     moved = digit_places(digits, shift=shift)
     np.testing.assert_array_equal(moved, np.where(whole > 0, whole + shift, 0))
-    segments = jnp.array([[0] * cut + [1] * (12 - cut)])
+    segments = np.array([[0] * cut + [1] * (12 - cut)])
     packed = digit_places(digits, segment_ids=segments)
     np.testing.assert_array_equal(packed[0], [*abacus(mask[:cut]), *abacus(mask[cut:])])
 
 
-def test_digit_places_by_hand():
-    digits = jnp.array([[0, 1, 1, 0, 1, 1, 1, 0, 1], [1, 0, 0, 0, 0, 0, 0, 1, 1]])
-    expected = [[0, 1, 2, 0, 1, 2, 3, 0, 1], [1, 0, 0, 0, 0, 0, 0, 1, 2]]
-    np.testing.assert_array_equal(digit_places(digits), expected)
-    per_row = digit_places(digits, shift=jnp.array([0, 7]), before=jnp.array([3, 4]))
-    np.testing.assert_array_equal(per_row, [expected[0], [12, 0, 0, 0, 0, 0, 0, 8, 9]])
+def test_digit_places_of_rows_that_differ():
+    digits = np.array([[0, 1, 1, 0, 1, 1, 1, 0, 1], [1, 0, 0, 0, 0, 0, 0, 1, 1]])
+    expected = [[0, 1, 2, 0, 1, 2, 3, 0, 1], [12, 0, 0, 0, 0, 0, 0, 8, 9]]
+    got = digit_places(digits, shift=np.array([0, 7]), before=np.array([3, 4]))
+    np.testing.assert_array_equal(got, expected)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(st.lists(st.booleans(), min_size=12, max_size=12), CUTS)
 def test_bilevel_matches_a_loop(mask, cut):
     """zhenyuhe00/BiPE: a separator belongs to the sentence that it ends."""
@@ -150,13 +149,7 @@ def test_bilevel_matches_a_loop(mask, cut):
     np.testing.assert_array_equal(whole[:, 0], [places, sentences])
     start = (whole[0, :, cut], whole[1, :, cut])
     np.testing.assert_array_equal(bilevel(ends[:, cut:], start=start), whole[:, :, cut:])
-    segments = jnp.array([[0] * cut + [1] * (12 - cut)])
+    segments = np.array([[0] * cut + [1] * (12 - cut)])
     packed = bilevel(ends, segment_ids=segments)
     alone = bilevel(ends[:, cut:])
     np.testing.assert_array_equal(packed, np.concatenate([whole[:, :, :cut], alone], -1))
-
-
-def test_bilevel_by_hand():
-    ids = np.array([[5, 13, 7, 8, 869, 9, 9]])
-    got = bilevel(np.isin(ids, [13, 869]))
-    np.testing.assert_array_equal(got[:, 0], [[0, 1, 0, 1, 2, 0, 1], [0, 0, 1, 1, 1, 2, 2]])
