@@ -63,8 +63,3 @@ def test_matches_the_code_of_the_authors(options, heads, implementation):
     params = parameters(scheme, 0.2)
     out = attend(scheme, params, *arrays, implementation=implementation)
     np.testing.assert_allclose(out, attention(*arrays, params, scheme.base), atol=1e-5)
-
-
-ERRORS = [
-    (contrib.DAPE, {"width": 0}, "width must be >= 1, got 0"),
-]

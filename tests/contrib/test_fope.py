@@ -96,7 +96,6 @@ def test_learned_coefficients_start_as_the_fixed_ones():
 
 ERRORS = [
     (contrib.FoPE, {"head_dim": 2}, "head_dim must be >= 4, got 2"),
-    (contrib.FoPE, {"groups": 0}, "groups must be >= 1, got 0"),
     (
         contrib.FoPE,
         {"trained_length": 5},

@@ -46,5 +46,4 @@ def test_detr(normalize):
 ERRORS = [
     (contrib.Sinusoidal2D, {"model_dim": 10}, "model_dim must be a multiple of 4, got 10"),
     (contrib.Sinusoidal2D, {"axes": (0, 0)}, r"axes must be .*, got \(0, 0\)"),
-    (contrib.Sinusoidal2D, {"theta": 0.0}, "theta must be positive, got 0.0"),
 ]

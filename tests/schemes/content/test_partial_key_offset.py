@@ -75,7 +75,6 @@ def test_matches_a_loop_with_padding_within_the_segment(start):
 
 
 ERRORS = [
-    (pe.PartialKeyOffset, {"start": -1}, "start must be a dimension"),
     (pe.PartialKeyOffset, {"start": 0}, "start must be a dimension"),
     (pe.PartialKeyOffset, {"start": H}, "start must be a dimension"),
 ]

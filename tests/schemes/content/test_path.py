@@ -178,6 +178,5 @@ def test_memory_is_linear_in_the_length():
 
 
 ERRORS = [
-    (pe.PaTH, {"rank": 0}, "rank must be >= 1, got 0"),
     (pe.PaTH, {"num_kv_heads": 4}, "num_kv_heads must divide num_heads = 6, got 4"),
 ]

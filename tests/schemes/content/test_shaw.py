@@ -125,6 +125,5 @@ def test_parameters_follow_the_options():
 
 
 ERRORS = [
-    (pe.Shaw, {"clip": -1}, "clip must not be negative, got -1"),
     (pe.Shaw, {"keys": False, "values": False}, "keys and values must not both be False"),
 ]
