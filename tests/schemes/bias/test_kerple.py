@@ -70,14 +70,3 @@ def test_the_gradient_is_that_of_the_projected_value(cls):
     below, bound = (np.asarray(slopes(np.full(2, r, "f4"))) for r in (-4.0, 0.01))
     np.testing.assert_allclose(below, bound, rtol=1e-4)
     assert np.all(np.abs(below) > 0)
-
-
-def test_gradients_of_the_power_are_finite_at_distance_zero():
-    def total(params, positions):
-        return contrib.KERPLEPower(num_heads=2).rules(params).dense(positions, positions).sum()
-
-    params = {"r1": np.ones(2, "f4"), "r2": np.full(2, 0.5, "f4")}
-    for grad in jax.tree.leaves(
-        jax.jit(jax.grad(total, (0, 1)))(params, np.arange(3.0, dtype="f4"))
-    ):
-        assert np.all(np.isfinite(grad))
