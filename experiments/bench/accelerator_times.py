@@ -7,13 +7,11 @@ median of the rounds is written at once.
 Causal attention has B T = 16384, N = 16, H = 128; "forward+backward" has gradients of everything
 learned. The work counted is 2 B N T^2 H FLOP forward, and 3.5 times as much with the backward
 pass. A bias per pair is as in AlphaFold: B = 128, T = 2048, N = 4, H = 32, not causal. A step of
-decoding has one token and a full cache; the prefill and one of the caches have the shape of a
-released model, 9 heads with 3 heads of keys of 64. All is bfloat16.
+decoding has one token and a full cache. All is bfloat16.
 """
 
 import argparse
 import dataclasses
-import faulthandler
 import functools
 import math
 import statistics
@@ -29,7 +27,7 @@ import jax.numpy as jnp
 
 import posenc_jax as pe
 from experiments.bench import decode_peers
-from experiments.bench.cases import attend_with, positives, sizes_of
+from experiments.bench.cases import attend_with, make_arguments, positives, sizes_of
 from experiments.bench.compile import compile_program, with_gradients
 from experiments.bench.decode import our_case
 from experiments.bench.peers import t5_matrix
@@ -37,20 +35,17 @@ from experiments.runs.files import to_json, write_whole
 
 FORWARD, BOTH = "forward", "forward+backward"
 SCHEMES = "none", "t5", "fox", "inkling", "alibi"
-NO_ANSWER = 60.0
-"""Seconds after which calls end the process."""
 Call = Callable[[], Any]
+Shape = tuple[int, int, int, int]
 
 
 class Sizes(NamedTuple):
     """Sizes of all problems: B T, N and H of causal attention; B, T, N and H with a bias per pair;
-    B, S, N, K and H of caches; rows of a matrix; rounds and their seconds."""
+    B, S, N and H of the cache; rounds and their seconds."""
 
-    causal: tuple[int, ...] = (16384, 16, 128)
-    pair: tuple[int, ...] = (128, 2048, 4, 32)
-    released: tuple[int, ...] = (8, 8192, 9, 3, 64)
-    cache: tuple[int, ...] = (4, 32768, 16, 16, 128)
-    matmul: int = 8192
+    causal: tuple[int, int, int] = (16384, 16, 128)
+    pair: Shape = (128, 2048, 4, 32)
+    cache: Shape = (4, 32768, 16, 128)
     rounds: int = 20
     seconds: float = 0.02
 
@@ -127,12 +122,10 @@ def _key(row: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _seconds(call: Call, inner: int) -> float:
-    faulthandler.dump_traceback_later(NO_ANSWER, exit=True)
     began = time.perf_counter()
     for _ in range(inner):
         result = call()
     jax.block_until_ready(result)
-    faulthandler.cancel_dump_traceback_later()
     return (time.perf_counter() - began) / inner
 
 
@@ -156,12 +149,6 @@ def line(row: dict[str, Any]) -> str:
     return f"{start}  compiled in {figures} {row['ms']:9.3f} ms {rate}"
 
 
-@functools.cache
-def random(shape: tuple[int, ...], seed: int = 0) -> jax.Array:
-    """Returns a bfloat16 array, which all programs share."""
-    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-
-
 def passes(row: dict[str, Any], flop: float, f: Callable, arrays: Callable) -> list[Job]:
     """Returns jobs of f and of f with its gradients; `arrays` makes the arguments."""
 
@@ -182,125 +169,97 @@ def groups(sizes: Sizes, lengths: tuple[int, ...], schemes: list[str]) -> Iterat
     def causal(by: str, length: int) -> list[Job]:
         return [job for name in schemes for job in scheme_jobs(name, by, shape_of(length))]
 
-    def shape_of(length: int) -> tuple[int, ...]:
+    def shape_of(length: int) -> Shape:
         tokens, heads, dim = sizes.causal
-        return max(1, tokens // length), length, heads, heads, dim
+        return max(1, tokens // length), length, heads, dim
 
-    n, row = sizes.matmul, {"name": "matmul", "by": "jnp.dot", "T": sizes.matmul}
-    yield passes(row, 2.0 * n**3, jnp.dot, lambda: (random((n, n)),) * 2)[:1]
     library = "splash" if jax.default_backend() == "tpu" else "cudnn"
     for by in ("pallas", library):
         for length in lengths:
             yield causal(by, length)
     yield causal("xla", lengths[0])
     yield jax_nn_jobs(shape_of(lengths[0]))
-    _, length, heads, _ = sizes.pair
     words = "pallas", "jax.nn cudnn", "xla", "jax.nn"
-    bias = functools.partial(random, (1, heads, length, length))
-    yield bias_jobs("pair", words, sizes.pair, False, bias, lambda x: x)
-    prefill = [scheme_jobs("rope", by, sizes.released)[0] for by in ("default", "pallas", "xla")]
-    yield [job._replace(row=job.row | {"what": "prefill"}) for job in prefill]
-    for cache in (sizes.released, sizes.cache):
-        yield decode_jobs(cache, list(dict.fromkeys(["none", *schemes])))
+    yield [job for word in words for job in bias_jobs("pair", word, sizes.pair, False, per_pair)]
+    yield decode_jobs(sizes.cache, list(dict.fromkeys(["none", *schemes])))
     for length in lengths[1:]:
         yield causal("xla", length)
         yield jax_nn_jobs(shape_of(length))
 
 
-def arrays_of(scheme: pe.Scheme, shape: tuple[int, ...]) -> tuple:
-    """Returns q, k, v, parameters, and x if the scheme reads it, for B, T, N, K and H."""
-    batch, length, heads, kv_heads, dim = shape
-    x = (random((batch, length, heads * dim)),) if scheme.traits.reads_x else ()
-    qkv = [random((batch, length, n, dim), i) for i, n in enumerate((heads, kv_heads, kv_heads))]
-    return *qkv, params_of(scheme), *x
+def scheme_of(name: str, shape: Shape) -> pe.Scheme:
+    """Returns a scheme for a shape [B, T, N, H]."""
+    known = {field.name for field in dataclasses.fields(pe.SCHEMES[name])}
+    sizes = sizes_of(shape[2], shape[3], shape[1])
+    return pe.SCHEMES[name](**{n: size for n, size in sizes.items() if n in known})
 
 
-def scheme_of(name: str, shape: tuple[int, ...]) -> pe.Scheme:
-    """Returns a scheme for these sizes; "shaw_keys" is Shaw's without vectors of values."""
-    cls, settings = (pe.Shaw, {"values": False}) if name == "shaw_keys" else (pe.SCHEMES[name], {})
-    known = {field.name for field in dataclasses.fields(cls)}
-    sizes = sizes_of(shape[2], shape[4], shape[1])
-    return cls(**{n: size for n, size in sizes.items() if n in known}, **settings)
-
-
-@functools.cache
-def params_of(scheme: pe.Scheme) -> Any:
-    """Returns parameters; some begin at zero, where no error of a gradient would show."""
-    leaves, tree = jax.tree.flatten(scheme.init(jax.random.key(1)))
-    noise = [0.1 * jax.random.normal(jax.random.key(2 + i), x.shape) for i, x in enumerate(leaves)]
-    return jax.tree.unflatten(tree, [x + y for x, y in zip(leaves, noise, strict=True)])
-
-
-def scheme_jobs(name: str, by: str, shape: tuple[int, ...]) -> list[Job]:
+def scheme_jobs(name: str, by: str, shape: Shape) -> list[Job]:
     """Returns causal attention with a scheme by one of our implementations."""
-    batch, length, heads, _, dim = shape
-    scheme = scheme_of(name, shape)
-    attend = attend_with(scheme, None if by == "default" else by)
-    row, flop = {"name": name, "by": by, "T": length}, 2.0 * batch * heads * length**2 * dim
-    return passes(row, flop, attend, lambda: arrays_of(scheme, shape))
+    scheme, row = scheme_of(name, shape), {"name": name, "by": by, "T": shape[1]}
+    arrays = functools.partial(make_arguments, scheme, shape, jnp.bfloat16)
+    return passes(row, _flop(shape), attend_with(scheme, by), arrays)
 
 
-def jax_nn_jobs(shape: tuple[int, ...]) -> list[Job]:
+def _flop(shape: Shape) -> float:
+    """Returns the FLOP of causal attention."""
+    batch, length, heads, dim = shape
+    return 2.0 * batch * heads * length**2 * dim
+
+
+def per_pair(heads: int, length: int) -> jax.Array:
+    """Returns numbers [1, N, T, T]."""
+    return jax.random.normal(jax.random.key(3), (1, heads, length, length), jnp.bfloat16)
+
+
+def _table(heads: int, length: int) -> jax.Array:
+    return pe.T5(num_heads=heads).init(jax.random.key(1))["table"]
+
+
+def jax_nn_jobs(shape: Shape) -> list[Job]:
     """Returns `jax.nn`: no bias, any matrix [1, N, T, T], and T5's made from its table."""
-    batch, length, heads, _, dim = shape
-    words, sizes = ("jax.nn cudnn", "jax.nn"), (batch, length, heads, dim)
-
-    def table() -> jax.Array:
-        return params_of(pe.T5(num_heads=heads))["table"]
-
-    def t5(table: jax.Array) -> jax.Array:
-        return t5_matrix(table, length).astype(jnp.bfloat16)
-
-    jobs = bias_jobs("none", words, sizes, True, None, lambda: None)
-    if length <= 8192:  # Twice in the memory of a GPU, with its cotangent.
-        matrix = functools.partial(random, (1, heads, length, length))
-        jobs += bias_jobs("matrix", words, sizes, True, matrix, lambda x: x)
-    return jobs + bias_jobs("t5", words, sizes, True, table, t5)
+    cases: dict[str, Any] = {"none": None, "matrix": per_pair, "t5": _table}
+    if shape[1] > 8192:  # It would be twice in the memory of a GPU, with its cotangent.
+        del cases["matrix"]
+    words = [(name, by) for name in cases for by in ("jax.nn cudnn", "jax.nn")]
+    return [job for name, by in words for job in bias_jobs(name, by, shape, True, cases[name])]
 
 
 def bias_jobs(
-    name: str,
-    words: tuple[str, ...],
-    shape: tuple[int, ...],
-    causal: bool,
-    learned: Callable[[], Any] | None,
-    bias_of: Callable,
+    name: str, by: str, shape: Shape, causal: bool, learned: Callable | None
 ) -> list[Job]:
-    """Returns attention with a bias that `bias_of` makes from an array, by some words."""
-    batch, length, heads, dim = shape
-    words = tuple(x for x in words if jax.default_backend() == "gpu" or x != "jax.nn cudnn")
+    """Returns attention with a bias that is `learned(N, T)`, or T5's from its table."""
+    _, length, heads, _ = shape
+    if by == "jax.nn cudnn" and jax.default_backend() != "gpu":
+        return []
 
-    def attend(q, k, v, *more, word):
-        bias = bias_of(*more)
-        if not word.startswith("jax.nn"):
+    def attend(q, k, v, *more):
+        bias = more[0] if more else None
+        if name == "t5":
+            bias = t5_matrix(bias, length).astype(jnp.bfloat16)
+        if not by.startswith("jax.nn"):
             rules = pe.DenseBias(bias)
-            return pe.attention(q, k, v, rules=rules, is_causal=causal, implementation=word)
-        library = "cudnn" if word.endswith("cudnn") else None
+            return pe.attention(q, k, v, rules=rules, is_causal=causal, implementation=by)
+        library = "cudnn" if by.endswith("cudnn") else None
         return jax.nn.dot_product_attention(
             q, k, v, bias=bias, is_causal=causal, implementation=library
         )
 
     def arrays() -> tuple:
-        return *(random(shape, n) for n in range(3)), *((learned(),) if learned else ())
+        *qkv, _ = make_arguments(pe.NoPE(), shape, jnp.bfloat16)
+        return *qkv, *((learned(heads, length),) if learned else ())
 
-    flop = (2.0 if causal else 4.0) * batch * heads * length**2 * dim
-    rows = [{"name": name, "by": word, "T": length} for word in words]
-    return [
-        job
-        for row in rows
-        for job in passes(row, flop, functools.partial(attend, word=row["by"]), arrays)
-    ]
+    row = {"name": name, "by": by, "T": length}
+    return passes(row, _flop(shape) * (1 if causal else 2), attend, arrays)
 
 
-def decode_jobs(shape: tuple[int, ...], schemes: list[str]) -> list[Job]:
+def decode_jobs(shape: Shape, schemes: list[str]) -> list[Job]:
     """Returns one token against a cache, by the default implementation, "pallas" and `jax.nn`."""
-    batch, slots, heads, kv_heads, dim = shape
-    row = {"what": f"decode, {heads} heads", "T": slots}
-    row["bytes"] = 2 * 2 * math.prod((batch, slots, kv_heads, dim))  # bfloat16, k and v.
+    row = {"what": "decode", "T": shape[1], "bytes": 2 * 2 * math.prod(shape)}  # Of k and v.
 
     def prepare(name: str, by: str) -> tuple[Call, dict[str, Any]]:
-        scheme = pe.T5(num_heads=heads) if by == "jax.nn" else scheme_of(name, shape)
-        arrays = arrays_of(scheme, shape)
+        scheme = scheme_of("t5" if by == "jax.nn" else name, shape)
+        arrays = make_arguments(scheme, shape, jnp.bfloat16)
         if by == "jax.nn":
             case = decode_peers.jax_nn(arrays, tokens=1)["jax.nn without bias"]
         else:
@@ -322,14 +281,13 @@ def main(arguments: list[str]) -> int:
     add("--json", type=Path, required=True, metavar="FILE", help="the rows")
     add("--seconds", type=float, default=140.0, help="(default: 140)")
     add("--lengths", type=positives, default=(4096, 16384), help="T (default: 4096,16384)")
-    add("--schemes", nargs="+", choices=[*pe.SCHEMES, "shaw_keys"], default=SCHEMES, metavar="NAME")
-    add("--without", nargs="*", default=(), help="implementations to leave out")
+    add("--schemes", nargs="+", choices=pe.SCHEMES, default=SCHEMES, metavar="NAME")
     add("--threads", type=int, default=4, help="programs that are compiled at once (default: 4)")
     options = parser.parse_args(arguments)
     sizes = Sizes()
     times = Times(options.json, options.seconds, sizes, options.threads)
     for jobs in groups(sizes, options.lengths, options.schemes):
-        times.measure([job for job in jobs if job.row["by"] not in options.without])
+        times.measure(jobs)
     times.save()
     return 0
 

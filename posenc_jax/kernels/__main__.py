@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--log", type=Path, default=log, metavar="FILE", help=f"lines of JSON (default: {log})")
     add("--seconds", type=float, default=1200.0, help="for all steps (default: 1200)")
     add("--interpret", action="store_true", help="run small steps in Pallas' interpreter")
-    for name in ("machine", "implementation", "family", "first", "only", "ahead"):
+    for name in ("machine", "implementation", "family", "first", "ahead"):
         kind: dict[str, Any] = {"action": "store_true"} if name in ("machine", "ahead") else {}
         kind |= {"type": int, "default": 0} if name == "first" else {}
         add(f"--{name}", help=argparse.SUPPRESS, **kind)
@@ -141,8 +141,6 @@ def run_family(options: argparse.Namespace) -> None:
     small = options.interpret
     chosen = steps(options.implementation, family=options.family, interpret=small, small=small)
     write(options.log, {"steps": [step.name for step in chosen]})
-    if options.only:
-        chosen = [step for step in chosen if step.name == options.only]
     chosen = chosen[options.first :]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         compiled: list[Any] = [None] * len(chosen)

@@ -19,7 +19,10 @@ from typing import Any
 
 from posenc_jax.kernels.checks.steps import FAMILIES
 
-RUNS = (*(("pallas", family) for family in FAMILIES), ("library", "backward"), ("xla", "backward"))
+RUNS = (
+    *(("pallas", family) for family in FAMILIES),
+    *(("library", "backward"), ("xla", "backward"), ("xla", "decode")),
+)
 """Implementations and families; "library" is the default of the platform for calls without a rule.
 
 Where it or "xla" is wrong as well, a limit may be too narrow.
