@@ -50,7 +50,6 @@ def main(arguments: list[str] | None = None) -> int:
     add, log = parser.add_argument, Path("kernels.jsonl")
     add("--log", type=Path, default=log, metavar="FILE", help=f"lines of JSON (default: {log})")
     add("--seconds", type=float, default=1200.0, help="for all steps (default: 1200)")
-    add("--interpret", action="store_true", help="run small steps in Pallas' interpreter")
     for name in ("machine", "implementation", "family", "first", "ahead"):
         kind: dict[str, Any] = {"action": "store_true"} if name in ("machine", "ahead") else {}
         kind |= {"type": int, "default": 0} if name == "first" else {}
@@ -62,11 +61,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.family:
         run_family(options)
         return 0
-    more = ("--interpret",) if options.interpret else ()
-    runner = Runner(options.log, options.seconds, arguments=more)
+    runner = Runner(options.log, options.seconds)
     try:
         about = runner.machine()
-        if about["kernels"] != FIT and not options.interpret:
+        if about["kernels"] != FIT:
             raise DeviceError(about["kernels"])
         print(about["device"])
         rows = runner.run(about["device"].partition(":")[0])
@@ -138,8 +136,7 @@ def machine() -> dict[str, Any]:
 
 def run_family(options: argparse.Namespace) -> None:
     """Runs the steps of a family, a line in the log before and after each."""
-    small = options.interpret
-    chosen = steps(options.implementation, family=options.family, interpret=small, small=small)
+    chosen = steps(options.implementation, family=options.family)
     write(options.log, {"steps": [step.name for step in chosen]})
     chosen = chosen[options.first :]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:

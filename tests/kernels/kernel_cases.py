@@ -22,7 +22,7 @@ def _rule(make, rules):
         features = {name: random.normal(size=size) for name, size in (("q", q), ("k", k))}
         return features | {"params": make(random, c)}
 
-    return RuleCase(arrays, lambda p: rules(p["params"], p["q"], p["k"]), *[lambda *_: {}] * 2)
+    return RuleCase(arrays, lambda p: rules(p["params"], p["q"], p["k"]))
 
 
 def _of_kind(random, c, name):

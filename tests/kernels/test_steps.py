@@ -8,32 +8,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.kernels.checks import cases
 from posenc_jax.kernels.checks.cases import Case
-from posenc_jax.kernels.checks.steps import FAMILIES, TRAINING, first_wrong, steps, wrong_count
+from posenc_jax.kernels.checks.steps import FAMILIES, first_wrong, steps, wrong_count
 from posenc_jax.kernels.gpu.implementation import PallasGPU
 from tests.support import gpu_interpreted, slow
-
-EXPECTED_BY_OTHERS = (
-    Case("table, segments, softcap", "table", segments=True, softcap=3.0, length=300),
-    Case("pair, dropout, sinks", "pair", heads=4, dropout=0.3, sinks=True, length=300),
-    Case("array of all pairs", "array", heads=4, length=240, later=60, softcap=3.0),
-)
-MORE = (
-    Case("product of keys, window", "product of keys", dim=64, window=150, length=300),
-    Case("last queries", "separable", length=240, later=60),
-    Case("slopes, shuffled", "slopes", length=300, shuffled=True, window=(100, 3), causal=False),
-)
-ALL = [*EXPECTED_BY_OTHERS, *(pytest.param(case, marks=slow) for case in MORE)]
-
-
-@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
-def test_what_is_expected_equals_the_reference(case):
-    """NumPy's outcome and JAX's derivatives of "reference" share no code."""
-    case = dataclasses.replace(case, dtype="float32")
-    x = cases.inputs(case)
-    with cases.jax.default_matmul_precision("highest"):
-        got = cases.run(case, "reference", x, gradients=True, lse=True)
-    assert first_wrong(case, got, cases.expected(case, x, gradients=True)) is None
-
 
 SOME = ("backward: table, segments, softcap", "decode: 2 heads of keys")
 STEPS = [step.name for step in steps()]
@@ -77,15 +54,14 @@ def test_other_implementations_are_right(word, name):
         _step("forward: pair", "jax").run()
 
 
-@pytest.mark.parametrize("rule", sorted({case.rule for case in TRAINING} - {"none"}))
-def test_gradients_of_parameters_are_checked_as_a_whole(rule):
+@pytest.mark.parametrize("shape", [(2,), (2, 120)])
+def test_gradients_of_parameters_are_checked_as_a_whole(shape):
     """2 % lie within the bound of single numbers in bfloat16, 0.1 % within all."""
-    case = Case("", rule, length=120, dim=64)
-    want = cases.expected(case, cases.inputs(case), gradients=True)
-    for name in (name for name in want if name.startswith("gradient")):
-        assert first_wrong(case, want | {name: 1.001 * want[name]}, want) is None
-        place = first_wrong(case, want | {name: 1.02 * want[name]}, want)
-        assert place == f"{name}: []: 1.0200 times what is expected"
+    want = {"gradient of heads": np.random.default_rng(0).normal(size=shape)}
+    for factor, place in (1.001, None), (1.02, "[]: 1.0200 times what is expected"):
+        got = {name: factor * x for name, x in want.items()}
+        wrong = first_wrong(Case(""), got, want)
+        assert wrong == (place and f"gradient of heads: {place}")
 
 
 def test_a_wrong_number_is_named_by_its_place():

@@ -1,6 +1,7 @@
-"""Problems of attention and their results in float64.
+"""Problems of attention and their results.
 
-NumPy computes the expected numbers, with no code of the engine but that of the seeds of dropout.
+The expected numbers are those of implementation="reference" on the CPU, in float32: it has neither
+tiles nor lowered rules, and the tests compare it with NumPy in float64.
 """
 
 import dataclasses
@@ -14,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.engine.api import attention
-from posenc_jax.engine.dropout import make_dropout_seeds
 from posenc_jax.engine.rules import ContentBias, DenseBias, DotBias, LogitBias, SeparableBias
 
 Arrays = dict[str, Any]
@@ -69,114 +69,34 @@ class Case:
 
 
 class RuleCase(NamedTuple):
-    """A rule, in JAX and in NumPy.
+    """A rule.
 
     Attributes:
       make: `make(random, case)` returns the parameters.
       rules: of the parameters.
-      added: `added(params, distance)` returns logits [B, N, T, S]; distances are [B, T, S].
-      pull: `pull(params, distance, ds)` returns the cotangents of the parameters.
     """
 
     make: Callable[[np.random.Generator, Case], Arrays]
     rules: Callable[[Arrays], tuple]
-    added: Callable[[Arrays, np.ndarray], Any]
-    pull: Callable[[Arrays, np.ndarray, np.ndarray], Arrays]
-
-
-def _entry(distance):
-    return distance.clip(_LOW, _HIGH) - _LOW
 
 
 def _of_table(shared, head, q, k):
     return head[jnp.clip(q - k, _LOW, _HIGH) - _LOW]
 
 
-def _by_entry(distance: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Returns sums of [B, T, S] by entry of a table."""
-    return np.bincount(_entry(distance).ravel(), x.ravel(), _HIGH - _LOW + 1)
-
-
-def _table() -> RuleCase:
-    """A learned number per head and distance, bounded: T5."""
-    make = functools.partial(LogitBias, _of_table, relative=True, bounds=(_LOW, _HIGH))
-    return RuleCase(
-        lambda random, c: {"table": random.normal(size=(c.heads, _HIGH - _LOW + 1))},
-        lambda p: (make(heads=p["table"]),),
-        lambda p, d: np.moveaxis(p["table"][:, _entry(d)], 0, 1),
-        lambda p, d, ds: {"table": np.stack([_by_entry(d, x) for x in np.moveaxis(ds, 1, 0)])},
-    )
-
-
 def _slope(shared, head, q, k):
     return head * (-1 / 64) * jnp.abs(q - k).astype(jnp.float32)
 
 
-def _slopes() -> RuleCase:
-    """A number per head, times the distance: ALiBi."""
-    return RuleCase(
-        lambda random, c: {"slopes": np.linspace(0.5, 2.0, c.heads)},
-        lambda p: (LogitBias(_slope, heads=p["slopes"], relative=True),),
-        lambda p, d: -p["slopes"][:, None, None] * np.abs(d)[:, None] / 64,
-        lambda p, d, ds: {"slopes": -(ds * np.abs(d)[:, None]).sum((0, 2, 3)) / 64},
-    )
-
-
 def _rows_and_columns(random: np.random.Generator, c: Case) -> Arrays:
     return {
-        "rows": random.normal(size=(c.batch, c.length, c.heads)),
-        "columns": random.normal(size=(c.batch, c.key_count, c.heads)),
+        "q_features": random.normal(size=(c.batch, c.length, c.heads)),
+        "k_features": random.normal(size=(c.batch, c.key_count, c.heads)),
     }
-
-
-def _spread(p: Arrays) -> tuple[np.ndarray, np.ndarray]:
-    """Returns rows [B, N, T, 1] and columns [B, N, 1, S]."""
-    rows, columns = (np.moveaxis(p[name], 2, 1) for name in ("rows", "columns"))
-    return rows[..., None], columns[:, :, None]
-
-
-def _gathered(d_rows: np.ndarray, d_columns: np.ndarray) -> Arrays:
-    """Returns sums of [B, N, T, S] by query and by key."""
-    return {
-        "rows": np.moveaxis(d_rows.sum(3), 1, 2),
-        "columns": np.moveaxis(d_columns.sum(2), 1, 2),
-    }
-
-
-def _separable() -> RuleCase:
-    """A number per query plus a number per key: FoX."""
-    return RuleCase(
-        _rows_and_columns,
-        lambda p: (SeparableBias(q_features=p["rows"], k_features=p["columns"]),),
-        lambda p, d: sum(_spread(p)),
-        lambda p, d, ds: _gathered(ds, ds),
-    )
 
 
 def _gate(shared, head, row, column, q, k):
     return head * jnp.tanh(row - column)
-
-
-def _pair() -> RuleCase:
-    """A function of two tokens."""
-
-    def bounded(p):
-        rows, columns = _spread(p)
-        return np.tanh(rows - columns)
-
-    def pull(p, d, ds):
-        gate = bounded(p)
-        slope = ds * p["gates"][:, None, None] * (1 - gate**2)
-        return {"gates": (ds * gate).sum((0, 2, 3))} | _gathered(slope, -slope)
-
-    return RuleCase(
-        lambda random, c: {"gates": np.linspace(1.0, 2.0, c.heads)} | _rows_and_columns(random, c),
-        lambda p: (
-            ContentBias(_gate, heads=p["gates"], q_features=p["rows"], k_features=p["columns"]),
-        ),
-        lambda p, d: p["gates"][:, None, None] * bounded(p),
-        pull,
-    )
 
 
 def _vector(shared, head, distance):
@@ -188,32 +108,15 @@ def _product(of_keys: bool, size: int | None = 16) -> RuleCase:
 
     Vectors have `size` numbers, or H.
     """
-    name = "k_features" if of_keys else "q_features"
-    axes = "bskf" if of_keys else "btkf"
 
     def make(random, c):
         features = size or c.dim
         shape = (c.batch, c.key_count if of_keys else c.length, c.heads, features)
         vectors = random.normal(size=(_HIGH - _LOW + 1, features)) * 2 / math.sqrt(features)
-        return {"features": random.normal(size=shape), "vectors": vectors}
+        name = "k_features" if of_keys else "q_features"
+        return {name: random.normal(size=shape), "shared": vectors}
 
-    def pull(p, d, ds):
-        vectors = p["vectors"][_entry(d)]
-        d_vectors = np.einsum(f"bkts,{axes}->btsf", ds, p["features"])
-        by_entry = [_by_entry(d, one) for one in np.moveaxis(d_vectors, -1, 0)]
-        return {
-            "features": np.einsum(f"bkts,btsf->{axes}", ds, vectors),
-            "vectors": np.stack(by_entry, 1),
-        }
-
-    return RuleCase(
-        make,
-        lambda p: (
-            DotBias(_vector, shared=p["vectors"], bounds=(_LOW, _HIGH), **{name: p["features"]}),
-        ),
-        lambda p, d: np.einsum(f"{axes},btsf->bkts", p["features"], p["vectors"][_entry(d)]),
-        pull,
-    )
+    return RuleCase(make, lambda p: (DotBias(_vector, bounds=(_LOW, _HIGH), **p),))
 
 
 def _array(shared: int) -> RuleCase:
@@ -228,20 +131,28 @@ def _array(shared: int) -> RuleCase:
         pairs = random.normal(size=shape)
         return {"pairs": pairs.astype(jnp.dtype(c.dtype)) if shared == 1 else pairs}
 
-    return RuleCase(
-        make,
-        lambda p: (DenseBias(p["pairs"]),),
-        lambda p, d: p["pairs"],
-        lambda p, d, ds: {"pairs": ds.sum(shared, keepdims=True)},
-    )
+    return RuleCase(make, lambda p: (DenseBias(p["pairs"]),))
 
 
 RULES = {
-    "none": RuleCase(lambda random, c: {}, lambda p: (), lambda p, d: 0.0, lambda p, d, ds: {}),
-    "table": _table(),
-    "slopes": _slopes(),
-    "separable": _separable(),
-    "pair": _pair(),
+    "none": RuleCase(lambda random, c: {}, lambda p: ()),
+    # A learned number per head and distance, bounded: T5.
+    "table": RuleCase(
+        lambda random, c: {"heads": random.normal(size=(c.heads, _HIGH - _LOW + 1))},
+        lambda p: (LogitBias(_of_table, relative=True, bounds=(_LOW, _HIGH), **p),),
+    ),
+    # A number per head, times the distance: ALiBi.
+    "slopes": RuleCase(
+        lambda random, c: {"heads": np.linspace(0.5, 2.0, c.heads)},
+        lambda p: (LogitBias(_slope, relative=True, **p),),
+    ),
+    # A number per query plus a number per key: FoX.
+    "separable": RuleCase(_rows_and_columns, lambda p: (SeparableBias(**p),)),
+    # A function of two tokens.
+    "pair": RuleCase(
+        lambda random, c: {"heads": np.linspace(1.0, 2.0, c.heads)} | _rows_and_columns(random, c),
+        lambda p: (ContentBias(_gate, **p),),
+    ),
     "product": _product(of_keys=False),
     "product of keys": _product(of_keys=True),
     "product of head dim": _product(of_keys=False, size=None),
@@ -314,7 +225,10 @@ def _places(c: Case, random: np.random.Generator) -> Arrays:
 
 
 def run(case: Case, implementation: Any, x: Arrays, *, gradients: bool, lse: bool) -> Arrays:
-    """Returns the outcome of an implementation, as `expected` does in float64.
+    """Returns the outcome of an implementation, arrays by name.
+
+    "output", "dq", "dk" and "dv" are [B, N or K, T or S, H], "lse" is [B, N, T]; gradients of
+    parameters have their shapes.
 
     Args:
       case: the problem.
@@ -324,6 +238,18 @@ def run(case: Case, implementation: Any, x: Arrays, *, gradients: bool, lse: boo
       lse: whether to return the log-sum-exp; some implementations have none.
     """
     return jax.device_get(executable(case, implementation, gradients=gradients, lse=lse)(x))
+
+
+def expected(case: Case, x: Arrays, *, gradients: bool, lse: bool = True) -> Arrays:
+    """Returns the expected outcome of a case, by the arguments of `run`."""
+    x = jax.tree.map(lambda y: y if y.dtype == np.int32 else y.astype(np.float32), x)
+    return jax.device_get(reference(case, gradients=gradients, lse=lse)(x))
+
+
+def reference(case: Case, **options: bool) -> Callable:
+    """Returns the function of `expected`, compiled for the CPU; `options` are those of `run`."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return executable(dataclasses.replace(case, dtype="float32"), "reference", **options)
 
 
 @functools.lru_cache(128)
@@ -379,86 +305,3 @@ def _named(results: tuple, grads: Arrays) -> Arrays:
     if "sinks" in grads:
         named["gradient of sinks"] = grads["sinks"]
     return named
-
-
-def expected(case: Case, x: Arrays, *, gradients: bool, lse: bool = True) -> Arrays:
-    """Returns the outcome of a case in float64, by the arguments of `run`.
-
-    "output", "dq", "dk" and "dv" are [B, N or K, T or S, H], "lse" is [B, N, T]; gradients of
-    parameters have their shapes.
-    """
-    c, rule = case, RULES[case.rule]
-
-    def wide(y):
-        return np.nan_to_num(np.asarray(y, np.float64))
-
-    q, k, v, d_out = (np.moveaxis(wide(x[name]), 2, 1) for name in ("q", "k", "v", "d_out"))
-    k, v = (np.repeat(y, c.heads // c.kv_heads, 1) for y in (k, v))
-    params, scale = jax.tree.map(wide, x["params"]), 1 / math.sqrt(c.dim)
-    distance, seen = _visible(c, x)
-    s = scale * (q @ np.swapaxes(k, 2, 3)) + rule.added(params, distance)
-    slope = 1.0
-    if c.softcap is not None:
-        bounded = np.tanh(s / c.softcap)
-        s, slope = c.softcap * bounded, 1 - bounded**2
-    s = np.where(seen[:, None], s, -np.inf)
-    top = np.maximum(s.max(3), -1e30)
-    total = np.exp(s - top[..., None]).sum(3)
-    with np.errstate(divide="ignore"):
-        log_sum = top + np.log(total)
-        sinks = wide(x["sinks"])[None, :, None] if c.sinks else -np.inf
-        log_sum = np.logaddexp(log_sum, sinks)
-    p = np.where(seen[:, None], np.exp(s - np.maximum(log_sum, -1e30)[..., None]), 0.0)
-    keep = _keep(c) / (1 - c.dropout) if c.dropout else 1.0
-    out = (p * keep) @ v
-    results = {"output": out, "lse": log_sum}
-    if not gradients:
-        return results
-    d_lse = np.moveaxis(wide(x["d_lse"]), 2, 1) if lse else 0.0
-    d_p = keep * (d_out @ np.swapaxes(v, 2, 3))
-    delta = (d_out * out).sum(3) - d_lse
-    ds = p * (d_p - delta[..., None]) * slope
-
-    def of_key_heads(y):
-        return y.reshape(c.batch, c.kv_heads, -1, *y.shape[2:]).sum(2)
-
-    results["dq"] = scale * (ds @ k)
-    results["dk"] = of_key_heads(scale * (np.swapaxes(ds, 2, 3) @ q))
-    results["dv"] = of_key_heads(np.swapaxes(p * keep, 2, 3) @ d_out)
-    for name, y in rule.pull(params, distance, ds).items():
-        results[f"gradient of {name}"] = y
-    if c.sinks:
-        share = np.exp(sinks - log_sum)
-        results["gradient of sinks"] = -(share * delta).sum((0, 2))
-    return results
-
-
-def _visible(c: Case, x: Arrays) -> tuple[np.ndarray, np.ndarray]:
-    """Returns query minus key, and which pairs are visible, [B, T, S]."""
-    at = np.arange(c.key_count, dtype=np.int32)
-    q_at, k_at = x.get("q_positions", at), x.get("k_positions", at)
-    shape = c.batch, c.length, c.key_count
-    distance = np.broadcast_to(q_at[..., :, None] - k_at[..., None, :], shape)
-    seen = distance >= 0 if c.causal else np.full(shape, True)
-    if c.window is not None:
-        before, after = c.window if isinstance(c.window, tuple) else (c.window - 1,) * 2
-        seen = seen & (distance <= before) & (distance >= -after)
-    if "q_segment_ids" in x:
-        q_ids = x["q_segment_ids"]
-        k_ids = x.get("k_segment_ids", q_ids)
-        seen = seen & (q_ids[:, :, None] == k_ids[:, None]) & (q_ids >= 0)[:, :, None]
-    return distance, seen
-
-
-def _keep(c: Case) -> np.ndarray:
-    """Returns the pairs that dropout keeps, [B, N, T, S], by the hash of MurmurHash3."""
-    seeds = np.asarray(make_dropout_seeds(jax.random.key(_SEED), c.batch, c.heads))
-
-    def mixed(h):
-        h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-        h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-        return h ^ (h >> np.uint32(16))
-
-    q, k = (np.arange(count, dtype=np.uint32) for count in (c.length, c.key_count))
-    rows = mixed(seeds[..., :1] + q) ^ seeds[..., 1:]
-    return mixed(rows[..., None] + k) >= np.uint32(int(c.dropout * 2**32))

@@ -49,7 +49,6 @@ class Runner:
       seconds: for all steps.
       timeout: seconds for one step after its program is compiled.
       patience: seconds for a process to start, and for a program to compile while others do.
-      arguments: more arguments of the processes.
       command: the program of the processes.
       show: prints a line.
     """
@@ -58,7 +57,6 @@ class Runner:
     seconds: float = 1200.0
     timeout: float = 40.0
     patience: float = 300.0
-    arguments: tuple[str, ...] = ()
     command: tuple[str, ...] = (sys.executable, "-m", "posenc_jax.kernels")
     show: Callable[[str], None] = lambda text: print(text, flush=True)
 
@@ -147,10 +145,12 @@ class Runner:
                     self.show(line(event))
             return bool(new)
 
-        command = [*self.command, f"--log={log}", *arguments, *self.arguments]
+        command = [*self.command, f"--log={log}", *arguments]
         # Choosing the fastest products of XLA takes most of the time of a step.
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
         variables = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": flags}
+        if platforms := os.environ.get("JAX_PLATFORMS"):  # Expected numbers need the CPU.
+            variables["JAX_PLATFORMS"] = ",".join(dict.fromkeys([*platforms.split(","), "cpu"]))
         text = log.with_name(f"{log.name}.txt")
         with text.open("ab") as out:
             process = subprocess.Popen(
