@@ -234,7 +234,7 @@ def bias_jobs(
         return []
 
     def attend(q, k, v, *more):
-        bias = more[0] if more else None
+        bias: Any = more[0] if more else None
         if name == "t5":
             bias = t5_matrix(bias, length).astype(jnp.bfloat16)
         if not by.startswith("jax.nn"):
