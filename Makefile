@@ -79,7 +79,7 @@ compare: $(call installed,experiments) ## Train and compare (QUICK=1 SCHEMES=rop
 study scoreboard: $(call installed,experiments) ## Continue the study; test claims (ARGS="--minutes 30")
 	$(RUN) -m experiments $@ --run $(ARGS)
 
-bench: $(call installed,experiments) ## Measure speed as ratios (ARGS="step": a training step)
+bench: $(call installed,experiments) ## Measure speed as ratios (ARGS="attention")
 	$(RUN) -m experiments bench $(or $(ARGS),rope)
 
 kit: $(call installed,experiments)

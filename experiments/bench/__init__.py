@@ -11,7 +11,7 @@ from experiments.bench.heap import heap, load, use_warm_heap
 from experiments.runs.environment import environment
 from experiments.runs.files import to_json, write_whole
 
-BENCHMARKS = ("attention", "rope", "decode", "step", "llama")
+BENCHMARKS = ("attention", "rope", "decode")
 
 
 def main(arguments: list[str]) -> int:

@@ -26,11 +26,10 @@ import jax
 import jax.numpy as jnp
 
 import posenc_jax as pe
-from experiments.bench import decode_peers
+from experiments.bench import peers
 from experiments.bench.cases import attend_with, make_arguments, positives, sizes_of
-from experiments.bench.compile import compile_program, with_gradients
 from experiments.bench.decode import our_case
-from experiments.bench.peers import t5_matrix
+from experiments.bench.peers import compile_program, t5_matrix, with_gradients
 from experiments.runs.files import to_json, write_whole
 
 FORWARD, BOTH = "forward", "forward+backward"
@@ -261,7 +260,7 @@ def decode_jobs(shape: Shape, schemes: list[str]) -> list[Job]:
         scheme = scheme_of("t5" if by == "jax.nn" else name, shape)
         arrays = make_arguments(scheme, shape, jnp.bfloat16)
         if by == "jax.nn":
-            case = decode_peers.jax_nn(arrays, tokens=1)["jax.nn without bias"]
+            case = peers.with_cache(arrays, tokens=1)["jax.nn without bias"]
         else:
             word = None if by == "default" else by
             case = our_case(scheme, arrays, tokens=1, implementation=word)

@@ -11,7 +11,7 @@ import dataclasses
 import jax
 
 import posenc_jax as pe
-from experiments.bench import decode_peers, peers
+from experiments.bench import peers
 from experiments.bench.cases import (
     DTYPES,
     add_common_arguments,
@@ -20,7 +20,7 @@ from experiments.bench.cases import (
     positives,
     sizes_of,
 )
-from experiments.bench.compile import compile_program
+from experiments.bench.peers import compile_program
 from experiments.bench.timing import show, side_by_side
 
 SCHEMES = "rope,t5,alibi,fire,shaw"
@@ -72,7 +72,7 @@ def all_cases(tokens: int, slots: int, options: argparse.Namespace) -> dict[str,
     t5 = pe.T5(num_heads=options.heads)
     arguments = make_arguments(t5, shape, dtype)
     ours = {"none": cases["none"], "t5": our_case(t5, arguments, tokens)}
-    return cases | peers.agreeing(decode_peers.jax_nn(arguments, tokens), ours)
+    return cases | peers.agreeing(peers.with_cache(arguments, tokens), ours)
 
 
 def our_case(

@@ -2,9 +2,9 @@
 
 The folder results/<name>/ has
 
-config.toml        every setting, with the tasks and schemes of all calls
+config.toml        every setting of the last call
 <run>/             a folder per task, scheme and seed (`experiments.runs.run`)
-report.html        tables and plots of all results with these settings
+report.html        tables and plots of the results with these settings
 """
 
 import argparse
@@ -13,21 +13,19 @@ import re
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 
 from experiments.errors import ConfigError, ResultsError
 from experiments.pages import tables
 from experiments.pages.report import render
-from experiments.runs.experiment import Experiment, experiment_of, from_file, objects_in
+from experiments.runs.experiment import Experiment, experiment_of, objects_in
 from experiments.runs.files import locked, write_whole
 from experiments.runs.results import PACK
 from experiments.runs.run import Run, RunFolder, known, load_data
 from experiments.runs.run_queue import Lines, carry_out, refuse_other_versions, say
-from experiments.settings.config_io import Parser, convert, near, read_toml
+from experiments.settings.config_io import Parser, near
 from experiments.settings.trust import add_trust
-from experiments.tasks import TASKS
 
 
 def compare(experiment: Experiment, options: argparse.Namespace, keep: bool = False) -> int:
@@ -59,7 +57,7 @@ def compare(experiment: Experiment, options: argparse.Namespace, keep: bool = Fa
         facts = {name: v for task in tasks for name, v in load_data(task).facts.items()}
         if options.fresh:
             _clear(folder)
-        write_config(_joined(experiment))
+        write_config(experiment)
         for name, text in facts.items():
             say(f"{name}: {text}")
         if before := len(runs) - len(waiting):
@@ -92,7 +90,7 @@ def evaluate(experiment: Experiment) -> int:
         RunFolder(folder, run).parameters()  # Raises if there are none.
     results = {run: RunFolder(folder, run).evaluate(load_data(run.task)) for run in runs}
     print(tables.as_text(tables.by_scheme(runs, results.get, {})))
-    write_config(_joined(experiment))
+    write_config(experiment)
     print(f"Report: {write_report(folder, trusted=objects_in(experiment.to_tables()))}")
     return 0
 
@@ -140,45 +138,6 @@ def write_report(
     page = render(experiment.name, results, command, settings, baseline)
     write_whole(folder / "report.html", page)
     return folder / "report.html"
-
-
-def _joined(experiment: Experiment) -> Experiment:
-    """Returns the experiment with the tasks and schemes of earlier calls.
-
-    Objects that this call does not name are left out, since the folder may be of somebody else.
-    """
-    file = experiment.folder / "config.toml"
-    if not file.exists():
-        return experiment
-    old, new = read_toml(file), json.loads(json.dumps(experiment.to_tables()))
-    others = objects_in(old) - objects_in(new)
-    if others:
-        say(f"Left out of the report: {', '.join(sorted(others))}; name them to have them there.")
-    try:
-        schemes = convert(dict[str, Any], old.get("schemes", {}), "schemes")
-        names = convert(list[str], schemes.pop("names", []), "schemes.names")
-        names = [name for name in names if not others & objects_in({"tasks": [name]})]
-        all_tasks = convert(list[str], old.get("tasks", []), "tasks")
-        tasks = [name for name in all_tasks if name not in others]
-        # A task that is left out may have a table, whose name is not known.
-        known = [n for n in old if n not in new and (n in TASKS or tasks == all_tasks)]
-        tables = {name: convert(dict[str, Any], old[name], name) for name in known}
-        for table in tables.values():
-            inner = convert(dict[str, Any], table.pop("schemes", {}), "schemes")
-            inner = {k: v for k, v in inner.items() if k not in others}
-            table |= {"schemes": inner} if inner else {}
-        left_out = others | set(new["schemes"]["names"])
-        schemes = {k: v for k, v in schemes.items() if k not in left_out}
-        names = list(dict.fromkeys([*names, *new["schemes"]["names"]]))
-        tables |= new | {"tasks": list(dict.fromkeys([*tasks, *new["tasks"]]))}
-        tables["schemes"] = schemes | new["schemes"] | {"names": names}
-        joined = from_file(tables, tables["tasks"])
-        joined.check()
-    except ConfigError as error:
-        raise ResultsError(
-            f"{file}: {error}; choose another --name, or --fresh to begin anew"
-        ) from None
-    return joined
 
 
 def write_config(experiment: Experiment) -> None:

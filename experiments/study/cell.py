@@ -7,8 +7,7 @@ from typing import Any
 from experiments.pages.tables import Lookup, mean
 from experiments.runs.run import Run
 from experiments.study.clock import Clock
-from experiments.study.selection import Selection, score, variant
-from experiments.study.size import Size
+from experiments.study.selection import Selection, Size, score, variant
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,17 +13,22 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from experiments.bench.timing import side_by_side
 from experiments.errors import ResultsError
+from experiments.models.model import initialize, seed_keys
 from experiments.runs.environment import environment
 from experiments.runs.executors import processes
 from experiments.runs.files import to_json, write_whole
+from experiments.runs.run import load_data
 from experiments.settings.config_io import convert
+from experiments.training.train import compiled, new_state, rates_of
 
 BUSY = 0.05
 """The greatest share of other programs at which something is concluded from times."""
@@ -108,21 +113,32 @@ def _measure(
     unit: Mapping[str, tuple[Any, Any]], steps_per_call: int = 5, rounds: int = 15
 ) -> tuple[dict[str, float], int, float | None]:
     """Returns milliseconds of a step by scheme, the number of rounds, and the share of others."""
-    from experiments.bench.step import prepare
-    from experiments.bench.timing import side_by_side
-    from experiments.runs.run import load_data
-
     cases, per_call = {}, {}
     for name, (task, position) in unit.items():
         train = dataclasses.replace(task.train, steps_per_call=steps_per_call)
         task = dataclasses.replace(task, train=train)
-        cases[name], _ = prepare(task, position, load_data(task).train)
+        cases[name] = prepare(task, position, load_data(task).train)
         per_call[name] = train.steps_per_call
     before = _processor_seconds()
     timings = side_by_side(cases, rounds=rounds, seconds=0.0)
     others = _share_of_others(before, _processor_seconds())
     steps = {each.name: round(1e3 * each.median / per_call[each.name], 4) for each in timings}
     return steps, timings[0].rounds, others
+
+
+def prepare(task: Any, position: Any, data: Any) -> Callable[[], Any]:
+    """Returns a function of some training steps of a task, `steps_per_call` of them."""
+    call = compiled(task, position, 1, data)
+    params = initialize(task.model, position, task.vocab_size, seed_keys([0], "parameters"))
+    state = new_state(params, task)
+    keys, rates, first = seed_keys([0], "data"), rates_of(task, 1), jnp.int32(0)
+
+    def steps():
+        nonlocal state
+        state, losses = call(state, keys, rates, first, data)
+        return losses
+
+    return steps
 
 
 def _processor_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float, float] | None:

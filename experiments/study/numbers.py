@@ -9,9 +9,8 @@ from experiments.pages.page import as_csv
 from experiments.pages.tables import Lookup, label, mean
 from experiments.runs.run import Run
 from experiments.study.cell import Cell
-from experiments.study.gains import curve_of, gain
 from experiments.study.plan import Study
-from experiments.study.rows import Row, Rows
+from experiments.study.rows import Row, Rows, curve_of, gain
 from experiments.study.selection import Selection
 
 

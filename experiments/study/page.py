@@ -13,9 +13,8 @@ from experiments.pages.tables import Lookup, label, mean, ordered
 from experiments.runs.run import Result
 from experiments.study import comparison
 from experiments.study.clock import BUSY, Clock
-from experiments.study.gains import curve_of
 from experiments.study.plan import Study
-from experiments.study.rows import Bounds, Row, Rows
+from experiments.study.rows import Bounds, Row, Rows, curve_of
 
 _CRITERIA = {
     "resolved": "A difference is resolved if its interval excludes 0.",

@@ -44,8 +44,7 @@ from experiments.runs.run import Run
 from experiments.settings.config_io import STRICT, convert, merge, near, read_toml
 from experiments.study.cell import Cell
 from experiments.study.clock import Clock
-from experiments.study.selection import variant
-from experiments.study.size import Size
+from experiments.study.selection import Size, variant
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,13 +21,13 @@ from experiments.pages import plots
 from experiments.pages.intervals import interval
 from experiments.runs.results import packed
 from experiments.runs.run import Result, RunFolder, known
-from experiments.study import clock, gains, plan
+from experiments.study import clock, plan
 from experiments.study.catalogue import catalogue_page, catalogue_picture, screen_numbers
 from experiments.study.clock import Clock
 from experiments.study.command import earlier, pages
 from experiments.study.numbers import numbers
 from experiments.study.page import drawing, page
-from experiments.study.rows import rows_of
+from experiments.study.rows import curve_of, gain, rows_of
 from experiments.training.train import of_program
 from tests.support import slow
 
@@ -523,8 +523,8 @@ def test_a_size_takes_the_rates_of_another(study_of):
     # In half of the steps T5 loses 0.1 of its lead. Twice the steps are worth 0.1 to RoPE.
     for size, expected in (("a", 2**0.5), ("b", float("inf"))):
         rows = rows_of(study.cells[size], "rope", by_steps, OF_SIZES)
-        gain = gains.gain(rows["t5"], gains.curve_of(rows["rope"], by_steps))
-        assert gain == pytest.approx([expected] * 3)
+        gained = gain(rows["t5"], curve_of(rows["rope"], by_steps))
+        assert gained == pytest.approx([expected] * 3)
 
 
 def test_the_clock_has_the_programs_of_the_runs(study_of, monkeypatch, tmp_path):
@@ -532,9 +532,9 @@ def test_the_clock_has_the_programs_of_the_runs(study_of, monkeypatch, tmp_path)
 
     def prepare(task, position, data):
         asked.append((task.train.steps_per_call, of_program(task)))
-        return lambda: jnp.zeros(()), 0.0
+        return lambda: jnp.zeros(())
 
-    monkeypatch.setattr("experiments.bench.step.prepare", prepare)
+    monkeypatch.setattr(clock, "prepare", prepare)
     monkeypatch.setattr(clock, "processes", lambda count: ThreadPoolExecutor(count))
     cells = study_of(SIZES).cells["b"]
     for backend, calls, rounds in (("cpu", 5, 15), ("gpu", 10, 3)):
