@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from experiments.errors import ConfigError
-from experiments.runs.checkpoints import Checkpoints, Deadline
+from experiments.runs.checkpoints import Checkpoints, Deadline, OutOfTime
 from experiments.runs.experiment import from_file
 from experiments.runs.run_queue import sharded
 from experiments.settings.common import Train
@@ -102,21 +102,20 @@ def test_devices_draw_and_compute_their_own_sequences_and_heads():
     assert all(x.is_fully_replicated for x in jax.tree.leaves(others))
 
 
+@slow
 def test_keys_of_a_sharded_sequence_travel():
     assert program("sequence=8")[1] == {"all-reduce", "collective-permute"}
 
 
 def test_a_run_continues_on_another_number_of_devices(tmp_path):
-    def stop(step, loss):
-        raise KeyboardInterrupt
+    def checkpoint(minutes):
+        return Checkpoints(tmp_path / "states", Deadline(minutes), pytest.fail)
 
-    def checkpoint():
-        return Checkpoints(tmp_path / "states", Deadline(), pytest.fail, every=0.0)
-
-    on, checkpoint_of_run = mesh.make("data=4,tensor=2", sharded(TASK)), checkpoint()
-    with pytest.raises(KeyboardInterrupt):
-        train(TASK, POSITION, SEEDS, None, stop, checkpoint=checkpoint_of_run, mesh=on)
-    assert_equal_to_one_device(train(TASK, POSITION, SEEDS, None, checkpoint=checkpoint()))
+    on = mesh.make("data=4,tensor=2", sharded(TASK))
+    with pytest.raises(OutOfTime):
+        train(TASK, POSITION, SEEDS, None, checkpoint=checkpoint(0.0), mesh=on)
+    trained = train(TASK, POSITION, SEEDS, None, checkpoint=checkpoint(1.0))
+    assert_equal_to_one_device(trained)
 
 
 @pytest.mark.parametrize(

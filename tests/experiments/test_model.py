@@ -328,7 +328,7 @@ def test_the_learning_rate_warms_up_and_decays(warmup):
 
 def test_training_ends_once_no_loss_is_finite():
     wild = dataclasses.replace(TASK, train=dataclasses.replace(TASK.train, learning_rate=1e38))
-    trained = train(wild, make("rope"), [0], None)
+    trained = train(wild, make("rope"), [4, 5], None)  # The program of the loop above.
     assert trained.curve["step"] == [2, 4] and trained.diverged == 4
 
 

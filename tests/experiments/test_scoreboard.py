@@ -30,6 +30,7 @@ from experiments.scoreboard.speed import Speed, SpeedRun
 from experiments.settings.common import Model, Train
 from experiments.tasks import KBack
 from experiments.tasks.base import Data
+from tests.support import slow
 
 CLAIM = """
 claim = "RoPE is better than nothing"
@@ -153,6 +154,7 @@ def test_claims_of_another_folder_have_their_own_page_and_results(call, tmp_path
     assert "became a part" not in page  # The history of the claims of the library.
 
 
+@slow
 def test_runs_in_processes_of_their_own(call, monkeypatch):
     for name, value in (("DISABLE_MOST_OPTIMIZATIONS", "1"), ("NUM_CPU_DEVICES", "8")):
         monkeypatch.setenv(f"JAX_{name}", value)  # As here: they use the programs of this process.
