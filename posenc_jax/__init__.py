@@ -40,6 +40,7 @@ H head dim, D model dim, A coordinate axes.
 """
 
 import importlib
+import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -184,14 +185,10 @@ if not TYPE_CHECKING:  # A type checker would take every name for a module.
         """Imports `posenc_jax.nnx`, `posenc_jax.linen` and `posenc_jax.testing` on first use."""
         if name in ("linen", "nnx", "testing"):
             return importlib.import_module(f"posenc_jax.{name}")
-        hint = ""
-        if name in contrib.__all__:
-            hint = "; it is in posenc_jax.contrib"
-        elif not name.startswith("_"):
-            hint = checks.did_you_mean(name, __all__)
-            if name in ("Attention", "AttentionFn", "PositionEncoding"):
-                hint = "; it is in posenc_jax.nnx and in posenc_jax.linen"
-        raise AttributeError(f"module 'posenc_jax' has no attribute {name!r}{hint}")
+        hint = "; it is in posenc_jax.contrib" if name in contrib.__all__ else ""
+        message = f"module {__name__!r} has no attribute {name!r}{hint}"
+        # Python looks for a similar name of the module.
+        raise AttributeError(message, name=name, obj=sys.modules[__name__])
 
     def __dir__() -> list[str]:
         """Returns the public names, including modules that are imported on first use."""

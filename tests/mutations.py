@@ -527,7 +527,7 @@ MUTATIONS = [
              "sinks + (tokens - sinks) % (capacity - sinks))",
              "sinks + tokens % (capacity - sinks))",
              SERVING),
-    Mutation("states before the last tokens are stale", "cache/past_states.py",
+    Mutation("states before the last tokens are stale", "cache/slots.py",
              "old = states_without(state, past, removed - count[:, None])", "old = past",
              SERVING),
     Mutation("the second token of a write of one is kept", "cache/slots.py",

@@ -12,17 +12,18 @@ from jax import export
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from posenc_jax.cache.past_states import appended_states, states_without
 from posenc_jax.cache.serialization import from_bytes, to_bytes
 from posenc_jax.cache.slots import (
+    appended_states,
     batch_first,
     finite_values,
     same_sharding,
     sharded_axes,
+    states_without,
     write_slots,
 )
 from posenc_jax.cache.storage import Ring, Slots, order
-from posenc_jax.checks import array_of_rank, integer_positions, require
+from posenc_jax.checks import integer_positions, require
 from posenc_jax.engine.mask import Window, add_saturated
 from posenc_jax.schemes.combinators.chain import parts
 from posenc_jax.schemes.scheme import Acts, Scheme
@@ -124,11 +125,8 @@ class KVCache:
           num_sink_tokens: number of first tokens of a row that a ring does not overwrite.
 
         Raises:
-          ValueError: if `capacity` is below one, `max_rewind` is negative, or a ring has no slot
-            to overwrite.
+          ValueError: if a ring has no slot to overwrite.
         """
-        require(capacity >= 1, f"KVCache: capacity must be at least 1 slot, got {capacity}.")
-        require(max_rewind >= 0, f"KVCache: max_rewind must not be negative, got {max_rewind}.")
         require(
             0 <= num_sink_tokens < (capacity if ring else 1),
             f"KVCache: num_sink_tokens must be below the {capacity} slots of a ring, else 0, "
@@ -299,7 +297,6 @@ class KVCache:
           ValueError: for rows that are known to be out of range; under `jit` they are lost.
         """
         rows = integer_positions("KVCache.take", rows, "rows")
-        array_of_rank("KVCache.take", "rows", rows, 1, "[any]")
         inside = self._inside("take", rows)
         new = self._each(lambda x: x.at[rows].get(mode="clip", **same_sharding(x)))
         return dataclasses.replace(new, lost=new.lost | ~inside)

@@ -1,4 +1,4 @@
-"""Writes and reshards arrays with slots for tokens."""
+"""Writes and reshards arrays of a cache: slots for tokens, and states before the last tokens."""
 
 from typing import Any
 
@@ -78,3 +78,46 @@ def same_sharding(x: jax.Array) -> dict[str, Any]:
 def batch_first(coordinates: jax.Array) -> jax.Array:
     """Returns coordinates [B, S] or [B, S, A]."""
     return jnp.moveaxis(coordinates, (-2, -1), (0, 1))
+
+
+def states_without(state: jax.Array, past: jax.Array, count: jax.Array) -> jax.Array:
+    """Returns the states without the last `count` tokens, [B, any, ...].
+
+    Args:
+      state: after all tokens, [B, ...].
+      past: without the last 1, 2, ... tokens, [B, R, ...].
+      count: int32 [B, any], clipped to 0 .. R.
+
+    >>> states_without(jnp.array([9]), jnp.array([[8, 7]]), jnp.array([[0, 2]]))
+    Array([[9, 7]], dtype=int32)
+    """
+    states = jnp.concatenate([state[:, None], past], 1)
+    count = jnp.clip(count, 0, past.shape[1])
+    return jnp.take_along_axis(states, _with_rank(count, states), 1)
+
+
+def appended_states(
+    state: jax.Array, past: jax.Array, count: jax.Array, new_past: jax.Array
+) -> jax.Array:
+    """Returns `past` after more tokens, [B, R, ...].
+
+    Args:
+      state, past: before these tokens; see `states_without`.
+      count: int32 [B], the number of tokens appended to each row.
+      new_past: without the last 1, 2, ... of these tokens, [B, any, ...].
+
+    >>> before = jnp.array([9]), jnp.array([[8, 7]])
+    >>> appended_states(*before, jnp.array([1]), jnp.zeros((1, 0), int))
+    Array([[9, 8]], dtype=int32)
+    """
+    size = past.shape[1]
+    removed = jnp.arange(1, size + 1, dtype=jnp.int32)[None]
+    old = states_without(state, past, removed - count[:, None])
+    padding = (0, size - new_past.shape[1])
+    new = jnp.pad(new_past, ((0, 0), padding, *((0, 0),) * (past.ndim - 2)))
+    return jnp.where(_with_rank(removed < count[:, None], past), new, old)
+
+
+def _with_rank(x: jax.Array, other: jax.Array) -> jax.Array:
+    """Returns x [B, any], with axes of size 1 added up to the rank of `other`."""
+    return x.reshape(*x.shape, *(1,) * (other.ndim - 2))

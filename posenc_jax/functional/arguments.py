@@ -33,21 +33,10 @@ class AttentionOptions(TokenOptions, CommonOptions, total=False):
     norms: Norms | None
 
 
-def check_hooks(caller: str, scheme: Scheme) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of parameters by path; raises for settings or hooks that cannot work."""
-    check_scheme(caller, scheme)
-    try:
-        hash(scheme)
-    except TypeError:
-        raise TypeError(
-            f"{caller}: settings of {scheme!r} must be hashable; use tuples for lists."
-        ) from None
-    return _shapes_of_params(scheme)
-
-
 def check_params(caller: str, scheme: Scheme, params: Params) -> None:
     """Raises unless a scheme is valid and `params` has its parameters, of their shapes."""
-    expected, shapes = check_hooks(caller, scheme), _shapes(params)
+    check_scheme(caller, scheme)
+    expected, shapes = _shapes_of_params(scheme), _shapes(params)
     missing = expected.keys() - shapes
     if missing:
         raise ValueError(
@@ -65,13 +54,8 @@ def check_pipeline(caller: str, pipeline: Pipeline) -> None:
     """Raises unless the scheme, its parameters and the norms fit together."""
     scheme = pipeline.scheme
     check_params(caller, scheme, pipeline.params)
-    norms = pipeline.norms
-    if norms is None:
-        return
-    if not (isinstance(norms, tuple) and len(norms) == 2 and all(map(callable, norms))):
-        raise TypeError(f"{caller}: norms must be two functions, (of q, of k), got {norms!r:.100}.")
     in_attention = Acts.ATTENTION in scheme.acts
-    if in_attention or not scheme.traits.norm_after:
+    if pipeline.norms is not None and (in_attention or not scheme.traits.norm_after):
         how = "rotates q and k within its attention" if in_attention else "scales q and k by call"
         raise NotImplementedError(f"{caller}: {scheme!r} {how}, so that no norm can come after it.")
 
@@ -97,15 +81,10 @@ def token_positions(
 ) -> jax.Array:
     """Returns positions as int32 [B, T]; by default tokens follow those in the cache."""
     if cache is not None:
-        *stacked, rows = cache.length.shape
         require(
-            not stacked,
-            f"{caller}: cache must be that of one layer, got caches stacked along "
-            f"{len(stacked)} more axes; give each layer its own by scan, vmap or indexing.",
-        )
-        require(
-            rows == shape[0],
-            f"{caller}: the cache is for batch size {rows}, got arrays of batch size {shape[0]}.",
+            cache.length.shape == shape[:1],
+            f"{caller}: the cache must be that of one layer with {shape[0]} rows, got "
+            f"{cache.length.shape}; give layers their own by scan, vmap or indexing.",
         )
     if positions is None:
         if cache is None:

@@ -327,18 +327,8 @@ def _with_cache(
 
 def _check_call(call: AttentionCall, cache: KVCache | None, scheme: Scheme) -> None:
     """Raises for options that do not go together."""
-    if not isinstance(cache, KVCache | None):
-        raise TypeError(
-            f"scheme_attention: cache must be a KVCache, which new_cache makes, got {type(cache)}."
-        )
     if cache is None:
         return
-    mask = call.mask
-    if mask is not None and jnp.shape(mask)[3:] != (cache.capacity,):
-        raise ValueError(
-            "scheme_attention: mask must be [B or 1, N or 1, T, S] with S the capacity of the "
-            f"cache, {cache.capacity}, got shape {jnp.shape(mask)}."
-        )
     require(
         call.contiguous is None,
         "scheme_attention: contiguous has no meaning with a cache, got contiguous="

@@ -108,9 +108,6 @@ def cross_attention(
     queries.check(caller)
     keys.check(caller)
     check_pipeline(caller, pipeline)
-    require(
-        k.shape[0] == q.shape[0], f"{caller}: q {q.shape} and k {k.shape} differ in batch size."
-    )
     q_ids, k_ids = call.q_segment_ids, call.k_segment_ids
     if q_ids is not None or k_ids is not None:
         q_ids = jnp.zeros(q.shape[1], jnp.int32) if q_ids is None else q_ids

@@ -4,14 +4,12 @@ from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from posenc_jax.cache.kv_cache import KVCache
-from posenc_jax.checks import positive_integers, require
-from posenc_jax.functional.arguments import check_hooks
+from posenc_jax.checks import positive_integers
 from posenc_jax.functional.pipeline import Pipeline, Projections
-from posenc_jax.schemes.scheme import Params, Scheme, check_sizes
+from posenc_jax.schemes.scheme import Params, Scheme, check_scheme, check_sizes
 
 
 class CacheOptions(TypedDict, total=False):
@@ -72,32 +70,13 @@ def new_cache(
     >>> cache.k.shape
     (2, 16, 4, 8)
     """
-    check_hooks("new_cache", scheme)
+    check_scheme("new_cache", scheme)
     optional = {"num_kv_heads": num_kv_heads, "model_dim": model_dim}
     sizes = {"capacity": capacity, "num_heads": num_heads, "head_dim": head_dim}
     sizes |= {name: size for name, size in optional.items() if size is not None}
     positive_integers("new_cache", **sizes)
-    counts = {"batch": batch, "max_rewind": max_rewind, "value_dim": value_dim or 0}
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int | np.integer):
-            raise TypeError(f"new_cache: {name} must be an integer, got {count!r}.")
-        require(count >= 0, f"new_cache: {name} must not be negative, got {count}.")
-    shape = getattr(coordinates, "shape", (0,) if coordinates is None else None)
-    if shape is None:
-        raise TypeError(
-            "new_cache: coordinates must be an array or a jax.ShapeDtypeStruct, got "
-            f"{coordinates!r:.60}."
-        )
-    require(
-        1 <= len(shape) <= 3,
-        f"new_cache: coordinates must be [T], [B, T] or [A, B, T], got shape {shape}.",
-    )
     heads_of = {"num_heads": num_heads, "num_kv_heads": num_kv_heads or num_heads}
     check_sizes("new_cache", scheme, head_dim=head_dim, model_dim=model_dim, **heads_of)
-    require(
-        model_dim is not None or not scheme.traits.reads_x,
-        f"new_cache: {scheme!r} reads x, so the cache needs model_dim.",
-    )
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"new_cache: dtype must be a floating type, got {dtype!r:.60}.")

@@ -93,11 +93,6 @@ class Pipeline:
         try:
             features = scheme.features(params, x, q, k, tokens.coordinates, ids, state)
         except Exception as error:
-            if x is None and scheme.traits.reads_x and not isinstance(error, ValueError):
-                raise ValueError(
-                    f"{scheme.name or type(scheme).__name__}: features are computed from x "
-                    "[B, T, D], got None; pass x to scheme_attention."
-                ) from error
             if x is None:
                 error.add_note(
                     f"x is None in {type(scheme).__name__}.features: give x=, and new_cache its "

@@ -12,7 +12,6 @@ from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import (
     array_of_rank,
     divides,
-    positive_integers,
     refuse_unknown,
     require,
     token_integers,
@@ -111,10 +110,7 @@ def layer_spec(caller: str, position: Any, shared_encoding: Any, **settings: Any
       ValueError: for a setting that the `LayerSpec` has too, for two different schemes, and for a
         layer without attention.
     """
-    shared = None
-    if shared_encoding is not None:
-        check_encoding(caller, shared_encoding)
-        shared = shared_encoding.scheme
+    shared = None if shared_encoding is None else shared_encoding.scheme
     if not isinstance(position, LayerSpec | Scheme | None):
         hint = call_hint(position)
         if isinstance(position, EncodingLayer):
@@ -163,37 +159,6 @@ def check_use(scheme: Scheme, spec: LayerSpec, is_causal: bool, head_dim: int) -
         )
 
 
-def check_encoding(caller: str, shared_encoding: Any) -> None:
-    """Raises `TypeError` for anything but a `PositionEncoding`."""
-    if not isinstance(shared_encoding, EncodingLayer):
-        raise TypeError(
-            f"{caller}: shared_encoding must be a PositionEncoding, got {shared_encoding!r}."
-        )
-
-
-def init_of_projection(argument: str, init: Any, name: str, default: Any) -> Any:
-    """Returns the initialiser of a projection, from one for all or from a mapping.
-
-    Args:
-      argument: the name of `init` in messages.
-      init: an initialiser, or a mapping from names of projections to initialisers.
-      name: the projection.
-      default: the initialiser of projections without an entry.
-
-    Raises:
-      ValueError: for entries of other projections.
-    """
-    if not isinstance(init, Mapping):
-        return init
-    unknown = sorted(set(init) - {"query", "key", "value"})
-    require(
-        not unknown,
-        f"Attention: {argument} has entries for 'query', 'key' and 'value', got {unknown}"
-        f"{f'; use out_{argument}' if 'out' in unknown else ''}.",
-    )
-    return init.get(name, default)
-
-
 def has_bias(use_bias: bool | Mapping[str, bool], name: str) -> bool:
     """Returns whether a projection has a bias.
 
@@ -234,22 +199,9 @@ class AttentionLayer:
         inputs_q: jax.Array,
         inputs_k: jax.Array | None,
         inputs_v: jax.Array | None,
-        widths: tuple[int | None, int | None] = (None, None),
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns the inputs of the projections to q, k and v, with defaults filled in.
-
-        Raises:
-          ValueError: for a wrong rank, and for other widths than those known (queries, keys).
-        """
-        inputs = {"inputs_q": inputs_q, "inputs_k": inputs_k, "inputs_v": inputs_v}
-        for (name, x), width in zip(inputs.items(), (*widths, widths[1]), strict=True):
-            if x is not None:
-                axes = f"[B, {'T' if x is inputs_q else 'S'}, {width or 'D'}]"
-                array_of_rank("Attention", name, x, 3, axes)
-                require(
-                    width in (None, x.shape[-1]),
-                    f"Attention: {name} must be {axes}, got {x.shape}.",
-                )
+        """Returns the inputs of the projections to q, k and v, with defaults filled in."""
+        array_of_rank("Attention", "inputs_q", inputs_q, 3, "[B, T, D]")
         require(
             inputs_k is not None or inputs_v is None,
             "Attention: inputs_v needs inputs_k beside it.",
@@ -259,7 +211,6 @@ class AttentionLayer:
 
     def heads(self) -> dict[str, int]:
         """Returns the number of heads of each projection."""
-        positive_integers("Attention", num_heads=self.num_heads, head_dim=self.head_dim)
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         divides("Attention", num_heads=self.num_heads, num_kv_heads=kv_heads)
         return {"query": self.num_heads, "key": kv_heads, "value": kv_heads}

@@ -12,7 +12,6 @@ import numpy as np
 from posenc_jax.checks import require
 from posenc_jax.engine.api import choose
 from posenc_jax.engine.problem import Implementation, Problem
-from posenc_jax.functional.arguments import check_hooks
 from posenc_jax.functional.attention import scheme_attention, scheme_embedding
 from posenc_jax.functional.new_cache import new_cache
 from posenc_jax.positions.packing import count_up
@@ -196,7 +195,6 @@ class Case:
                 out, cache = model(params, weights, x[:, :1], cache=cache, **options)
             return out
 
-        check_hooks("check", self.scheme)
         params = jax.eval_shape(self.scheme.init, jax.random.key(7))
         weights = [w.astype(dtype) for w in self.weights]
         jax.eval_shape(run, params, weights, self.x[:, :FIRST].astype(dtype))
