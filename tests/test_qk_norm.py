@@ -1,6 +1,7 @@
 """QK-norm by itself and in layers; tests/hf compares its forms with transformers."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,12 @@ NORM = pe.QKNorm(epsilon=0.01, scale_offset=1.0)
 LAYER = pe.LayerSpec(ROPE, 4, scale=0.5, softcap=3.0, sinks=True, qk_norm=NORM)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def pulled(norm, params, x, d_out):
+    out, pull = jax.vjp(lambda x: norm(params, x), x)
+    return out, pull(d_out)[0]
+
+
 def test_a_clip_is_its_formula_in_float64():
     norm = pe.QKNorm("clip", scale="per_head", threshold=2.0)
     x = np.random.RandomState(0).standard_normal((2, 5, N, H)).astype(np.float32)
@@ -29,35 +36,36 @@ def test_a_clip_is_its_formula_in_float64():
     clipped = length > 2.0
     assert 0.1 < clipped.mean() < 0.9
     expected = np.where(clipped, z * 2.0 / (length + 1e-6), z)
-    out, pull = jax.vjp(lambda x: norm({"scale": scale}, x), x)
-    np.testing.assert_allclose(out, expected, atol=2e-6)
     d_out = np.random.RandomState(1).standard_normal(x.shape).astype(np.float32)
+    out, d_x = pulled(norm, {"scale": scale}, x, d_out)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
     unit = np.where(clipped, z / np.maximum(length, 1e-9), 0.0)
     d_z = d_out - unit * (unit * d_out).sum(-1, keepdims=True)
     d_z *= np.where(clipped, 2.0 / np.maximum(length, 1e-9), 1.0)
-    np.testing.assert_allclose(pull(d_out)[0], d_z * scale, atol=1e-5)
+    np.testing.assert_allclose(d_x, d_z * scale, atol=1e-5)
     assert norm.init(N, H)["scale"].shape == (N, H) and pe.QKNorm().threshold is None
 
 
-@pytest.mark.parametrize("over", ["head", "projection"])
-@pytest.mark.parametrize("kind", ["rms", "layer", "clip"])
+@pytest.mark.parametrize("kind, over", [("rms", "head"), ("layer", "head"), ("clip", "projection")])
 def test_long_vectors_have_the_norm_of_their_direction(kind, over):
     """Squares beyond 1.8e19 overflow; gradients are those of the direction, by length."""
     norm = pe.QKNorm(kind, over, "per_head", epsilon=0.0, threshold=2.0 if kind == "clip" else None)
     x = np.random.RandomState(0).uniform(1.0, 2.0, (1, 5, N, H)).astype(np.float32)
     x[:, ::2] *= -1.0
     params = {"scale": linspace(0.7, 1.5, N * H).reshape(N, H)}
-    out, pull = jax.vjp(lambda x: norm(params, x), x)
+    d_out = np.random.RandomState(1).standard_normal(x.shape).astype(np.float32)
+    out, d_x = pulled(norm, params, x, d_out)
     for length in (2.0**45, 2.0**55, 2.0**64, 2.0**110):
-        far, pull_far = jax.vjp(lambda x: norm(params, x), x * np.float32(length))
+        far, d_far = pulled(norm, params, x * np.float32(length), d_out)
         np.testing.assert_allclose(far, out, rtol=1e-6)
-        np.testing.assert_allclose(pull_far(out)[0] * length, pull(out)[0], rtol=0, atol=1e-5)
+        np.testing.assert_allclose(d_far * length, d_x, rtol=0, atol=1e-5)
     far = norm(params, jnp.asarray(x * 1e38, jnp.bfloat16))
     np.testing.assert_allclose(np.float32(far), out, rtol=0, atol=0.1)
 
 
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("over, scale", [("head", "shared"), ("projection", "per_head")])
+@pytest.mark.parametrize(
+    "kind, over, scale", [("rms", "head", "shared"), ("layer", "projection", "per_head")]
+)
 def test_a_norm_is_its_formula_in_float64(kind, over, scale):
     norm = pe.QKNorm(kind, over, scale, scale_offset=1.0, use_bias=True, epsilon=0.1)
     shape = (2, 5, N, H)
@@ -83,50 +91,53 @@ def linspace(start, end, count):
     return np.linspace(start, end, count, dtype=np.float32)
 
 
-@jax.jit
-def by_hand(x, kernels, scales, sinks):
-    """Attention of `LAYER` from its parts."""
-    q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in kernels[:3])
-    q, k = (NORM({"scale": s}, y) for s, y in zip(scales, (q, k), strict=True))
-    out, _ = pe.scheme_attention(
-        ROPE, {}, q, k, v, is_causal=True, window=4, scale=0.5, softcap=3.0, sinks=sinks
-    )
-    return jnp.einsum("btnh,nhd->btd", out, kernels[3])
-
-
-def test_nnx_attention_takes_a_layer():
-    rngs = nnx.Rngs(0)
-    layer = pn.Attention(
-        D, N, position=LAYER, num_kv_heads=K, head_dim=H, is_causal=True, rngs=rngs
-    )
+def set_norms(layer):
     layer.query_norm.scale[...] = linspace(-0.5, 0.5, H)
     layer.key_norm.scale[...] = linspace(0.5, -0.2, H)
+
+
+SIZES = {"num_kv_heads": K, "head_dim": H, "is_causal": True}
+
+
+def compare(layer, module, by_hand):
+    """An NNX layer, its steps and a Linen module have the output written out."""
+    params = {"params": nnx.to_pure_dict(nnx.state(layer, nnx.Param))}
+
+    @jax.jit
+    def run(x):
+        first, cache = layer(x[:, :6], cache=layer.new_cache(2, 9))
+        steps = jnp.concatenate([first, layer(x[:, 6:], cache=cache)[0]], 1)
+        return by_hand(layer, x), layer(x), steps, module.apply(params, x)
+
+    wanted, *outs = run(X)
+    for out in outs:
+        np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+def projected(layer, x):
+    return [project(x) for project in (layer.query, layer.key, layer.value)]
+
+
+def test_attention_takes_a_layer():
+    layer = pn.Attention(D, N, position=LAYER, rngs=nnx.Rngs(0), **SIZES)
+    set_norms(layer)
     layer.sinks[...] = linspace(-1.0, 1.0, N)
-    kernels = [p.kernel[...] for p in (layer.query, layer.key, layer.value, layer.out)]
-    scales = [p.scale[...] for p in (layer.query_norm, layer.key_norm)]
-    wanted = by_hand(X, kernels, scales, layer.sinks[...])
-    run = nnx.jit(lambda layer, x, cache=None: layer(x, cache=cache))
-    np.testing.assert_allclose(run(layer, X), wanted, atol=1e-6)
+    settings = {"window": 4, "scale": 0.5, "softcap": 3.0}
 
-    cache, steps = layer.new_cache(2, 9), []
-    for part in np.split(X, range(5, 9), axis=1):
-        y, cache = run(layer, part, cache)
-        steps.append(y)
-    np.testing.assert_allclose(np.concatenate(steps, 1), wanted, atol=1e-5)
+    def by_hand(layer, x):
+        q, k, v = projected(layer, x)
+        norms = layer.query_norm, layer.key_norm
+        q, k = (NORM({"scale": n.scale[...]}, y) for n, y in zip(norms, (q, k), strict=True))
+        options = settings | {"sinks": layer.sinks[...], "is_causal": True}
+        return layer.out(pe.scheme_attention(ROPE, {}, q, k, v, **options)[0])
 
-
-def test_linen_attention_takes_a_layer():
-    module = pl.Attention(N, H, LAYER, num_kv_heads=K, is_causal=True)
-    params = module.init(jax.random.key(0), X)["params"]
-    params["query_norm"]["scale"] = linspace(-0.5, 0.5, H)
-    params["key_norm"]["scale"] = linspace(0.5, -0.2, H)
-    params["sinks"] = linspace(-1.0, 1.0, N)
-    kernels = [params[n]["kernel"] for n in ("query", "key", "value", "out")]
-    scales = [params[n]["scale"] for n in ("query_norm", "key_norm")]
-    wanted = by_hand(X, kernels, scales, params["sinks"])
-    out = jax.jit(module.apply)({"params": params}, X)
-    np.testing.assert_allclose(out, wanted, atol=1e-6)
-    assert module.new_cache(2, 9).k.shape == (2, 9, K, H)
+    module = pl.Attention(N, position=LAYER, **SIZES)
+    compare(layer, module, by_hand)
+    settings |= {"sinks": True, "qk_norm": NORM}
+    shared = pn.PositionEncoding(ROPE, rngs=nnx.Rngs(0))
+    for position in ({"position": ROPE}, {"shared_encoding": shared}):
+        other = pn.Attention(D, N, rngs=nnx.Rngs(0), **position, **SIZES, **settings)
+        assert other.settings == layer.settings == LAYER
 
 
 @pytest.mark.parametrize("name", ["rope", "keys_as_projected"])
@@ -134,27 +145,16 @@ def test_a_norm_after_the_rotation(name):
     """With a scale that differs by dimension, as in HunYuan, the order matters."""
     norm = pe.QKNorm(epsilon=0.01, scale_offset=1.0, after_rotation=True)
     scheme = ROPE if name == "rope" else Uncached(head_dim=H)
-    sizes = {"num_kv_heads": K, "head_dim": H, "is_causal": True}
-    layer = pn.Attention(D, N, position=scheme, qk_norm=norm, rngs=nnx.Rngs(0), **sizes)
-    layer.query_norm.scale[...] = linspace(-0.5, 0.5, H)
-    layer.key_norm.scale[...] = linspace(0.5, -0.2, H)
+    layer = pn.Attention(D, N, position=scheme, qk_norm=norm, rngs=nnx.Rngs(0), **SIZES)
+    set_norms(layer)
 
-    @nnx.jit
-    def whole_and_by_hand(layer, x):
-        q, k, v = (p(x) for p in (layer.query, layer.key, layer.value))
+    def by_hand(layer, x):
+        q, k, v = projected(layer, x)
         q, k = (pe.apply_rope(y, np.arange(9)) for y in (q, k))
-        q, k = (n(y) for n, y in zip((layer.query_norm, layer.key_norm), (q, k), strict=True))
-        return layer(x), layer.out(pe.attention(q, k, v, is_causal=True))
+        q, k = layer.query_norm(q), layer.key_norm(k)
+        return layer.out(pe.attention(q, k, v, is_causal=True))
 
-    out, wanted = whole_and_by_hand(layer, X)
-    np.testing.assert_allclose(out, wanted, atol=1e-6)
-    module = pl.Attention(N, position=scheme, qk_norm=norm, **sizes)
-    params = {"params": nnx.to_pure_dict(nnx.state(layer, nnx.Param))}
-    np.testing.assert_allclose(jax.jit(module.apply)(params, X), wanted, atol=1e-6)
-    run, cache = nnx.jit(lambda layer, x, cache: layer(x, cache=cache)), layer.new_cache(2, 9)
-    for part in (slice(0, 5), slice(5, 6), slice(6, 9)):
-        y, cache = run(layer, X[:, part], cache)
-        np.testing.assert_allclose(y, wanted[:, part], atol=1e-5)
+    compare(layer, pl.Attention(N, position=scheme, qk_norm=norm, **SIZES), by_hand)
 
 
 def test_xpos_takes_no_norm_after_its_factors():
@@ -175,44 +175,28 @@ class Uncached(pe.RoPE):
         return dataclasses.replace(super().traits, cache_transformed_keys=False)
 
 
-def test_arguments_are_those_of_a_layer():
-    settings = {"window": 4, "scale": 0.5, "softcap": 3.0, "sinks": True, "qk_norm": NORM}
-    common = {"head_dim": H, "is_causal": True}
-    one = pn.Attention(D, N, position=LAYER, rngs=nnx.Rngs(0), **common)
-    other = pn.Attention(D, N, position=ROPE, rngs=nnx.Rngs(0), **common, **settings)
-    np.testing.assert_array_equal(one(X), other(X))
-    encoding = pn.PositionEncoding(ROPE, rngs=nnx.Rngs(0))
-    shared = pn.Attention(D, N, shared_encoding=encoding, rngs=nnx.Rngs(0), **common, **settings)
-    np.testing.assert_array_equal(one(X), shared(X))
-
-
-def test_errors():
-    with pytest.raises(ValueError, match="Attention: window, sinks beside position=LayerSpec"):
-        pn.Attention(D, N, head_dim=H, position=LAYER, window=3, sinks=True, rngs=nnx.Rngs(0))
-    after = pe.QKNorm(after_rotation=True)
-    layer = pn.Attention(D, N, head_dim=H, position=pe.ReRoPE(H), qk_norm=after, rngs=nnx.Rngs(0))
-    with pytest.raises(NotImplementedError, match="rotates q and k within its attention"):
-        layer(jnp.ones((1, 2, D)))
-    with pytest.raises(TypeError, match="qk_norm must be a QKNorm or None, got True"):
-        pe.LayerSpec(ROPE, qk_norm=True)
-    with pytest.raises(ValueError, match="softcap must be positive, got 0"):
-        pe.LayerSpec(ROPE, softcap=0)
-    with pytest.raises(ValueError, match=r"kind must be one of .*, got 'batch'"):
-        pe.QKNorm("batch")
-    with pytest.raises(ValueError, match="kind='clip' alone has a threshold, got kind='rms' and"):
-        pe.QKNorm(threshold=3.0)
-    with pytest.raises(ValueError, match="threshold must be positive, got -1"):
-        pe.QKNorm("clip", threshold=-1.0)
-    with pytest.raises(ValueError, match="use_bias=True needs a scale"):
-        pe.QKNorm(scale="none", use_bias=True)
-    with pytest.raises(ValueError, match="over='projection' has one scale per head"):
-        pe.QKNorm(over="projection")
-    with pytest.raises(ValueError, match=r"x must be \[B, T, N, H\], got shape \(2, 3, 4\)"):
-        NORM(NORM.init(1, 4), jnp.ones((2, 3, 4)))
+RNGS = nnx.Rngs(0)
+AFTER = pe.QKNorm(after_rotation=True)
+TWICE = {"position": LAYER, "window": 3, "sinks": True}
+RERANGED = pn.Attention(D, N, head_dim=H, position=pe.ReRoPE(H), qk_norm=AFTER, rngs=RNGS)
+ERRORS = [
+    (
+        pn.Attention,
+        {"model_dim": D, "num_heads": N, "head_dim": H, "rngs": RNGS} | TWICE,
+        "Attention: window, sinks beside position=LayerSpec",
+    ),
+    (RERANGED, {"inputs_q": X}, "rotates q and k within its attention", NotImplementedError),
+    (pe.LayerSpec, {"scheme": ROPE, "qk_norm": True}, "be a QKNorm or None, got True", TypeError),
+    (pe.LayerSpec, {"scheme": ROPE, "softcap": 0}, "softcap must be positive, got 0"),
+    (pe.QKNorm, {"kind": "batch"}, "kind must be one of .*, got 'batch'"),
+    (pe.QKNorm, {"threshold": 3.0}, "kind='clip' alone has a threshold, got kind='rms' and"),
+    (pe.QKNorm, {"kind": "clip", "threshold": -1.0}, "threshold must be positive, got -1"),
+    (pe.QKNorm, {"over": "projection"}, "over='projection' has one scale per head"),
+    (NORM, {"params": {}, "x": X}, r"x must be \[B, T, N, H\], got shape \(2, 9, 20\)"),
+]
 
 
 def test_sinks_of_a_call_that_are_none_leave_those_of_the_layer():
     layer = pn.Attention(D, N, head_dim=H, sinks=True, rngs=nnx.Rngs(0))
     layer.sinks[...] = jnp.full(N, 2.0)
-    x = jnp.ones((1, 3, D))
-    np.testing.assert_array_equal(layer(x, sinks=None), layer(x))
+    np.testing.assert_array_equal(*jax.jit(lambda x: (layer(x, sinks=None), layer(x)))(X))

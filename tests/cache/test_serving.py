@@ -56,7 +56,7 @@ class Policy:
 
 
 POLICIES = {
-    "full": Policy(SUMS, False, BACK),
+    "full": Policy(pe.FoX(num_heads=2, model_dim=DIM), False, BACK),
     "ring": Policy(SUMS, True, BACK),
     "sinks": Policy(pe.streaming(pe.RoPE(head_dim=4), SINKS), True, 0),
 }
@@ -149,7 +149,7 @@ operation = st.one_of(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(operations=st.lists(operation, min_size=4, max_size=14))
 def test_rows_equal_the_whole_forward_pass_of_lists(name, operations):
     """Appended, reordered, freed, reused and taken back at random; 1e-5."""
@@ -207,7 +207,7 @@ def buffers(cache):
     return {str(list(x.shape)).replace(" ", "") for x in jax.tree.leaves(arrays)}
 
 
-@pytest.mark.parametrize("kind", [{}, {"ring": True}], ids=str)
+@pytest.mark.parametrize("kind", [{}, pytest.param({"ring": True}, marks=slow)], ids=str)
 def test_a_donated_cache_is_written_in_place(kind):
     """No array with all slots is copied, and appending takes the same memory for any S."""
     fox = pe.FoX(num_heads=2, model_dim=DIM)
@@ -285,16 +285,14 @@ def test_rows_and_heads_on_explicit_axes():
         prompt = layer.new_cache(1, 6, qkv_sharding=P(None, None, "tensor"), max_rewind=2)
         changes = {
             "reset": np.array([1, 0]),
-            "rewind": 1,
             "insert": (3, prompt),
-            "take": [3, 2, 1, 1],
         }
         for name, argument in changes.items():
             arguments = argument if isinstance(argument, tuple) else (np.asarray(argument),)
             program = testing.jit_fast(getattr(pe.KVCache, name)).lower(cache, *arguments).compile()
             new, text = program(cache, *arguments), program.as_text()
             assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, cache)
-            assert name == "take" or not re.search(r"all-|collective-|reduce-scatter", text)
+            assert not re.search(r"all-|collective-|reduce-scatter", text)
         replicated = layer.new_cache(4, 8)
         with pytest.raises(
             ValueError, match=r"k is sharded as .*'data'.*new_cache\(..., qkv_shard"
@@ -308,17 +306,22 @@ def test_learned_positions_on_explicit_axes():
     encoding = nnx.PositionEncoding(pe.LearnedAbsolute(9, 8), rngs=flax.nnx.Rngs(0))
     layer = nnx.Attention(8, 2, is_causal=True, rngs=flax.nnx.Rngs(0))
     positions = np.arange(3, dtype=np.int32)[None] + np.arange(4, dtype=np.int32)[:, None]
-    want = encoding(x, positions=positions)
+    want = np.asarray(encoding.values()["table"])[np.asarray(positions)] + np.asarray(x)
     with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))):
         x, positions = (jax.device_put(y, P("data")) for y in (x, positions))
-        out = jax.jit(lambda x, positions: encoding(x, positions=positions))(x, positions)
         cache = layer.new_cache(4, 9, qkv_sharding=P("data", None, None, None))
-        first = encoding(x, cache=cache)
+
+        @jax.jit
+        def run(x, positions, cache):
+            return encoding(x, positions=positions), encoding(x, cache=cache)
+
+        out, first = run(x, positions, cache)
     assert jax.typeof(out) == jax.typeof(first) == jax.typeof(x)
     np.testing.assert_array_equal(out, want)
     np.testing.assert_array_equal(first, np.broadcast_to(want[:1], want.shape))
 
 
+@slow
 def test_grape_with_heads_on_an_explicit_axis():
     """Its parameters are on every device."""
     scheme = pe.GRAPEA(num_heads=4, head_dim=8)
@@ -339,9 +342,8 @@ def test_grape_with_heads_on_an_explicit_axis():
     "name, policy, situations",
     [
         ("deberta", "ring", ("packed", "rows reused", "rewound")),
-        ("learned", "full", ("left padding", "rows of different lengths", "rows inserted")),
+        pytest.param("learned", "full", ("left padding", "rows inserted"), marks=slow),
         pytest.param("t5", "sinks", ("chunks of 64", "rows reused", "beams"), marks=slow),
-        pytest.param("shaw", "full", ("beams", "rewound"), marks=slow),
     ],
 )
 def test_situations_of_a_server(name, policy, situations):

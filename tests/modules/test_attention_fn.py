@@ -15,6 +15,7 @@ import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
 from posenc_jax.modules.attention_fn import attention_fn
 from tests.oracle import qkv
+from tests.support import parameters
 
 Q, K, V = qkv(batch=2, length=7)
 ALIBI, ROPE = pe.ALiBi(num_heads=6), pe.RoPE(head_dim=8)
@@ -27,76 +28,87 @@ NOT_READ = {
 }
 
 
-def ours(scheme=ALIBI):
-    return pe.scheme_attention(scheme, scheme.init(jax.random.key(0)), Q, K, V, is_causal=True)[0]
+def ours(scheme=ALIBI, **options):
+    params = parameters(scheme)
+    return pe.scheme_attention(scheme, params, Q, K, V, is_causal=True, **options)[0]
 
 
 def causal_mask(length=7):
-    return jnp.tril(jnp.ones((1, 1, length, length), bool))
+    return np.tril(np.ones((1, 1, length, length), bool))
 
 
-def test_equals_scheme_attention():
-    for options in ({"mask": causal_mask()}, {"is_causal": True}):
-        out = attention_fn(ALIBI, {}, Q, K, V, **options)
-        np.testing.assert_allclose(out, ours(), atol=1e-5)
-    split = attention_fn(ALIBI, {}, *(a[:, None] for a in (Q, K, V)), mask=causal_mask()[None])
-    np.testing.assert_allclose(split[:, 0], ours(), atol=1e-5)
+def test_equals_scheme_attention_and_drops_where_not_deterministic():
+    drop = {"dropout_rng": jax.random.key(0), "dropout_rate": 0.5, "is_causal": True}
 
-
-@pytest.mark.parametrize("shape", [(7,), (7, 7), (6, 7, 7), (2, 1, 1, 7), (1, 6, 1, 7)], ids=str)
-def test_masks_are_broadcast_as_in_flax(shape):
-    mask = np.random.default_rng(0).random(shape) > 0.3
-    mask[..., 0] = True
-    whole = np.broadcast_to(mask, (2, 6, 7, 7))
-    out = attention_fn(pe.NoPE(), {}, Q, K, V, mask=jnp.asarray(mask))
-    heads = (np.repeat(a, 2, axis=2) for a in (K, V))
-    expected = nnx.dot_product_attention(Q, *heads, mask=jnp.asarray(whole))
-    np.testing.assert_allclose(out, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("scheme", [ROPE, ALIBI, SHAW], ids=lambda s: s.name)
-def test_a_decoded_query_is_the_last_token_of_its_mask(scheme):
-    params = scheme.init(jax.random.key(0))
-    mask = jnp.broadcast_to(jnp.arange(7) <= 4, (2, 1, 1, 7))  # Slots 5 and 6 are empty.
-    stock = jax.jit(functools.partial(attention_fn, scheme))
-    out = stock(params, Q[:, 4:5], K, V, mask=mask)
-    np.testing.assert_allclose(out, ours(scheme)[:, 4:5], atol=1e-5)
-
-
-def test_dropout_follows_deterministic():
-    options = {"dropout_rng": jax.random.key(0), "dropout_rate": 0.5, "is_causal": True}
-    still = attention_fn(ALIBI, {}, Q, K, V, **options)
-    np.testing.assert_allclose(still, ours(), atol=1e-5)
-    dropped = attention_fn(ALIBI, {}, Q, K, V, deterministic=False, **options)
-    assert np.abs(dropped - still).max() > 0.1
-
-
-@pytest.mark.parametrize("scheme", [ROPE, ALIBI, SHAW], ids=lambda s: s.name)
-@pytest.mark.parametrize("coordinates", [2 * np.arange(7), np.arange(14).reshape(2, 7) / 2])
-def test_input_positions_are_the_coordinates(scheme, coordinates):
-    params = scheme.init(jax.random.key(0))
-    for options in ({"is_causal": True}, {"mask": causal_mask()}):
-        out = attention_fn(scheme, params, Q, K, V, input_positions=coordinates, **options)
-        expected, _ = pe.scheme_attention(
-            scheme, params, Q, K, V, coordinates=coordinates, is_causal=True
+    @jax.jit
+    def run(q, k, v):
+        fn = functools.partial(attention_fn, ALIBI, {})
+        split = [a[:, None] for a in (q, k, v)]
+        same = (
+            fn(q, k, v, mask=causal_mask()),
+            fn(q, k, v, is_causal=True, **NOT_READ),
+            fn(q, k, v, **drop),
+            fn(*split, mask=causal_mask()[None])[:, 0],
         )
+        return ours(), same, fn(q, k, v, deterministic=False, **drop)
+
+    expected, same, dropped = run(Q, K, V)
+    for out in same:
         np.testing.assert_allclose(out, expected, atol=1e-5)
-    assert np.abs(out - ours(scheme)).max() > 1e-3
-    split = [a[:, None] for a in (Q, K, V)]
-    rows = np.broadcast_to(coordinates, (2, 7))[:, None]
-    out = attention_fn(scheme, params, *split, input_positions=rows, is_causal=True)
-    np.testing.assert_allclose(out[:, 0], expected, atol=1e-5)
+    assert np.abs(dropped - expected).max() > 0.1
+
+
+def test_masks_are_broadcast_as_in_flax():
+    random = np.random.default_rng(0)
+    masks = [random.random(s) > 0.3 for s in [(7,), (6, 7, 7), (2, 1, 1, 7), (1, 6, 1, 7)]]
+    for mask in masks:
+        mask[..., 0] = True
+
+    @jax.jit
+    def run(q, k, v):
+        heads = [jnp.repeat(a, 2, axis=2) for a in (k, v)]
+        whole = [np.broadcast_to(mask, (2, 6, 7, 7)) for mask in masks]
+        expected = [nnx.dot_product_attention(q, *heads, mask=mask) for mask in whole]
+        outs = [attention_fn(pe.NoPE(), {}, q, k, v, mask=mask) for mask in masks]
+        return list(zip(outs, expected, strict=True))
+
+    for out, expected in run(Q, K, V):
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", [ROPE, SHAW], ids=lambda s: s.name)
+def test_decoded_queries_and_input_positions(scheme):
+    """A decoded query is the last token of its mask; input positions are coordinates."""
+    params, at = parameters(scheme), np.arange(14, dtype=np.float32).reshape(2, 7) / 2
+    empty = np.broadcast_to(np.arange(7) <= 4, (2, 1, 1, 7))  # Slots 5 and 6 are empty.
+
+    @jax.jit
+    def run(q, k, v):
+        fn = functools.partial(attention_fn, scheme, params)
+        split = [a[:, None] for a in (q, k, v)]
+        placed = (
+            fn(q, k, v, input_positions=at, is_causal=True),
+            fn(q, k, v, input_positions=at, mask=causal_mask()),
+            fn(*split, input_positions=at[:, None], is_causal=True)[:, 0],
+        )
+        decoded = fn(q[:, 4:5], k, v, mask=empty)
+        return decoded, ours(scheme), placed, ours(scheme, coordinates=at)
+
+    decoded, whole, placed, expected = run(Q, K, V)
+    np.testing.assert_allclose(decoded, whole[:, 4:5], atol=1e-5)
+    for out in placed:
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+    assert np.abs(expected - whole).max() > 1e-3
 
 
 def test_input_positions_of_stock_nnx_attention_reach_the_scheme():
     """Later versions of Flax give `input_positions`; here they are also bound to the function."""
-    coordinates = 2 * jnp.arange(7)
+    coordinates = 2 * np.arange(7)
     fn = pn.AttentionFn(ROPE)
     layer = pn.Attention(
         20, 6, head_dim=8, position=ROPE, is_causal=True, use_bias=True, rngs=nnx.Rngs(0)
     )
-    x = jax.random.normal(jax.random.key(1), (2, 7, 20))
-    expected = layer(x, positions=coordinates)
+    x = np.random.default_rng(1).normal(size=(2, 7, 20)).astype(np.float32)
 
     def stock(function):
         rngs = nnx.Rngs(0)
@@ -105,21 +117,21 @@ def test_input_positions_of_stock_nnx_attention_reach_the_scheme():
             nnx.update(getattr(module, name), nnx.state(getattr(layer, name)))
         return module
 
-    bound = stock(functools.partial(fn, input_positions=coordinates))
-    np.testing.assert_allclose(bound(x, is_causal=True), expected, atol=1e-5)
-    direct = stock(fn)
-    if "input_positions" in inspect.signature(direct).parameters:
-        out = direct(x, is_causal=True, input_positions=coordinates)
-        np.testing.assert_allclose(out, expected, atol=1e-5)
+    bound, direct = stock(functools.partial(fn, input_positions=coordinates)), stock(fn)
+    known = "input_positions" in inspect.signature(direct).parameters
+
+    @jax.jit
+    def run(x):
+        given = direct(x, is_causal=True, input_positions=coordinates) if known else None
+        return layer(x, positions=coordinates), bound(x, is_causal=True), given
+
+    expected, out, given = run(x)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    if known:
+        np.testing.assert_allclose(given, expected, atol=1e-5)
         direct.init_cache((2, 9, 20))
         with pytest.raises(ValueError, match="input_positions in a decode step"):
             direct(x[:, :1], decode=True, input_positions=coordinates[:1])
-
-
-@pytest.mark.parametrize("name", sorted(NOT_READ))
-def test_options_without_effect_are_accepted(name):
-    out = attention_fn(ALIBI, {}, Q, K, V, is_causal=True, **{name: NOT_READ[name]})
-    np.testing.assert_allclose(out, ours(), atol=1e-5)
 
 
 def test_every_argument_of_flax_functions_is_known():
@@ -186,22 +198,26 @@ def test_the_scale_of_a_layer_is_kept_unless_it_is_given(name):
         return
     x, rngs = np.random.default_rng(0).normal(size=(2, 7, 24)).astype(np.float32), nnx.Rngs(1)
     plain = nnx.MultiHeadAttention(6, 24, decode=False, rngs=rngs)
-    for factor in (1.0, 4.0):
-        fn = pn.AttentionFn(scheme, scale=factor * 4**-0.5, rngs=rngs)
-        layer = nnx.MultiHeadAttention(6, 24, decode=False, attention_fn=fn, rngs=rngs)
-        for part in ("query", "key", "value", "out"):
-            nnx.update(getattr(layer, part), nnx.state(getattr(plain, part)))
-        layer.query.kernel[...] /= factor
-        np.testing.assert_allclose(layer(x), plain(x), atol=1e-5)
+    fn = pn.AttentionFn(scheme, scale=4 * 4**-0.5, rngs=rngs)
+    layer = nnx.MultiHeadAttention(6, 24, decode=False, attention_fn=fn, rngs=rngs)
+    for part in ("query", "key", "value", "out"):
+        nnx.update(getattr(layer, part), nnx.state(getattr(plain, part)))
+    layer.query.kernel[...] /= 4
     module = nn.MultiHeadDotProductAttention(6, attention_fn=pl.AttentionFn(scheme, scale=0.5))
-    got, variables = module.init_with_output(jax.random.key(0), x)
-    projections = {n: variables["params"][n] for n in ("query", "key", "value", "out")}
-    expected = nn.MultiHeadDotProductAttention(6).apply({"params": projections}, x)
-    np.testing.assert_allclose(got, expected, atol=1e-5)
+    stock = nn.MultiHeadDotProductAttention(6)
+
+    @jax.jit
+    def run(x):
+        out, variables = module.init_with_output(jax.random.key(0), x)
+        projections = {n: variables["params"][n] for n in ("query", "key", "value", "out")}
+        return (layer(x), plain(x)), (out, stock.apply({"params": projections}, x))
+
+    for out, expected in run(x):
+        np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def test_a_scheme_for_causal_attention_is_refused_without_causality_or_mask():
     fn = pn.AttentionFn(pe.StickBreaking())
     with pytest.raises(ValueError, match="AttentionFn: StickBreaking needs is_causal=True: keys"):
         fn(Q, K, V)
-    assert fn(Q, K, V, is_causal=True).shape == Q.shape
+    assert jax.eval_shape(lambda: fn(Q, K, V, is_causal=True)).shape == Q.shape
