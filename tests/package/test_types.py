@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.docs import pages
+from tests.support import slow
 
 ROOT = pathlib.Path(__file__).parents[2]
 RETURN_TYPES = """
@@ -52,7 +53,11 @@ CHECKERS = {
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(x, marks=pytest.mark.needs(x)) for x in CHECKERS]
+    scope="module",
+    params=[
+        pytest.param("ty", marks=pytest.mark.needs("ty")),
+        pytest.param("mypy", marks=[pytest.mark.needs("mypy"), slow]),
+    ],
 )
 def checked(request, tmp_path_factory):
     """The lines of each file in which a type checker finds errors, of one run."""

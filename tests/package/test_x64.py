@@ -1,61 +1,49 @@
-"""Schemes under JAX_ENABLE_X64=1, in one process of its own: the flag is global."""
-
-import os
-import subprocess
-import sys
-
-import posenc_jax as pe
-
-PROGRAM = """
-import sys
+"""Schemes with 64-bit types enabled."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-sys.path[:0] = ["."]
 import posenc_jax as pe
 from tests.support import SIZES, build
 
-for name, cls in pe.SCHEMES.items():
-    scheme = build(cls)
-    params = jax.eval_shape(scheme.init, jax.random.key(0))
-    for leaf in jax.tree.leaves(params):
-        assert leaf.dtype == jnp.float32, (name, "init", leaf)
 
-    def run(params, x, q, k, v):
-        at = jnp.zeros((scheme.traits.num_axes, 1, 5), jnp.int32)
-        at = at[0] if scheme.traits.num_axes == 1 else at
-        x = pe.scheme_embedding(scheme, params, x, coordinates=at)
-        return x, pe.scheme_attention(scheme, params, q, k, v, x=x, coordinates=at)[0]
-
+def test_parameters_and_outputs_are_float32_under_x64():
     def array(*shape):
         return jax.ShapeDtypeStruct((1, 5, *shape), jnp.float32)
 
     dim = SIZES["head_dim"]
     tokens = array(SIZES["model_dim"]), array(6, dim), array(3, dim), array(3, dim)
-    out = jax.eval_shape(run, params, *tokens)
-    for leaf in out:
-        assert leaf.dtype == jnp.float32, (name, "output", leaf)
-    print(name)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        for cls in pe.SCHEMES.values():
+            scheme = build(cls)
 
-tables = (jnp.ones((1, 5, 2), jnp.float64),) * 2
-at = jnp.zeros((1, 5), jnp.int32)
-for draw in (pe.positions.random_floats, pe.contrib.continuous):
-    options = {"high": 8.0} if draw is pe.positions.random_floats else {}
-    assert draw(jax.random.key(0), at, **options).dtype == jnp.float32, draw
-q = jnp.ones((1, 40, 1, 4), jnp.float32)
-loss = lambda pairs: pe.attention(q, q, q, rules=pe.DenseBias(pairs), implementation="xla").sum()
-assert jax.eval_shape(jax.grad(loss), jnp.ones((1, 1, 40, 40))).dtype == jnp.float64
-empty = jnp.zeros((1, 0, 1, 4), jnp.float32)
-assert pe.attention(empty, empty, empty, return_lse=True)[1].dtype == jnp.float32
-assert pe.apply_rotation(jnp.ones((1, 5, 1, 4), jnp.bfloat16), *tables).dtype == jnp.bfloat16
-"""
+            def run(params, x, q, k, v, scheme=scheme):
+                axes = scheme.traits.num_axes
+                at = np.zeros((axes, 1, 5) if axes > 1 else (1, 5), np.int32)
+                x = pe.scheme_embedding(scheme, params, x, coordinates=at)
+                return x, pe.scheme_attention(scheme, params, q, k, v, x=x, coordinates=at)[0]
+
+            params = jax.eval_shape(scheme.init, jax.random.key(0))
+            for leaf in jax.tree.leaves((params, jax.eval_shape(run, params, *tokens))):
+                assert leaf.dtype == jnp.float32, scheme
 
 
-def test_parameters_and_outputs_are_float32_under_x64():
-    environment = os.environ | {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == list(pe.SCHEMES)
+def test_dtypes_of_functions_under_x64():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        at, q = np.zeros((1, 5), np.int32), jax.ShapeDtypeStruct((1, 40, 1, 4), jnp.float32)
+        for draw in (pe.positions.random_floats, pe.contrib.continuous):
+            options = {"high": 8.0} if draw is pe.positions.random_floats else {}
+            out = jax.eval_shape(lambda d=draw, o=options: d(jax.random.key(0), at, **o))
+            assert out.dtype == jnp.float32, draw
+
+        def loss(pairs, q):
+            return pe.attention(q, q, q, rules=pe.DenseBias(pairs), implementation="xla").sum()
+
+        pairs = jax.ShapeDtypeStruct((1, 1, 40, 40), jnp.float64)
+        assert jax.eval_shape(jax.grad(loss), pairs, q).dtype == jnp.float64
+        empty = jax.ShapeDtypeStruct((1, 0, 1, 4), jnp.float32)
+        lse = jax.eval_shape(lambda q: pe.attention(q, q, q, return_lse=True)[1], empty)
+        assert lse.dtype == jnp.float32
+        half, tables = jax.ShapeDtypeStruct((1, 5, 1, 4), jnp.bfloat16), (np.ones((1, 5, 2)),) * 2
+        assert jax.eval_shape(lambda x: pe.apply_rotation(x, *tables), half).dtype == jnp.bfloat16
