@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import AxisType
 
 import posenc_jax as pe
-from posenc_jax.engine import dense
+from posenc_jax.engine.api import make_problem
+from posenc_jax.engine.dense import _causal_bands
 from posenc_jax.engine.xla import XLA
 from tests.engine.rules import KINDS
 
@@ -61,26 +62,13 @@ def test_queries_meet_the_first_and_the_last_key_of_their_window():
     np.testing.assert_allclose(np.asarray(out)[0, :, 0, 0], mean, rtol=1e-5)
 
 
-def test_causal_work_is_less(monkeypatch):
+def test_causal_work_is_less():
     q, k, v = _tokens(1024, batch=1, heads=1)
-    by_blocks = dense._by_blocks
-    pairs = []
-
-    def counted(p, start, end, block):
-        pairs.append((end - start) * p.keys)
-        return by_blocks(p, start, end, block)
-
-    monkeypatch.setattr(dense, "_by_blocks", counted)
 
     def work(**options):
-        def rule(*arguments):  # It reads a list, so that it is another function in each call.
-            del pairs[:0]
-            return _exponential(*arguments)
-
-        pairs.clear()
-        rules = dataclasses.replace(_rule(1), rule=rule)
-        jax.eval_shape(lambda q: pe.attention(q, k, v, rules=rules, **options), q)
-        return sum(pairs)
+        problem = make_problem(q, k, v, (_rule(1),), pe.AttentionCall(**options))
+        bands = _causal_bands(problem)
+        return sum((end - start) * (high - low) for (start, end), (low, high) in bands)
 
     assert work(is_causal=True) == 0.625 * work()
     assert work(is_causal=True, window=128) < 0.4 * work()

@@ -122,18 +122,6 @@ def test_one_rule_at_most_adds_to_the_values():
         pe.attention(Q, K, V, rules=(*rules, rules[1]))
 
 
-def test_a_rule_without_heads_serves_all():
-    shared = pe.LogitBias(lambda shared, head, q, k: -0.1 * jnp.abs(q - k).astype(jnp.float32))
-    per_head = pe.LogitBias(
-        lambda shared, head, q, k: -head * jnp.abs(q - k).astype(jnp.float32), jnp.full(2, 0.1)
-    )
-    expected = pe.attention(Q, K, V, rules=per_head, implementation="reference")
-    for relative in (True, False):
-        rule = dataclasses.replace(shared, relative=relative)
-        out = pe.attention(Q, K, V, rules=rule, implementation=TILES)
-        np.testing.assert_allclose(out, expected, atol=1e-6)
-
-
 def test_dropout_drops_its_rate_of_the_weights():
     # Equal logits and values of one: an output is the kept share of its weights over 1 - rate.
     ones = np.ones((4, 64, 4, 1), np.float32)

@@ -26,26 +26,6 @@ def _blind():
 
 
 FIRE_PARAMS = pe.FIRE(num_heads=4).init(jax.random.key(0))
-CASES = [({"window": (3, 1), "scale": 0.2}, False), ({"is_causal": True, "window": 4}, True)]
-
-
-@pytest.mark.parametrize(("options", "masked"), CASES)
-def test_equals_the_reference(options, masked):
-    options = options | ({"mask": _blind()} if masked else {})
-    k, v = K.copy(), V.copy()
-    if masked:
-        k[:, 5] = v[:, 5] = np.nan
-
-    def run(implementation):
-        def loss(q, k, v):
-            out = pe.attention(q, k, v, **options, implementation=implementation)
-            return jnp.sum(out**2), out
-
-        return jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(Q, k, v)
-
-    chex.assert_trees_all_close(run("jax"), run("reference"), atol=5e-6)
-
-
 T5 = pe.T5(num_heads=4, num_buckets=8, max_distance=10, bidirectional=True)
 TABLE = np.random.default_rng(5).normal(size=(4, 8)).astype(np.float32)
 
@@ -54,15 +34,28 @@ def _two_rules(table):
     return pe.ALiBi(num_heads=4, scaled=True).rules({}), *as_tuple(T5.rules({"table": table}))
 
 
-@pytest.mark.parametrize("options", [{"is_causal": True, "window": 4}, {"mask": _blind()}])
-def test_rules_by_distance_are_a_bias(options):
-    def loss(q, table, implementation):
-        options_of_rules = options | {"rules": _two_rules(table)}
-        out = pe.attention(q, K, V, **options_of_rules, implementation=implementation)
-        return jnp.sum(out**2), out
+@pytest.mark.parametrize("has_rules", [False, True])
+@pytest.mark.parametrize(
+    ("options", "masked"),
+    [({"window": (3, 1), "scale": 0.2}, False), ({"is_causal": True, "window": 4}, True)],
+)
+def test_equals_the_reference(options, masked, has_rules):
+    options = options | ({"mask": _blind()} if masked else {})
+    k, v = K.copy(), V.copy()
+    if masked:
+        k[:, 5] = v[:, 5] = np.nan
 
-    run = jax.jit(jax.grad(loss, (0, 1), has_aux=True), static_argnums=2)
-    chex.assert_trees_all_close(run(Q, TABLE, "jax"), run(Q, TABLE, "reference"), atol=1e-5)
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation, *arrays):
+        def loss(q, k, v, table):
+            rules = _two_rules(table) if has_rules else ()
+            out = pe.attention(q, k, v, rules=rules, implementation=implementation, **options)
+            return jnp.sum(out**2), out
+
+        return jax.grad(loss, (0, 1, 2, 3), has_aux=True)(*arrays)
+
+    got, expected = (run(x, Q, k, v, TABLE) for x in ("jax", "reference"))
+    chex.assert_trees_all_close(got, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(
