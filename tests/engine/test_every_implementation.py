@@ -282,9 +282,9 @@ def test_equals_float64(implementation):
     [
         ("reference", None, 63),
         (Dense(block=2**12), None, 63),
-        (SMALL_TILES, None, 63),
         (SMALL_TILES, _near, 63),
         (KERNELS, _near, 63),
+        pytest.param(SMALL_TILES, None, 63, marks=slow),
         pytest.param(SMALL_TILES, _later_or_padding, 63, marks=slow),
         pytest.param(KERNELS, None, 130, marks=slow),
         pytest.param(KERNELS, _later_or_padding, 63, marks=slow),
