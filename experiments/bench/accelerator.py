@@ -11,8 +11,6 @@ own, and end when their share of the time is over:
   times     attention with schemes by each implementation, `jax.nn`, and a bias per pair
             (`accelerator_times`): times.json
   torch     SDPA and FlexAttention of PyTorch on the same GPU (`accelerator_torch`): torch.json
-  train     a training step of five schemes with 25 million parameters (configs/gpu_clock.toml,
-            needs the packages of `experiments`; `make kit` brings them): clock.json
 
 page.md has the tables, log.txt the printed lines, and .txt files the output of the processes.
 """
@@ -21,25 +19,20 @@ import argparse
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from experiments.bench.accelerator_times import SCHEMES
 from experiments.errors import ConfigError, ExperimentError
 from experiments.runs.environment import processor, usable_cores, versions
 from experiments.runs.files import to_json, write_whole
 from posenc_jax.kernels.checks.runner import FAILED, DeviceError, Runner, table
 
-PARTS = {"steps": 0.45, "times": 0.32, "torch": 0.12, "train": 0.11}
+PARTS = {"steps": 0.5, "times": 0.36, "torch": 0.14}
 """Parts in their order, with their shares of the time; what one leaves is for those after it."""
 LIBRARIES = ("numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "torch")
-TRAINING = ("flax", "optax", "pydantic", "docstring_parser", "tomli_w", "sympy")
-"""Packages of the part `train`."""
 OURS = "pallas"
 OTHERS = {
     "cudnn": '"cudnn"',
@@ -54,8 +47,6 @@ OTHERS = {
 """Implementations and libraries, with their columns."""
 ALONE = ("xla", "default")
 """Implementations whose times say nothing without others beside them."""
-Rows = dict[tuple[str, str, str, int], dict[str, Any]]
-"""Rows by scheme, implementation, pass and length."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -77,8 +68,6 @@ def main(arguments: list[str]) -> int:
     add(
         "--parts", nargs="+", choices=PARTS, default=[*PARTS], metavar="PART", help="(default: all)"
     )
-    add("--lengths", default="4096,16384", help="T of the times (default: 4096,16384)")
-    add("--schemes", nargs="+", default=SCHEMES, metavar="NAME", help="of the times")
     try:
         options = parser.parse_args(arguments)
         return Run(options).run()
@@ -137,54 +126,26 @@ class Run:
 
     def run_times(self, seconds: float) -> None:
         """Times attention."""
-        more = ["--lengths", self.options.lengths, "--schemes", *self.options.schemes]
         file = self.out / "times.json"
-        self.child("times", [f"--json={file}", f"--seconds={seconds - 20}", *more], seconds)
+        self.child("times", [f"--json={file}", f"--seconds={seconds - 20}"], seconds)
 
     def run_torch(self, seconds: float) -> None:
         """Times PyTorch."""
         if self.platform != "gpu" or importlib.util.find_spec("torch") is None:
             return self.say("torch: not installed, or no GPU")
-        arguments = [f"--json={self.out / 'torch.json'}", f"--lengths={self.options.lengths}"]
-        arguments.append(f"--seconds={seconds - 15}")
-        self.child("torch", arguments, seconds, {"JAX_PLATFORMS": "cpu"})
+        arguments = [f"--json={self.out / 'torch.json'}", f"--seconds={seconds - 15}"]
+        self.child("torch", arguments, seconds, JAX_PLATFORMS="cpu")
         self.say(_tail(self.out / "torch.txt", 12))
 
-    def run_train(self, seconds: float) -> None:
-        """Times training steps."""
-        missing = [name for name in TRAINING if importlib.util.find_spec(name) is None]
-        if missing:
-            return self.say(f"train: not installed: {', '.join(missing)}")
-        folder = self.out / "clock"
-        study = ["study", "configs/gpu_clock.toml", "--clock", f"--results={folder}"]
-        study.append(f"--page={folder / 'page.md'}")
-        self.child("train", study, seconds, module="experiments")
-        if (folder / "clock.json").exists():
-            os.replace(folder / "clock.json", self.out / "clock.json")
-
-    def child(
-        self,
-        name: str,
-        arguments: Sequence[str],
-        seconds: float,
-        environment: dict[str, str] | None = None,
-        module: str | None = None,
-    ) -> None:
+    def child(self, name: str, arguments: list[str], seconds: float, **environment: str) -> None:
         """Runs a part in a process, and ends it when its time is over."""
-        command = [sys.executable, "-m", module or f"experiments.bench.accelerator_{name}"]
-        variables = os.environ | (environment or {})
-        with (self.out / f"{name}.txt").open("ab") as out:
-            process = subprocess.Popen(
-                [*command, *arguments], stdout=out, stderr=out, env=variables, process_group=0
-            )
+        command = [sys.executable, "-m", f"experiments.bench.accelerator_{name}", *arguments]
+        options: dict[str, Any] = {"env": os.environ | environment, "timeout": max(0.0, seconds)}
         try:
-            status = process.wait(max(0.0, seconds))
+            with (self.out / f"{name}.txt").open("ab") as out:
+                status = subprocess.run(command, stdout=out, stderr=out, **options).returncode
         except subprocess.TimeoutExpired:
             status = f"ended after {seconds:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
         if status:
             self.say(f"{name}: {status}", _tail(self.out / f"{name}.txt", 3))
 
@@ -194,26 +155,12 @@ def _tail(path: Path, count: int) -> str:
     return "\n".join(x[:300] for x in lines[-count:])
 
 
-def read(folder: Path) -> tuple[Rows, dict[str, dict[str, float]]]:
-    """Returns the times of a folder, and milliseconds of training steps by size and scheme."""
-    times, torch, clock = (_json(folder / f"{x}.json") for x in ("times", "torch", "clock"))
-    rows = [row for row in (*times.get("times", ()), *torch.get("rows", ())) if "ms" in row]
-    return {(x["name"], x["by"], x["what"], x["T"]): x for x in rows}, clock.get("steps", {})
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
 def tables(folder: Path) -> str:
-    """Returns the tables of a folder of results, in Markdown."""
-    rows, steps = read(folder)
-    parts = _times(rows), _steps(steps)
-    return "\n\n".join("\n".join(part) for part in parts if len(part) > 2)
-
-
-def _times(rows: Rows) -> list[str]:
-    """Returns our milliseconds, and the times of others as multiples of them."""
+    """Returns our milliseconds, and those of others as multiples of them, in Markdown."""
+    paths = [folder / f"{name}.json" for name in ("times", "torch")]
+    files = [json.loads(x.read_text(encoding="utf-8")) for x in paths if x.exists()]
+    measured = [x for file in files for x in file.get("times", file.get("rows", ())) if "ms" in x]
+    rows = {(x["name"], x["by"], x["what"], x["T"]): x for x in measured}
     columns = [by for by in OTHERS if any(by == key[1] for key in rows)]
     heads = f'"pallas", ms | TFLOP/s | {" | ".join(OTHERS[by] for by in columns)}'
     lines = [f"| | {heads} |", f"|---|{'---|' * (len(columns) + 2)}"]
@@ -227,17 +174,7 @@ def _times(rows: Rows) -> list[str]:
             cells.append(text)
         if any(text for text, by in zip(cells, ["", "", *columns], strict=True) if by not in ALONE):
             lines.append(f"| {name}, {what}, {length:,} | {' | '.join(cells)} |")
-    return lines
-
-
-def _steps(steps: dict[str, dict[str, float]]) -> list[str]:
-    """Returns milliseconds of training steps, and ratios to no scheme."""
-    names = list(dict.fromkeys(name for times in steps.values() for name in times))
-    lines = [f"| a training step | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
-    for size, times in steps.items():
-        cells = (f"{times[x]:.0f} ms ({times[x] / times['none']:.2f})" for x in names)
-        lines.append(f"| {size} parameters | {' | '.join(cells)} |")
-    return lines
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -68,9 +68,16 @@ class Times:
         jobs = [job for job in jobs if _key(job.row) not in self.failed]
         self.rows += [job.row for job in jobs]
         with ThreadPoolExecutor(self.threads) as pool:
-            prepared = list(pool.map(self._prepared, jobs))
-        calls = [(job.row, call, []) for job, call in zip(jobs, prepared, strict=True) if call]
-        calls = [x for x in calls if self._runs(*x[:2])]
+            prepared = list(pool.map(lambda job: self._attempt(job.row, job.prepare), jobs))
+        calls = []
+        for row, ready in ((job.row, x) for job, x in zip(jobs, prepared, strict=True) if x):
+            call, figures = ready
+            row.update(figures)
+            print("running", *_key(row), row["T"], flush=True)  # A crash leaves this line.
+            times = self._attempt(row, lambda call=call: [_seconds(call, 1) for _ in range(2)])
+            if times:
+                _finish(row, times[1:])
+                calls.append((row, call, []))
         for i in range(self.sizes.rounds if calls else 0):
             for row, call, took in calls[i % len(calls) :] + calls[: i % len(calls)]:
                 inner = max(1, min(200, int(1e3 * self.sizes.seconds / row["ms"])))
@@ -82,33 +89,20 @@ class Times:
             print(line(row), flush=True)
         self.save()
 
-    def _prepared(self, job: Job) -> Call | None:
+    def _attempt(self, row: dict[str, Any], function: Callable) -> Any:
+        """Returns `function()`; None where it raises or the time is over, which the row says."""
         if time.monotonic() > self.end:
-            job.row["skipped"] = "out of time"
+            row["skipped"] = "out of time"
             return None
         try:
-            call, figures = job.prepare()
+            return function()
         except Exception as error:
-            return self._fail(job.row, error)
-        job.row.update(figures)
-        return call
-
-    def _runs(self, row: dict[str, Any], call: Call) -> bool:
-        print("running", *_key(row), row["T"], flush=True)  # A crash leaves this line.
-        try:
-            _seconds(call, 1)
-            _finish(row, [_seconds(call, 1)])
-        except Exception as error:
-            self._fail(row, error)
-        return "ms" in row
-
-    def _fail(self, row: dict[str, Any], error: Exception) -> None:
-        text = " ".join(f"{error}".split())[:400]
-        self.failed.add(_key(row))
-        if isinstance(error, NotImplementedError) and text.startswith("attention: "):
-            row["unsupported"] = text
-        else:
-            row["error"] = f"{type(error).__name__}: {text}"
+            text = " ".join(f"{error}".split())[:400]
+            refused = isinstance(error, NotImplementedError) and text.startswith("attention: ")
+            row |= (
+                {"unsupported": text} if refused else {"error": f"{type(error).__name__}: {text}"}
+            )
+            self.failed.add(_key(row))
             print(line(row), flush=True)
 
     def save(self) -> None:

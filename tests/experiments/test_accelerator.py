@@ -126,7 +126,7 @@ def run(monkeypatch, tmp_path):
 def test_parts_run_in_order_and_share_the_time(run, capsys):
     status, parts, out = run([STEP], "--minutes=1")
     assert status == 0
-    assert [name for name, *_ in parts] == ["times", "torch", "train"]
+    assert [name for name, *_ in parts] == ["times", "torch"]
     # What the steps leave is for the others.
     shares = np.cumsum([*accelerator.PARTS.values()])[1:]
     assert [seconds for _, seconds, _ in parts] == pytest.approx(60 * shares, abs=5)

@@ -174,14 +174,10 @@ class Runner:
         if reason is None and process.returncode not in (0, LOST):
             code = process.returncode
             status = f"exit status {code}" if code > 0 else signal.Signals(-code).name
-            reason = "died", f"{status}: {_last_words(text)}"
+            printed = text.read_text(encoding="utf-8", errors="replace").split("\n")
+            last = next((x.strip()[-300:] for x in reversed(printed) if x.strip()), "no message")
+            reason = "died", f"{status}: {last}"
         return events, reason
-
-
-def _last_words(file: Path) -> str:
-    """Returns the last line that a process printed."""
-    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
-    return next((x.strip()[-300:] for x in reversed(lines) if x.strip()), "no message")
 
 
 def write(log: Path, row: dict[str, Any]) -> None:
