@@ -1,4 +1,4 @@
-"""Every setting with a default changes the numbers, of every scheme and frequency map.
+"""Every setting with a default changes the program of every scheme, and the frequencies of a map.
 
 The other values to compare with are declared in the test files: `OPTIONS` at their top level
 maps a class to another value of each of its settings (see `support.Option`).
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.support import SIZES, TESTS, Option, build, declared, parameters, run, slow
+from tests.support import SIZES, TESTS, Option, build, declared, parameters, slow
 
 MAPS = {
     name: cls
@@ -65,39 +65,68 @@ POSITIONS = np.array([[0, 1, 2, 3, 5, 8, 13, 21, 30, 40, 50, 63]], np.int32)
 AXES = np.stack([POSITIONS * 0 + np.arange(12, dtype=np.int32) * n % 4 for n in (1, 2, 3)])
 
 
-def embedding_and_attention(scheme, sinks, params, x, q, k, v):
-    at = AXES[: scheme.traits.num_axes] if scheme.traits.num_axes > 1 else None
-    where = {"positions": POSITIONS, "coordinates": at}
-    x = pe.scheme_embedding(scheme, params, x, **where)
-    options = {"sinks": jnp.zeros(6, jnp.float32)} if sinks else {}
-    out, _ = pe.scheme_attention(scheme, params, q, k, v, x=x, is_causal=True, **where, **options)
-    return x, out
-
-
-@functools.cache
-def output(scheme, sinks):
-    """Embedding and attention of a few tokens, with random parameters."""
+def call_of(scheme, sinks, initial):
+    """New parameters, or embedding and attention of a few tokens, with the arguments."""
+    if initial:
+        return scheme.init, (KEY,)
     numbers = np.random.default_rng(0)
 
     def normal(*shape):
         return numbers.normal(size=shape).astype(np.float32)
 
+    at = AXES[: scheme.traits.num_axes] if scheme.traits.num_axes > 1 else None
+    places = {"positions": POSITIONS, "coordinates": at}
+    options = {"sinks": jnp.zeros(6, jnp.float32)} if sinks else {}
+
+    def embedding_and_attention(params, x, q, k, v):
+        x = pe.scheme_embedding(scheme, params, x, **places)
+        options_of_all = {"is_causal": True, **places, **options}
+        return x, pe.scheme_attention(scheme, params, q, k, v, x=x, **options_of_all)[0]
+
     length, dim = POSITIONS.shape[1], SIZES["head_dim"]
     x = normal(1, length, SIZES["model_dim"])
     kv_heads = getattr(scheme, "num_kv_heads", 0) or 2
-    q, k, v = (normal(1, length, heads, dim) for heads in (6, kv_heads, kv_heads))
-    return run(embedding_and_attention, (scheme, sinks), parameters(scheme, 1.0), x, q, k, v)
+    tokens = (normal(1, length, heads, dim) for heads in (6, kv_heads, kv_heads))
+    return embedding_and_attention, (parameters(scheme, 1.0), x, *tokens)
+
+
+@functools.cache
+def lowered(*call):
+    """The program, which has the settings as numbers; nothing is compiled."""
+    function, arguments = call_of(*call)
+    return jax.jit(function).lower(*arguments).as_text()
+
+
+@functools.cache
+def computed(*call):
+    function, arguments = call_of(*call)
+    return [np.asarray(x) for x in jax.tree.leaves(jax.jit(function)(*arguments))]
+
+
+def calls_of(cls, field):
+    option = option_of(cls, field)
+    schemes = build(cls, **option.given), build(cls, **option.given | {field: option.value})
+    return [(scheme, option.sinks, option.initial) for scheme in schemes]
 
 
 @pytest.mark.parametrize("cls, field", settings(pe.SCHEMES))
+def test_setting_of_a_scheme_changes_the_program(cls, field):
+    one, other = calls_of(cls, field)
+    assert lowered(*one) != lowered(*other)
+
+
+@pytest.mark.parametrize("cls", pe.SCHEMES.values(), ids=lambda cls: cls.name)
+def test_a_scheme_has_one_program(cls):
+    """Programs that differ by themselves would hide a setting without effect."""
+    call = build(cls), False, False
+    assert lowered(*call) == lowered.__wrapped__(*call)
+
+
+@slow
+@pytest.mark.parametrize("cls, field", settings(pe.SCHEMES))
 def test_setting_of_a_scheme_changes_the_output(cls, field):
-    option = option_of(cls, field)
-    schemes = build(cls, **option.given), build(cls, **(option.given | {field: option.value}))
-    if option.initial:
-        a, b = (jax.tree.leaves(scheme.init(KEY)) for scheme in schemes)
-    else:
-        a, b = (output(scheme, option.sinks) for scheme in schemes)
-    assert max(np.abs(x - y).max() for x, y in zip(a, b, strict=True)) > 1e-3
+    one, other = (computed(*call) for call in calls_of(cls, field))
+    assert max(np.abs(a - b).max() for a, b in zip(one, other, strict=True)) > 1e-3
 
 
 @pytest.mark.parametrize("cls, field", settings(MAPS))

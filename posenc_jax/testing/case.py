@@ -113,12 +113,12 @@ class Case:
         self.recorder = Recorder()
         static = ("scheme", "is_causal", "window", "implementation")
         self._model = jit_fast(self.model, static_argnames=static)
-        self._slopes = jit_fast(jax.grad(self._loss, (0, 1), has_aux=True), static_argnames=static)
+        self._slopes = jit_fast(self._all_slopes, static_argnums=0)
 
     @functools.cached_property
     def params(self) -> Any:
         """New parameters."""
-        return jax.jit(self.scheme.init)(jax.random.key(7))
+        return jit_fast(self.scheme.init)(jax.random.key(7))
 
     def model(
         self,
@@ -223,23 +223,28 @@ class Case:
         x[0, : len(row)] = row
         return self.placed(x)[0, : len(row)]
 
-    def _loss(self, params, x, out_weights, **options):
-        out, _ = self.model(self.scheme, params, self.weights, x, **options)
-        return (out * out_weights).sum(), out
+    def _all_slopes(self, implementations, params, x, out_weights, segment_ids):
+        def loss(params, x, implementation):
+            options = {"segment_ids": segment_ids, "implementation": implementation}
+            out, _ = self.model(self.scheme, params, self.weights, x, **options)
+            return (out * out_weights).sum(), out
+
+        slopes = jax.grad(loss, (0, 1), has_aux=True)
+        return [slopes(params, x, implementation) for implementation in implementations]
 
     def gradients(
         self,
-        implementation: str,
         segment_ids: np.ndarray | None = None,
         *,
         x: np.ndarray | None = None,
         params: Any = None,
         weighted: int | None = None,
-    ) -> tuple[np.ndarray, Any, np.ndarray]:
+    ) -> list[tuple[np.ndarray, Any, np.ndarray]]:
         """Returns the output for 130 tokens, and gradients of its weighted sum to params and x.
 
+        One program has those of all `implementations`.
+
         Args:
-          implementation: of `attention`.
           segment_ids: `padded` or `packed`. Default: one segment.
           x: tokens [B, 130, D]. Default: `long_x`.
           params: parameters. Default: `params`.
@@ -250,9 +255,8 @@ class Case:
         segment_ids = np.zeros_like(self.padded) if segment_ids is None else segment_ids
         out_weights = _normal(5, BATCH, self.long, self.num_heads, self.head_dim)
         out_weights[:, weighted or self.long :] = 0
-        options = {"segment_ids": segment_ids, "implementation": implementation}
-        (params, x), out = self._slopes(params, x, out_weights, **options)
-        return np.asarray(out), params, np.asarray(x)
+        results = self._slopes(self.implementations, params, x, out_weights, segment_ids)
+        return [(np.asarray(out), params, np.asarray(x)) for (params, x), out in results]
 
     def cache(self, capacity: int = LENGTH + 5, **options: Any):
         """Returns an empty cache."""
@@ -273,13 +277,15 @@ class Case:
         """Returns the output of chunks of tokens that pass through a cache, and the cache.
 
         Chunks of several tokens run in tiles. Positions, coordinates and segments are split
-        with the tokens.
+        with the tokens; the cache counts the positions of single ones.
         """
         outs, start = [], 0
         for size in chunks:
             part = slice(start, start + size)
             split = ("positions", "segment_ids", "coordinates")
             options_of_part = {n: a[..., part] if n in split else a for n, a in options.items()}
+            if size == 1:
+                options_of_part |= {"positions": None, "segment_ids": None}
             options_of_part |= {"implementation": "xla" if size > 1 else None}
             out, cache = self.run(x[:, part], cache=cache, **options_of_part)
             outs.append(np.asarray(out))

@@ -359,13 +359,13 @@ def every_parameter_has_a_gradient(case: Case) -> None:
     """Every parameter has a finite gradient that is not zero."""
     numbers = np.random.default_rng(0)
     noise = jax.tree.map(lambda a: numbers.normal(0, 0.1, a.shape).astype("f4"), case.params)
-    for implementation in case.implementations:
-        _, gradient, _ = case.gradients(implementation)
+    moved = jax.tree.map(lambda a, b: a + b, case.params, noise)
+    for n, implementation in enumerate(case.implementations):
+        _, gradient, _ = case.gradients()[n]
         _finite("gradient of params", gradient)
         # A parameter that starts at zero may hide another.
         if any(np.abs(leaf).max() <= 1e-4 for leaf in jax.tree.leaves(gradient)):
-            moved = jax.tree.map(lambda a, b: a + b, case.params, noise)
-            _, gradient, _ = case.gradients(implementation, params=moved)
+            _, gradient, _ = case.gradients(params=moved)[n]
         for path, leaf in jax.tree.leaves_with_path(gradient):
             largest = float(np.abs(leaf).max())
             name = f"params{jax.tree_util.keystr(path)}"
@@ -380,8 +380,7 @@ def every_parameter_has_a_gradient(case: Case) -> None:
 def later_tokens_have_no_influence(case: Case) -> list[float]:
     """Later tokens have no influence."""
     errors = []
-    for implementation in case.implementations:
-        *_, slopes = case.gradients(implementation, weighted=50)
+    for *_, slopes in case.gradients(weighted=50):
         _finite("gradient of x", slopes)
         assert np.abs(slopes[:, :50]).max() > 0, "earlier tokens have none either"
         errors.append(np.abs(slopes[:, 50:]).max())
@@ -389,7 +388,7 @@ def later_tokens_have_no_influence(case: Case) -> list[float]:
 
 
 def _tiles(case: Case, segment_ids: np.ndarray | None = None) -> float:
-    expected, tiled = (case.gradients(i, segment_ids) for i in case.implementations)
+    expected, tiled = case.gradients(segment_ids)
     return _difference(tiled, expected)
 
 
@@ -428,8 +427,7 @@ def tiles_equal_the_reference_in_an_encoder(case: Case) -> float:
 def queries_without_keys_give_zeros(case: Case) -> list[float]:
     """Queries that see no key give zeros and finite gradients."""
     errors = []
-    for implementation in case.implementations:
-        out, params, x = case.gradients(implementation, case.padded)
+    for out, params, x in case.gradients(case.padded):
         _finite("gradient", params, x)
         errors.append(np.abs(out[0, :PADDING]).max())
     return errors
@@ -441,12 +439,10 @@ def nan_in_padding_stays_there(case: Case) -> list[float]:
     """NaN in padding stays there, in gradients too."""
     real = case.padded >= 0
     bad = np.where(real[..., None], case.long_x, np.float32(np.nan))
-
-    def measured(x, implementation):
-        out, params, x = case.gradients(implementation, case.padded, x=x)
-        return out[real], params, x[real]
-
-    return [_difference(measured(bad, i), measured(case.long_x, i)) for i in case.implementations]
+    pairs = zip(case.gradients(case.padded, x=bad), case.gradients(case.padded), strict=True)
+    return [
+        _difference(*((out[real], params, x[real]) for out, params, x in pair)) for pair in pairs
+    ]
 
 
 @_holds("a sum over rows, or a function applied to [B, ...] that takes B for another axis.")
@@ -454,9 +450,9 @@ def nan_in_a_row_stays_in_that_row(case: Case) -> float:
     """NaN in a row stays in that row."""
     bad = np.array(case.long_x)
     bad[0] = np.nan
-    out, _, _ = case.gradients("xla", x=bad)
+    out, _, _ = case.gradients(x=bad)[-1]
     assert np.isnan(out[0]).any(), "the output of a row of NaN holds none"
-    return _difference(out[1], case.gradients("xla")[0][1])
+    return _difference(out[1], case.gradients()[-1][0][1])
 
 
 # Packing, padding, order.
@@ -540,7 +536,8 @@ def mirrored_change(case: Case) -> float | None:
     traits = case.scheme.traits
     if not case.scheme.acts_in_attention or traits.causal_only or traits.num_axes > 1:
         return None
-    out, back = (case.placed(x, is_causal=False) for x in (case.x, case.x[:, ::-1]))
+    x = case.long_x
+    out, back = (np.asarray(case.run(x, is_causal=False)[0]) for x in (x, x[:, ::-1]))
     return _difference(back[:, ::-1], out)
 
 
@@ -564,40 +561,42 @@ def coordinates_change_the_output(case: Case) -> float | None:
     return None
 
 
-# Caches.
+# Caches. One program takes 6 tokens and one takes a single token: coordinates are data.
 
 _STATE = """a state that `features` returns but does not continue from, or arrays in `k_features`
     that depend on tokens of the same call."""
 
 
+def _decoded(case: Case, x: Any, chunks: list[int], coordinates: Any = None, **places: Any):
+    """Returns the output of chunks of tokens through a cache that stores coordinates."""
+    positions = count_up(BATCH, x.shape[1])
+    places = {"positions": positions, "segment_ids": jnp.zeros_like(positions)} | places
+    coordinates = places["positions"] if coordinates is None else coordinates
+    cache = case.cache(coordinates=coordinates)
+    return case.decode(x, chunks, cache, coordinates=coordinates, **places)[0]
+
+
 @_holds(_STATE)
 def prompt_then_steps_equal_the_whole(case: Case) -> float:
     """Prompt in chunks, then steps, equal the whole."""
-    positions = count_up(BATCH, LENGTH - 1)
-    places = {"positions": positions, "segment_ids": jnp.zeros_like(positions)}
-    prompt, cache = case.decode(case.x[:, :-1], [6, 6, 6], case.cache(), **places)
-    step, _ = case.decode(case.x[:, -1:], [1], cache)
-    return _difference(np.concatenate([prompt, step], 1), case.placed(case.x))
+    return _difference(_decoded(case, case.x, [6, 6, 6, 1]), case.placed(case.x))
 
 
 @_holds(_STATE)
 def steps_from_an_empty_cache_equal_the_whole(case: Case) -> float:
     """Steps from an empty cache equal the whole."""
-    out, _ = case.decode(case.x, [1] * LENGTH, case.cache())
-    return _difference(out, case.placed(case.x))
+    return _difference(_decoded(case, case.x, [1] * LENGTH), case.placed(case.x))
 
 
 def _continued(case: Case, mask: Any, garbage: float) -> list[float]:
     """Returns errors of one step after a prompt whose padding is multiplied by `garbage`."""
-    x = np.array(case.x)
+    x = np.array(case.x[:, : PROMPT + 1])
     x[:, :PROMPT][~mask] *= garbage
-    positions, segment_ids = from_padding_mask(jnp.asarray(mask))
-    places = {"positions": positions, "segment_ids": segment_ids}
-    _, cache = case.decode(x[:, :PROMPT], [PROMPT // 2] * 2, case.cache(), **places)
-    out, _ = case.decode(x[:, PROMPT : PROMPT + 1], [1], cache)
     real = np.pad(mask, ((0, 0), (0, 1)), constant_values=True)
-    rows = zip(out, x[:, : PROMPT + 1], real, strict=True)
-    return [_difference(step[0], case.alone(row[seen])[-1]) for step, row, seen in rows]
+    positions, segment_ids = from_padding_mask(jnp.asarray(real))
+    out = _decoded(case, x, [6, 6, 1], positions=positions, segment_ids=segment_ids)
+    rows = zip(out, x, real, strict=True)
+    return [_difference(out[-1], case.alone(row[seen])[-1]) for out, row, seen in rows]
 
 
 _SUMS = """a running sum in `features` that includes padding: tokens with segment_ids < 0 must
@@ -634,9 +633,7 @@ def coordinates_travel_with_the_cache(case: Case) -> float:
     if axes > 1:
         others = [coordinates % (n + 2) for n in range(1, axes)]
         coordinates = jnp.stack([coordinates // 4, *others])
-    cache = case.cache(coordinates=coordinates)
-    chunks = [PROMPT] + [1] * (LENGTH - PROMPT)
-    out, _ = case.decode(case.x, chunks, cache, coordinates=coordinates)
+    out = _decoded(case, case.x, [6, 6] + [1] * 7, coordinates)
     return _difference(out, case.placed(case.x, coordinates=coordinates))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 import posenc_jax as pe
 from tests.oracle import attend, qkv, softmax_attention
-from tests.support import Option, slow
+from tests.support import Option
 
 _SMALL = {"chunk": 9, "local": 3}
 OPTIONS = {
@@ -45,11 +45,7 @@ def dual_chunk(q, k, i, j, w, chunk_size, local_window):
 
 @pytest.mark.parametrize(
     "chunk, local, heads, kv_heads, start",
-    [(12, 4, 6, 3, 0), (9, 7, 12, 12, 257), (12, 4, 6, 2, 10**6)]
-    + [
-        pytest.param(*case, marks=slow)
-        for case in [(9, 7, 6, 3, 0), (12, 4, 12, 12, 257), (9, 7, 6, 2, 10**6)]
-    ],
+    [(12, 4, 6, 3, 0), (9, 7, 12, 12, 257), (12, 4, 6, 2, 10**6)],
 )
 def test_matches_the_authors_code(chunk, local, heads, kv_heads, start):
     q, k, v = qkv(length=27, heads=heads, kv_heads=kv_heads, dim=12)
@@ -65,11 +61,10 @@ def test_matches_the_authors_code(chunk, local, heads, kv_heads, start):
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("shift", [0, 3])
-def test_near_keys_are_at_their_distance_across_chunks(shift):
+def test_near_keys_are_at_their_distance_across_chunks():
     """With a window of `local` tokens it is RoPE, wherever chunks end."""
     q, k, v = qkv(length=19)
-    options = {"is_causal": True, "window": 3, "positions": shift + jnp.arange(19)}
+    options = {"is_causal": True, "window": 3, "positions": 3 + jnp.arange(19)}
     a = attend(pe.DualChunk(head_dim=8, chunk=8, local=3), {}, q, k, v, **options)
     b = attend(pe.RoPE(head_dim=8), {}, q, k, v, **options)
     np.testing.assert_allclose(a, b, atol=2e-6)

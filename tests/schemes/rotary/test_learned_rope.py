@@ -80,7 +80,7 @@ def test_is_rope_before_training():
     positions = jnp.arange(21)[None]
     for options in ({}, {"rotary_dim": 4, "rotary_start": 2, "theta": 100.0}, {"scaling": YARN}):
         scheme = pe.LearnedRoPE(head_dim=8, **options)
-        got = scheme.query(scheme.init(jax.random.key(0)), q, positions)
+        got = query(scheme, scheme.init(jax.random.key(0)), q, positions)
         plain = query(pe.RoPE(head_dim=8, **options), {}, q, positions)
         np.testing.assert_allclose(got, plain, atol=2e-5)
 

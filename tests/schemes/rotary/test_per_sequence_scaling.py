@@ -50,7 +50,7 @@ def released(scaling, length, dim=8, theta=1e4):
 
 
 @each
-@pytest.mark.parametrize("length, heads, kv_heads", [(12, 6, 3), (13, 6, 3), (63, 12, 12)])
+@pytest.mark.parametrize("length, heads, kv_heads", [(12, 6, 3), (13, 12, 12)])
 def test_matches_transformers_for_a_single_sequence(scaling, length, heads, kv_heads):
     q, k, v = qkv(length=length, heads=heads, kv_heads=kv_heads)
     w, g = released(scaling, length)
@@ -110,17 +110,6 @@ def test_rows_and_segments_of_different_length_equal_rows_alone(scaling, tokens)
     for row, cut in enumerate((14, 5)):
         for part in (slice(0, cut), slice(cut, 19)):
             close(out[row, part], alone(part)[row])
-
-
-@steps
-def test_a_step_past_the_trained_length_equals_the_whole_so_far(scaling, tokens):
-    scheme = pe.RoPEByLength(head_dim=8, scaling=scaling)
-    out, _ = decode(scheme, {}, tokens, [10] + [1] * 9, empty_cache(scheme))
-    for length in (10, 11, 12, 13, 14, LENGTH):
-        whole = packed(scheme, tokens, [[0] * length + [-1] * (LENGTH - length)] * 2)
-        close(out[:, length - 1], whole[:, length - 1])
-        if length == 10:
-            close(out[:, :10], whole[:, :10])
 
 
 @steps

@@ -71,7 +71,7 @@ def test_delta_is_initially_zero_or_uniform_and_clipped():
     here, beyond = jnp.zeros((6, 8)), jnp.full((6, 8), 0.5)
     np.testing.assert_array_equal(at(here), at(beyond))
     weights = jnp.arange(16.0)[None, None, None]
-    slope = jax.grad(lambda d: (at(d) * weights).sum())
+    slope = jax.jit(jax.grad(lambda d: (at(d) * weights).sum()))
     assert np.all(slope(beyond) == 0)
     rate = ((at(here) - at(here - 1e-2)) / 1e-2 * weights).reshape(1, 3, 6, 2, 8).sum((0, 1, 3))
     np.testing.assert_allclose(slope(here), rate, rtol=0.05, atol=0.3)  # The whole, not half.
