@@ -9,6 +9,7 @@ import re
 
 import numpy as np
 import pytest
+from flax import nnx
 
 from examples import deepseek, families
 from tests.models.agreement import FOLDER, NAMES, agreement, read
@@ -40,7 +41,8 @@ def test_one_pass_over_a_packed_batch_has_the_logits_of_greedy_decoding(name):
     parts = [tokens[b, start[b] :] for b in (2, 1)]
     lengths = [len(part) for part in parts]
     model = families.load(about["config"], state)
-    logits = model(
+    logits = nnx.jit(lambda model, *x, **options: model(*x, **options))(
+        model,
         np.concatenate(parts)[None],
         positions=np.concatenate([*map(np.arange, lengths)])[None].astype(np.int32),
         segment_ids=np.repeat([0, 1], lengths)[None].astype(np.int32),
