@@ -5,7 +5,6 @@ sizes, biases of projections and causality.
 """
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 from posenc_jax.checks import divides, require
@@ -131,21 +130,19 @@ def attention_options(
         f"head_dim={size}",
     )
     divides("num_kv_heads", num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
+    flags = [bool(config.get(x, False)) if isinstance(x, str) else x for x in biases]
     options = {
         "model_dim": dim,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": size,
-        "use_bias": _use_bias(config, biases),
+        "use_bias": flags[0] if len({*flags}) == 1 else dict(zip(PROJECTIONS, flags, strict=True)),
         "is_causal": _is_causal(config, model_type.causality),
     }
-    return tuple(options | {"position": _inside_attention(layer)} for layer in layers)
-
-
-def _use_bias(config: TrackedConfig, biases: Iterable[bool | str]) -> bool | dict[str, bool]:
-    """Returns whether the projections have biases: one bool, or one for each projection."""
-    flags = [bool(config.get(x, False)) if isinstance(x, str) else x for x in biases]
-    return flags[0] if len(set(flags)) == 1 else dict(zip(PROJECTIONS, flags, strict=True))
+    inside = [  # Without schemes that act on the token embedding alone.
+        x if x.scheme.acts_in_attention else dataclasses.replace(x, scheme=NoPE()) for x in layers
+    ]
+    return tuple(options | {"position": layer} for layer in inside)
 
 
 def _is_causal(config: TrackedConfig, causality: str) -> bool:
@@ -157,10 +154,3 @@ def _is_causal(config: TrackedConfig, causality: str) -> bool:
     else:
         causal = causality == "causal" and not (key in config.defaults and config.get(key))
     return causal and is_causal(config)
-
-
-def _inside_attention(layer: LayerSpec) -> LayerSpec:
-    """Returns the layer without a scheme that acts on the token embedding alone."""
-    if layer.scheme.acts_in_attention:
-        return layer
-    return dataclasses.replace(layer, scheme=NoPE())

@@ -250,36 +250,27 @@ def _inkling(config: TrackedConfig) -> Layers:
 
 
 def _swin(config: TrackedConfig) -> Layers:
-    """Reads a table of offsets for every layer; stages have different numbers of heads."""
-    window = (config.need("window_size"),) * 2
-    return _stages(config, lambda heads, stage: Swin(num_heads=heads, window=window))
-
-
-def _swin_v2(config: TrackedConfig) -> Layers:
-    """Reads a network of offsets for every layer."""
-    window = (config.need("window_size"),) * 2
-    stages = len(config.need("depths"))
-    pretrained = config.get("pretrained_window_sizes") or [0] * stages
-    config.check(
-        len(pretrained) == stages, f"{stages} depths and pretrained_window_sizes={pretrained}"
-    )
-
-    def make(heads, stage):
-        size = pretrained[stage]
-        return SwinV2(heads, window, pretrained_window=(size, size) if size else None)
-
-    return _stages(config, make)
-
-
-def _stages(config: TrackedConfig, make: Callable[[int, int], Scheme]) -> Layers:
+    """Reads a table of offsets, or a network of them; stages have different numbers of heads."""
     config.check(
         not config.get("use_absolute_embeddings", False),
         "use_absolute_embeddings, a table at the input as well",
     )
-    per_stage, depths = config.need("num_heads"), config.need("depths")
-    config.check(len(per_stage) == len(depths), f"{len(depths)} depths and num_heads={per_stage}")
-    stages = zip(per_stage, depths, range(len(depths)), strict=True)
-    return tuple(LayerSpec(make(n, i)) for n, depth, i in stages for _ in range(depth))
+    depths, heads = config.need("depths"), config.need("num_heads")
+    config.check(len(heads) == len(depths), f"{len(depths)} depths and num_heads={heads}")
+    window, pretrained = (config.need("window_size"),) * 2, config.get("pretrained_window_sizes")
+    if config.model_type == "swin":
+        schemes: list[Scheme] = [Swin(num_heads=n, window=window) for n in heads]
+    else:
+        sizes = pretrained or [0] * len(depths)
+        config.check(
+            len(sizes) == len(depths), f"{len(depths)} depths and pretrained_window_sizes={sizes}"
+        )
+        schemes = [
+            SwinV2(n, window, pretrained_window=(size, size) if size else None)
+            for n, size in zip(heads, sizes, strict=True)
+        ]
+    stages = zip(schemes, depths, strict=True)
+    return tuple(LayerSpec(scheme) for scheme, depth in stages for _ in range(depth))
 
 
 def grid(**settings: Any) -> LayersReader:
@@ -310,10 +301,6 @@ def _gpt2_scale(config: TrackedConfig, layer: int) -> float | None:
 
 def _bigcode_scale(config: TrackedConfig, layer: int) -> float | None:
     return None if config.get("scale_attn_weights", True) else 1.0
-
-
-def _mpt_scale(config: TrackedConfig, layer: int) -> float | None:
-    return config.part("attn_config").get("softmax_scale")
 
 
 def _bigcode_key_heads(config: TrackedConfig, num_heads: int) -> int:
@@ -363,7 +350,12 @@ ROWS: dict[str, ModelType] = {
     "ctrl": multi_head(lambda config: uniform(config, _sinusoidal(config))),
     # Biases and terms of the logits.
     "bloom": multi_head(_alibi, only={"offset_alibi": (100,)}),  # Never read by transformers.
-    "mpt": multi_head(_mpt, NONE, scale=_mpt_scale, clips_projections=True),
+    "mpt": multi_head(
+        _mpt,
+        NONE,
+        scale=lambda config, layer: config.part("attn_config").get("softmax_scale"),
+        clips_projections=True,
+    ),
     "falcon": ModelType(_falcon, key_heads=_falcon_key_heads),
     "deberta-v2": multi_head(_deberta_v2, causality="bidirectional"),
     "xlnet": ModelType(_xlnet, "two streams"),
@@ -376,8 +368,7 @@ ROWS: dict[str, ModelType] = {
         sinks="projected",
     ),
     # Images.
-    "swin": ModelType(_swin, _STAGES),
-    "swinv2": ModelType(_swin_v2, _STAGES),
+    "swin swinv2": ModelType(_swin, _STAGES),
     "pixtral": ModelType(grid(frequencies="dealt"), _GRID),
     "dinov3_vit": ModelType(grid(), _GRID),
 }

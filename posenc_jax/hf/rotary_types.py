@@ -85,11 +85,6 @@ from posenc_jax.schemes.scheme import Scheme
 # Kinds of layers.
 
 
-def _gemma4(config: TrackedConfig) -> list[str]:
-    """Reads a pattern whose last layer is global, even if `layer_types` differs."""
-    return [*cycle("LLLLLF")(config)[:-1], FULL]
-
-
 def _cohere2_moe(config: TrackedConfig) -> list[str]:
     """Reads two patterns: one for dense networks at the start, one for later layers."""
     count, dense = layer_count(config), config.get("first_k_dense_replace", 0)
@@ -328,11 +323,6 @@ def _roformer(config: TrackedConfig, rotary_dim: int | None = None) -> Layers:
     return uniform(config, rope)
 
 
-def _gptj(config: TrackedConfig) -> Layers:
-    """Reads RoFormer's RoPE on the first dimensions."""
-    return _roformer(config, config.get("rotary_dim"))
-
-
 def _ministral3(config: TrackedConfig) -> Layers:
     """Reads RoPE with YaRN, and a temperature on queries."""
     head_dim = head_size(config)
@@ -348,10 +338,6 @@ def _ministral3(config: TrackedConfig) -> Layers:
 def _muse_spark_scale(config: TrackedConfig, layer: int) -> float | None:
     """Returns the factor on q . k: qk_scale_factor / sqrt(H), for normalised queries."""
     return config.need("qk_scale_factor") * head_size(config) ** -0.5
-
-
-def _dbrx_key_heads(config: TrackedConfig, num_heads: int) -> int:
-    return config.part("attn_config").get("kv_n_heads", 1)
 
 
 # Linear attention, convolutions or Mamba in some layers.
@@ -684,7 +670,7 @@ ROWS: dict[str, ModelType] = {
     "ministral3": ModelType(_ministral3),
     "dbrx": ModelType(
         Rotating(settings=_dbrx),
-        key_heads=_dbrx_key_heads,
+        key_heads=lambda config, num_heads: config.part("attn_config").get("kv_n_heads", 1),
         ignores_head_dim=True,
         clips_projections=True,
     ),
@@ -709,7 +695,7 @@ ROWS: dict[str, ModelType] = {
     "ernie4_5 ernie4_5_moe": ModelType(_INTERLEAVED),
     "helium": ModelType(_INTERLEAVED, QKV_BY_KEY),
     "roformer": multi_head(_roformer, causality="is_decoder", only={"rotary_value": (False,)}),
-    "codegen gptj": multi_head(_gptj, NONE),
+    "codegen gptj": multi_head(lambda config: _roformer(config, config.get("rotary_dim")), NONE),
     # A window in some or all layers.
     "mistral mixtral phimoe starcoder2": ModelType(_WINDOWED),
     "phi3 phi4_multimodal": ModelType(windowed(all_windowed, partial=True)),
@@ -750,7 +736,12 @@ ROWS: dict[str, ModelType] = {
         scale=unscaled,
     ),
     "gemma4_text gemma4_unified_text": ModelType(
-        Rotating(kinds=_gemma4, window=_two_sided_window_of, by_kind="required"),
+        # The last layer is global, even if `layer_types` differs.
+        Rotating(
+            kinds=lambda config: [*cycle("LLLLLF")(config)[:-1], FULL],
+            window=_two_sided_window_of,
+            by_kind="required",
+        ),
         "a norm of values, and heads whose size differs by layer",
         qk_norm=RMS,
         scale=unscaled,

@@ -4,17 +4,21 @@ Each model of transformers has random weights and runs in float64: the logits of
 batch, 64 greedy steps by `generate`, and the logits of every eighth of them.
 """
 
-import pathlib
-
 import numpy as np
 import torch
 import transformers
 
 from tests.makers.hf_models import about, in_double
-from tests.models.inputs import IMAGE, VOCABULARY, images, pictures, prompts
-from tests.models.weights import random_state
+from tests.models.agreement import (
+    FOLDER,
+    IMAGE,
+    VOCABULARY,
+    images,
+    pictures,
+    prompts,
+    random_state,
+)
 
-FOLDER = pathlib.Path(__file__).parents[1] / "models" / "golden"
 STEPS, EVERY = 64, 8
 SIZES = dict(
     vocab_size=VOCABULARY,

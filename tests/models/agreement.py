@@ -1,18 +1,18 @@
 """How well the models in `examples` agree with transformers.
 
 `python -m tests.models.agreement` prints the table in docs/models.md; `makers/models.py` makes the
-files that it reads.
+files that it reads. Prompts, and random weights, which depend on names and shapes alone, are drawn
+again.
 """
 
 import pathlib
+import zlib
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from examples import deberta, decoder, deepseek, families, qwen2_vl, swin, t5
-from tests.models.inputs import images, pictures
-from tests.models.weights import random_state
 from tests.support import recorded
 
 FOLDER = pathlib.Path(__file__).with_name("golden")
@@ -20,6 +20,59 @@ NAMES = """
 gpt2 gpt_neox bloom llama3 llama_yarn mistral ministral3 qwen2 qwen3 gpt_oss gemma2 gemma3
 deepseek_v3 deepseek_v3_q qwen2_vl t5 t5_gated deberta_v2 swin
 """.split()
+VOCABULARY, LENGTHS = 44, (9, 6, 3)
+IMAGE, PATCH_DIM, MERGE = 40, 16, 2
+# Frames, rows and columns of the images of each row, in patches; four are a token.
+GRIDS = (((1, 4, 6),), ((1, 4, 4), (1, 2, 2)), ())
+
+
+def prompts(seed=0):
+    """Tokens [B, T], padded on the left with 0, and their mask."""
+    draws = np.random.RandomState(seed)
+    length = max(LENGTHS)
+    tokens = draws.randint(1, VOCABULARY, (len(LENGTHS), length))
+    mask = np.arange(length) >= length - np.array(LENGTHS)[:, None]
+    return tokens * mask, mask
+
+
+def images(seed=0):
+    """Tokens with images, their mask, the patches of all images, and the grids of each row."""
+    draws = np.random.RandomState(seed)
+    rows = []
+    for grids in GRIDS:
+        row = [*draws.randint(1, IMAGE, 2)]
+        for time, height, width in grids:
+            row += [IMAGE] * (time * height * width // MERGE**2) + [*draws.randint(1, IMAGE, 2)]
+        rows.append(np.array(row))
+    length = max(map(len, rows))
+    tokens = np.stack([np.pad(row, (length - len(row), 0)) for row in rows])
+    count = sum(np.prod(grid) for grids in GRIDS for grid in grids)
+    patches = draws.standard_normal((count, PATCH_DIM)).astype(np.float32)
+    return tokens, tokens > 0, patches, GRIDS
+
+
+def pictures(seed=0):
+    """Pictures [B, rows, columns, channels]."""
+    return np.random.RandomState(seed).standard_normal((2, 24, 24, 3))
+
+
+def random_state(shapes, seed=0):
+    """{name: float32 array} of a state dict, from {name: shape}.
+
+    `RandomState` draws the same numbers in every version of NumPy.
+    """
+    return {name: _draw(name, tuple(shape), seed) for name, shape in shapes.items()}
+
+
+def _draw(name, shape, seed):
+    draws = np.random.RandomState((zlib.crc32(name.encode()) + seed) % 2**32)
+    x = draws.standard_normal(shape).astype(np.float32)
+    if len(shape) == 1:
+        return 0.2 * x + (0.0 if name.endswith("bias") else 1.0)
+    gain = 1.0 if "emb" in name or "wte" in name else 2.2
+    if name.endswith(".q.weight"):  # T5's, which initialises them so and has no factor on q . k.
+        gain /= 8**0.5
+    return x * np.float32(gain * shape[-1] ** -0.5)
 
 
 def read(name):
