@@ -106,8 +106,9 @@ def test_schemes_of_the_input_are_left_out():
 
 
 def test_every_model_type_is_in_the_table_of_the_docs():
-    assert table() in PAGE.read_text()
-    assert set(re.findall(r"`([\w-]+)`", table())) >= set(MODEL_TYPES)
+    text = table()
+    assert text in PAGE.read_text()
+    assert set(re.findall(r"`([\w-]+)`", text)) >= set(MODEL_TYPES)
 
 
 def test_use_bias_of_each_projection():
@@ -147,10 +148,10 @@ def test_one_projection_is_cut_into_three(draws):
     by_group = np.stack(groups).reshape(-1, D)
     for order, weight in (("concatenated", concatenated), ("by_group", by_group)):
         for source, part in ((weight, slice(None)), (weight[:, 0], 0)):
-            parts = pe.split_qkv(jnp.asarray(source), N, K, order=order)
+            parts = pe.split_qkv(source, N, K, order=order)
             for out, expected in zip(parts, (q, k, v), strict=True):
                 expected = expected[..., part].reshape(out.shape)
-                np.testing.assert_array_equal(out, jnp.asarray(expected))
+                np.testing.assert_array_equal(out, expected)
 
 
 def test_sizes_that_do_not_fit():

@@ -14,7 +14,7 @@ import pytest
 import posenc_jax as pe
 from tests.hf.test_layers import rotated, softmax_attention, visible
 from tests.oracle import attend, embed
-from tests.support import recorded
+from tests.support import recorded, slow
 
 FOLDER = pathlib.Path(__file__).with_name("golden")
 NAMES = sorted(path.stem for path in FOLDER.glob("*.npz"))
@@ -64,7 +64,16 @@ def places(arrays):
     return np.arange(positions.shape[-1], dtype=np.int32)[None], positions
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("opt", "roberta", "whisper")])
+# test_inkling2.py computes whole layers.
+ELSEWHERE = "inkling2", "inkling2_local", "opt", "roberta", "whisper"
+# Others of the same scheme are quicker.
+SLOW = "mt5_encoder umt5_decoder deberta_v2_c2p deepseek_v4_compress inkling_local phi3_short"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=slow if n in SLOW.split() else ()) for n in NAMES if n not in ELSEWHERE],
+)
 def test_attention_output_equals_transformers(name):
     about, arrays, layer = read(name)
     scheme = layer.scheme
