@@ -21,7 +21,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import array_of_rank, finite, not_negative, one_of, positive, require
+from posenc_jax.checks import array_of_rank, not_negative, one_of, positive, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,6 @@ class QKNorm:
         one_of("QKNorm", ("rms", "layer", "clip"), kind=self.kind)
         one_of("QKNorm", ("head", "projection"), over=self.over)
         one_of("QKNorm", ("shared", "per_head", "none"), scale=self.scale)
-        finite("QKNorm", scale_offset=self.scale_offset)
         not_negative("QKNorm", epsilon=self.epsilon)
         require(
             (self.kind == "clip") == (self.threshold is not None),

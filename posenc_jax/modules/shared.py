@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec
 
 from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import (
-    array_of_rank,
     divides,
     refuse_unknown,
     require,
@@ -201,7 +200,6 @@ class AttentionLayer:
         inputs_v: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the inputs of the projections to q, k and v, with defaults filled in."""
-        array_of_rank("Attention", "inputs_q", inputs_q, 3, "[B, T, D]")
         require(
             inputs_k is not None or inputs_v is None,
             "Attention: inputs_v needs inputs_k beside it.",

@@ -54,16 +54,6 @@ def held(cache):
     return k[0].tolist()
 
 
-def test_an_empty_cache_is_all_padding():
-    cache = empty(coordinates=jax.ShapeDtypeStruct((2, 2, 1), jnp.float32))
-    assert cache.capacity == 5 and not cache.overflowed.any()
-    np.testing.assert_array_equal(cache.length, [0, 0])
-    assert np.all(np.asarray(cache.segment_ids) == -1)
-    assert cache.k.shape == (2, 5, 3, 4) and cache.v.shape == (2, 5, 3, 6)
-    assert cache.coordinates.shape == (2, 2, 5) and cache.coordinates.dtype == jnp.float32
-    assert cache.k_features is None and cache.state is None
-
-
 def test_the_next_position_counts_tokens_not_slots():
     k, v, positions, _ = tokens(4)
     segments = np.array([[-1, -1, 0, 0], [0, 0, 0, -1]], np.int32)
@@ -120,29 +110,6 @@ def test_a_ring_with_a_window_of_one_position_holds_what_shares_it(capacity, cou
     np.testing.assert_array_equal(after.overflowed, [lost, lost])
     again = append(after, *tokens(count, position + count), window=1)
     np.testing.assert_array_equal(again.overflowed, [lost, lost])
-
-
-def test_coordinates_features_and_state_are_stored():
-    shapes = {"gate": jax.ShapeDtypeStruct((2, 1, 3), jnp.float32)}
-    state = {"sum": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
-    shape = jax.ShapeDtypeStruct((2, 1), jnp.float32)
-    gate = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
-    coordinates = np.array([[0.5, 1.0], [2.0, 2.5]], np.float32)
-    for ring in (False, True):
-        cache = empty(coordinates=shape, k_features=shapes, state=state, ring=ring)
-        assert np.all(np.asarray(cache.state["sum"]) == 0)
-        new = append(
-            cache,
-            *tokens(2),
-            coordinates=coordinates,
-            k_features={"gate": gate},
-            state={"sum": np.ones((2, 3), np.float32)},
-        )
-        np.testing.assert_array_equal(
-            new.k_features["gate"], np.pad(gate, ((0, 0), (0, 3), (0, 0)))
-        )
-        np.testing.assert_array_equal(new.coordinates, np.pad(coordinates, ((0, 0), (0, 3))))
-        assert np.all(np.asarray(new.state["sum"]) == 1)
 
 
 def test_a_full_cache_raises_and_overflows_under_jit():

@@ -321,28 +321,10 @@ def test_learned_positions_on_explicit_axes():
     np.testing.assert_array_equal(first, np.broadcast_to(want[:1], want.shape))
 
 
-@slow
-def test_grape_with_heads_on_an_explicit_axis():
-    """Its parameters are on every device."""
-    scheme = pe.GRAPEA(num_heads=4, head_dim=8)
-    options = {"num_kv_heads": 2, "is_causal": True, "rngs": flax.nnx.Rngs(0)}
-    layer, x = nnx.Attention(8, 4, position=scheme, head_dim=8, **options), jnp.ones((4, 3, 8))
-    want = layer(x)
-    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
-    specs = {"qkv_sharding": P("data", None, "tensor", None), "out_sharding": P("data", None, None)}
-    with jax.set_mesh(mesh):
-        graph, state = flax.nnx.split(layer)
-        state = jax.tree.map(lambda y: jax.device_put(y, P()), state)
-        y = jax.device_put(x, P("data"))
-        out = jax.jit(lambda s, y: flax.nnx.merge(graph, s)(y, **specs))(state, y)
-    np.testing.assert_allclose(out, want, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "name, policy, situations",
     [
         ("deberta", "ring", ("packed", "rows reused", "rewound")),
-        pytest.param("learned", "full", ("left padding", "rows inserted"), marks=slow),
         pytest.param("t5", "sinks", ("chunks of 64", "rows reused", "beams"), marks=slow),
     ],
 )

@@ -4,9 +4,7 @@
 the blocks of its page define.
 """
 
-import pathlib
 import re
-import tempfile
 import warnings
 
 import jax
@@ -15,10 +13,6 @@ import numpy as np
 from flax import nnx
 
 import posenc_jax as pe
-from experiments.scoreboard import claims
-from experiments.study import plan
-from experiments.tasks import TASKS
-from tests.docs import pages
 
 CHECKS = {}
 WEIGHTS = "query", "key", "value", "out"
@@ -77,13 +71,6 @@ def gemma(names):
         before.key_norm.scale[...] = jnp.linspace(0.5, -0.5, 8)
         expected = attend(before, x, positions, mask)[0]
         close(attend(names["with_weights"](before, names[layer]), x), expected)
-    before.window = window
-    expected = attend(before, x, positions, mask)[0]
-    cache = {name: jnp.zeros((3, length, 2, 8)) for name in "kv"} | {"end": 0}
-    for t in range(length):
-        y, cache = attend(before, *(a[:, t : t + 1] for a in (x, positions, mask)), cache)
-        off = np.abs(y[:, 0] - expected[:, t]).max()
-        assert off < 1e-5 if t < window else off > 0.01
 
 
 @check("recipes/bonsai_qwen3")
@@ -123,7 +110,7 @@ def sharding(names):
 @check("recipes/nnx_llama")
 def nnx_llama(names):
     assert names["losses"][0] > 4 and names["losses"][-1] < 0.4 * names["losses"][0]
-    model, serve, segments = names["model"], names["serve"], np.asarray(names["segment_ids"])
+    model, segments = names["model"], np.asarray(names["segment_ids"])
     take = nnx.jit(lambda blocks: jax.tree.map(lambda x: x[1], blocks.attention))
     attention, before = take(model.blocks), names["Before"](rngs=nnx.Rngs(0))
     for name in WEIGHTS:
@@ -134,24 +121,6 @@ def nnx_llama(names):
     attend = nnx.jit(lambda layer, x, *arguments, **tokens: layer(x, *arguments, **tokens))
     expected = attend(before, x, names["options"]["positions"], mask)[0]
     close(attend(attention, x, **names["options"])[is_token], expected[is_token])
-
-    caches = names["free"](names["caches"], np.ones(3, bool))
-    new = iter(np.random.RandomState(0).randint(1, 64, 100))
-    rows, logits = [[], [], []], []
-    for counts in ((4, 2, 1), (1, 1, 1), (1, 0, 4)):  # New tokens of each row.
-        tokens = np.zeros((3, 4 if max(counts) > 1 else 1), np.int32)
-        for row, history, count in zip(tokens, rows, counts, strict=True):
-            history += (chunk := [next(new) for _ in range(count)])
-            row[:count] = chunk
-        out, caches = serve(model, jnp.asarray(tokens), tokens > 0, caches)
-        logits.append([(len(rows[b]) - 1, out[b]) for b in range(3) if counts[b]])
-    whole = np.zeros((3, 24), np.int32)
-    for row, history in zip(whole, rows, strict=True):
-        row[: len(history)] = history
-    expected = nnx.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(whole))
-    for step, rows_of_step in zip(logits, ((0, 1, 2), (0, 1, 2), (0, 2)), strict=True):
-        for (t, out), b in zip(step, rows_of_step, strict=True):
-            close(out, expected[b, t], atol=2e-5)
 
 
 @check("recipes/jax_and_equinox")
@@ -215,14 +184,6 @@ def coming_from_torch(names):
         close(names["y"], before(torch.tensor(np.asarray(x))))
 
 
-@check("recipes/README")
-def index_of_recipes(names):
-    links = re.findall(r"\]\((\w+\.md)\)", pages.read("docs/recipes/README.md"))
-    assert sorted(links) == sorted(
-        path.name for path in pages.ROOT.glob("docs/recipes/*.md") if path.name != "README.md"
-    )
-
-
 @check("serving")
 def serving(names):
     assert names["step"].jitted_fn._cache_size() == 1
@@ -234,21 +195,3 @@ def models(names):
     np.testing.assert_array_equal(names["new_tokens"], names["new"])
     assert [x.out.bias for x in names["layers"]] == [None, None]
     assert names["layers"][0].key.bias.shape == (2, 16)
-
-
-@check("experiments")
-def experiments(names):
-    text = pages.read("docs/experiments.md")
-    first = "".join(re.findall(r"(?m)^\| (.*?) \|", re.search(r"(?s)\| task \|.*?\n\n", text)[0]))
-    assert set(re.findall(r"`(\w+)`", first)) == set(TASKS)
-    for row, mask in zip(*map(np.asarray, (names["tokens"], names["mask"])), strict=True):
-        period = next(p for p in (2, 3) if (row[p:] == row[:-p]).all())
-        assert (mask == (np.arange(11) >= 2 * period)).all()
-    study, claim = re.findall(r"(?s)```toml\n(.*?)```", text)
-    with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder, "R99.toml")
-        file.write_text(study)
-        sizes = plan.load(file).cells
-        assert [cells["rope"].grid[0].task.name for cells in sizes.values()] == ["text", "kback"]
-        file.write_text(claim)
-        assert claims.load(file).runs.keys() == {"rope", "none"}

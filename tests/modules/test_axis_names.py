@@ -13,7 +13,6 @@ import posenc_jax as pe
 import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
 from posenc_jax.schemes.scheme import param_axes
-from tests.support import build
 
 N, K, H, D = 6, 3, 8, 20
 NAMES = {"model_dim": "embed", "num_heads": "heads", "num_kv_heads": "kv_heads"}
@@ -81,33 +80,6 @@ def test_names_reach_the_mesh_by_the_rules_of_flax():
         assert jax.eval_shape(module.init, jax.random.key(0), X) == variables
 
 
-def test_layers_stacked_by_vmap_and_scan_get_one_more_name():
-    @nnx.split_rngs(splits=2)
-    @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
-    def make(rngs):
-        return pn.Attention(D, N, rngs=rngs, **LAYER)
-
-    with eager(False):
-        names = nnx.to_pure_dict(specs(nnx.state(make(nnx.Rngs(0)), nnx.Param)))
-    expected = jax.tree.map(lambda p: P("layers", *p), WANTED, is_leaf=lambda p: isinstance(p, P))
-    assert names == expected
-
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return x + pl.Attention(num_heads=N, name="attention", **LAYER)(x), None
-
-    deep = nn.scan(
-        nn.remat(Block),
-        variable_axes={"params": 0},
-        split_rngs={"params": True},
-        length=2,
-        metadata_params={nn.PARTITION_NAME: "layers"},
-    )()
-    variables = jax.eval_shape(deep.init, jax.random.key(0), X, None)
-    assert nn.get_partition_spec(variables)["params"]["attention"] == expected
-
-
 def test_initialisers_with_names_keep_them():
     init = nnx.with_partitioning(nnx.initializers.zeros, ("a", "b", "c"))
     with eager(False):
@@ -135,26 +107,6 @@ def test_each_projection_has_an_initialiser():
         assert values == dict.fromkeys(("query", "key", "value"), (5, 2)) | {"out": (6, 4)}
     same = pn.Attention(D, N, rngs=nnx.Rngs(0), kernel_init=constant(2.0), **sizes)
     assert np.unique(same.out.kernel[...]) == [2.0]
-
-
-def test_schemes_declare_the_axes_of_their_parameters():
-    def axes(scheme):
-        paths = jax.tree.leaves_with_path(jax.eval_shape(scheme.init, jax.random.key(0)))
-        words = [" ".join(words) for words in param_axes(scheme)]
-        return dict(zip((jax.tree_util.keystr(path) for path, _ in paths), words, strict=True))
-
-    assert axes(build(pe.DeBERTa)) == {
-        "['bias']": "num_heads head_dim",
-        "['keys']": "model_dim num_heads head_dim",
-        "['queries']": "model_dim num_heads head_dim",
-        "['table']": "rows model_dim",
-    }
-    assert axes(pe.contrib.ShortConv(2, 2, 2, on="k")) == {"['k']": "width num_kv_heads head_dim"}
-    path = axes(pe.chain(pe.RoPE(8), build(pe.PaTH, num_kv_heads=3)))
-    assert path["[1]['beta']"] == "model_dim num_kv_heads" and path["[1]['conv']"] == "- -"
-    assert path["[1]['w'][0]"] == "model_dim rank" and path["[1]['w'][1]"] == "- -"
-    nested = pe.on_axis(pe.chain(pe.RoPE(8), pe.T5(6), pe.SSMax(6)), 0)
-    assert [*axes(nested).values()] == ["num_heads num_buckets", "num_heads"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,24 +50,22 @@ def test_steps_with_coordinates_equal_the_whole():
     assert shapes["cache"]["kv_cache"].coordinates.shape == (BATCH, T)
 
 
-def test_the_first_call_of_linen_makes_a_cache_and_uses_none():
-    """As in Flax: the length of the input of `init` is the capacity."""
-    module = pl.Attention(num_heads=N, position=pe.T5(N), decode=True, **LAYER)
-    y, variables = jax.jit(module.init_with_output)(jax.random.key(0), X)
-    plain = module.clone(decode=False)
-    expected = jax.jit(lambda x: plain.apply({"params": variables["params"]}, x))(X)
+def test_the_first_call_of_linen_makes_a_cache_that_a_ring_may_replace():
+    """As in Flax: the length of the input of `init` is the capacity, and `init` uses no cache."""
+    module = pl.Attention(num_heads=N, position=pe.T5(N), window=3, decode=True, **LAYER)
+
+    @jax.jit
+    def run(x):
+        y, variables = module.init_with_output(jax.random.key(0), x)
+        params = {"params": variables["params"]}
+        return y, variables, module.clone(decode=False).apply(params, x)
+
+    y, variables, expected = run(X)
     np.testing.assert_allclose(y, expected, atol=1e-6)
     cache = variables["cache"]["kv_cache"]
     assert cache.k.shape == (BATCH, T, KV_HEADS, H) and not cache.length.any()
     with pytest.raises(ValueError, match="decode=True has its own cache; give no cache="):
         module.apply(variables, X, cache=cache)
-
-
-def test_a_ring_takes_the_place_of_the_cache():
-    module = pl.Attention(num_heads=N, position=pe.T5(N), window=3, decode=True, **LAYER)
-    variables = jax.jit(module.init)(jax.random.key(0), X)
-    plain = module.clone(decode=False)
-    expected = jax.jit(lambda x: plain.apply({"params": variables["params"]}, x))(X)
     step = jax.jit(lambda v, x: module.apply(v, x, mutable=["cache"]))
     variables["cache"] = {"kv_cache": module.new_cache(BATCH, 3, ring=True)}
     for t in range(T):

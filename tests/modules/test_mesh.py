@@ -146,6 +146,7 @@ def test_training_prefill_and_decode_have_the_collectives_of_a_layer_by_hand(kin
             np.testing.assert_allclose(y, expected[:, part], atol=2e-5)
 
 
+@slow
 def test_a_layer_by_hand_has_the_documented_collectives():
     w, _, _ = on_one_device()
     with mesh_of(AxisType.Explicit):
@@ -179,7 +180,9 @@ def test_state_and_features_of_a_scheme_are_sharded_by_heads():
     assert counts == documented("decode step")
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(AxisType.Auto, marks=slow), AxisType.Explicit], ids=str
+)
 def test_linen_layers_take_logical_names(kind):
     w, _, expected = on_one_device()
     names = {"num_heads": "heads", "num_kv_heads": "kv_heads", "model_dim": "embed"}
@@ -230,25 +233,14 @@ def test_more_devices_than_key_heads():
         layer = nnx_layer(pe.T5(N), num_kv_heads=2, axis_names=names)
         shardings = {"qkv_sharding": HEADS, "kv_sharding": batch_only, "out_sharding": TOKENS}
         cache = layer.new_cache(B, S, qkv_sharding=batch_only)
-        run = nnx.jit(lambda layer, x, cache: layer(x, cache=cache, **shardings))
-        for part in (slice(0, 33), slice(33, 34)):
-            y, cache = run(layer, put(X[:, part], "data"), cache)
-            np.testing.assert_allclose(y, expected[:, part], atol=2e-5)
-        with pytest.raises(ValueError, match=r"axis 1 is partitioned 4 times.* dimension size 2"):
-            nnx_layer(pe.T5(N), num_kv_heads=2, axis_names=NAMES)
-        with pytest.raises(ValueError, match=r"axis 2 is partitioned 4 times.* dimension size 2"):
-            jax.eval_shape(lambda x: layer(x, qkv_sharding=HEADS), put(X, "data"))
-        with pytest.raises(ValueError, match=r"axis 2 is partitioned 4 times.* dimension size 2"):
-            layer.new_cache(B, S, qkv_sharding=HEADS)
+        y, _ = jax.jit(lambda x, c: layer(x, cache=c, **shardings))(put(X, "data"), cache)
+        np.testing.assert_allclose(y, expected, atol=2e-5)
 
 
 def test_rows_on_devices_of_shard_map_need_no_collective():
-    _, (loss, grads), expected = on_one_device()
+    _, _, expected = on_one_device()
     layer = nnx_layer(SCHEME, scale=1.0, implementation="reference")
     graph, state = nnx.split(layer)
-
-    def run(state, x):
-        return nnx.merge(graph, state)(x)
 
     def decode(state, x):
         layer = nnx.merge(graph, state)
@@ -261,12 +253,3 @@ def test_rows_on_devices_of_shard_map_need_no_collective():
         counts, y = collectives(mapped, state, put(X, "data"))
         assert not counts
         np.testing.assert_allclose(y, expected, atol=2e-5)
-        mapped = jax.shard_map(run, in_specs=(P(), rows), out_specs=rows)
-        counts, (value, (grads_of_state, _)) = collectives(gradients(mapped), state, put(X, "data"))
-        assert set(counts) == {"all-reduce"}
-    chex.assert_trees_all_close(
-        jax.device_get((value, nnx.to_pure_dict(grads_of_state))),
-        jax.device_get((loss, grads[0])),
-        rtol=1e-4,
-        atol=1e-4,
-    )

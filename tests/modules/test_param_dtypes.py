@@ -4,11 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.support import build, make_batch, slow
+from tests.support import build, make_batch
 
 SHAPES = {
     name: shapes
@@ -42,15 +41,3 @@ def test_nothing_is_computed_in_the_bfloat16_of_parameters(name):
     with jax.numpy_dtype_promotion("standard"):
         traced = jax.make_jaxpr(functools.partial(attend, build(pe.SCHEMES[name])))(half)
     assert not set(rounding(traced.jaxpr))
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in ("fire", "shaw") else slow) for n in SHAPES]
-)
-def test_parameters_in_bfloat16_give_the_numbers_of_their_values(name):
-    run = jax.jit(functools.partial(attend, build(pe.SCHEMES[name])))
-    random = np.random.default_rng(0)
-    half = jax.tree.map(lambda a: random.normal(size=a.shape).astype(jnp.bfloat16), SHAPES[name])
-    values = jax.tree.map(lambda a: a.astype(np.float32), half)
-    with jax.numpy_dtype_promotion("standard"):
-        np.testing.assert_allclose(run(half), run(values), atol=2e-5)
