@@ -260,7 +260,7 @@ MUTATIONS = [
              "tests/kernels/test_splash.py"),
     Mutation("arrays of tokens are not checked", "engine/api.py",
              "return x if self.checked else", "return x if True else",
-             "tests/functional/test_attention.py"),
+             "tests/functional/test_calls.py"),
     Mutation("a score_mod that only seems to add is taken for a sum", "engine/score_mod.py",
              "jnp.where(sums | jnp.isneginf(added), added, jnp.nan)", "added",
              "tests/engine/test_score_mod.py"),
