@@ -57,9 +57,6 @@ class BAM(Scheme):
       scale_inside: whether the scale is within the power; see the top of the file.
       initial_shape: the initial shape.
 
-    Raises:
-      ValueError: if `num_heads` is less than one.
-
     >>> scheme = BAM(num_heads=1)
     >>> scheme.rules(scheme.init(None)).dense(jnp.array([2]), jnp.arange(3)).round(4)
     Array([[[-0.0078, -0.0039, -0.    ]]], dtype=float32)

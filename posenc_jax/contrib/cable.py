@@ -32,9 +32,6 @@ class CABLE(Scheme):
       num_heads: the number of query heads, N.
       model_dim: the model dim, D.
 
-    Raises:
-      ValueError: for sizes below one.
-
     >>> CABLE(num_heads=2, model_dim=8).init(jax.random.key(0))["w"].shape
     (8, 2)
     """

@@ -34,9 +34,6 @@ class KERPLEPower(KERPLE):
     Attributes:
       num_heads: the number of query heads, N.
 
-    Raises:
-      ValueError: if `num_heads` is less than one.
-
     >>> params = {"r1": jnp.array([0.5]), "r2": jnp.array([2.0])}
     >>> KERPLEPower(num_heads=1).rules(params).dense(jnp.array([2]), jnp.arange(3))[0]
     Array([[-2. , -0.5,  0. ]], dtype=float32)

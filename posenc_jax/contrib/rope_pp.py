@@ -25,7 +25,6 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from posenc_jax.angles import cos_sin
 from posenc_jax.checks import one_of, require
 from posenc_jax.schemes.rotary.base import ScalableRotary, check_heads
 
@@ -38,9 +37,6 @@ class RoPEPlusPlus(ScalableRotary):
       head_dim, theta, layout, rotary_dim, rotary_start, scaling: as in `RoPE`.
       heads: "second_half", "odd", "all" or "added": which heads are imaginary.
 
-    Raises:
-      ValueError: for an unknown choice of heads, and as `RoPE`.
-
     >>> scheme = RoPEPlusPlus(head_dim=4, heads="added")
     >>> scheme.query({}, jnp.ones((1, 1, 3, 4)), jnp.array([[0]])).shape
     (1, 1, 6, 4)
@@ -52,9 +48,6 @@ class RoPEPlusPlus(ScalableRotary):
     def __post_init__(self):
         super().__post_init__()
         one_of("rope_pp", ("second_half", "odd", "all", "added"), heads=self.heads)
-
-    def cos_sin(self, params, coordinates):
-        return cos_sin(coordinates, self.base_frequencies)
 
     def query(self, params, q, coordinates, features=None, tables=None):
         """Returns q [B, T, N, H], rotated; [B, T, 2 N, H] with heads added."""

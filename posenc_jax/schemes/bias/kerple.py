@@ -73,9 +73,6 @@ class KERPLELog(KERPLE):
     Attributes:
       num_heads: the number of query heads, N.
 
-    Raises:
-      ValueError: if `num_heads` is less than one.
-
     >>> params = {"r1": jnp.array([1.0]), "r2": jnp.array([1.0])}
     >>> KERPLELog(num_heads=1).rules(params).dense(jnp.array([2]), jnp.arange(3))[0]
     Array([[-1.0986123, -0.6931472, -0.       ]], dtype=float32)

@@ -77,9 +77,6 @@ class Swin(Scheme):
       window: rows and columns of a window.
       stddev: standard deviation of the initial table, a normal truncated at two of them.
 
-    Raises:
-      ValueError: for sizes below one.
-
     >>> scheme = Swin(num_heads=3, window=(7, 7))
     >>> scheme.init(jax.random.key(0))["table"].shape
     (3, 169)

@@ -60,9 +60,6 @@ class CoPE(Scheme):
       num_positions: P; larger positions are clipped to P - 1.
       scaled: whether the term is divided by sqrt(H), as q . k is.
 
-    Raises:
-      ValueError: for sizes below one.
-
     >>> CoPE(head_dim=64).init(jax.random.key(0))["table"].shape
     (64, 64)
     """

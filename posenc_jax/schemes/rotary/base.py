@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 import jax
 import numpy as np
 
+from posenc_jax.angles import cos_sin
 from posenc_jax.checks import coordinate_values, positive_fields, require
 from posenc_jax.schemes.rotary.frequencies import FrequencyMap, rope_frequencies
 from posenc_jax.schemes.rotary.layouts import check_layout, rotary_dims
@@ -169,13 +170,16 @@ class Rotary(Scheme, abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class ScalableRotary(Rotary):
-    """An abstract rotary scheme with all settings of `RoPE`, frequency maps among them."""
+    """The base of rotary schemes with all settings of `RoPE`, frequency maps among them."""
 
     theta: float = 10000.0
     layout: str = "half"
     rotary_dim: int | None = None
     rotary_start: int = 0
     scaling: FrequencyMap | tuple[FrequencyMap, ...] = FrequencyMap()  # noqa: RUF009, frozen
+
+    def cos_sin(self, params, coordinates):
+        return cos_sin(coordinates, self.base_frequencies)
 
     def with_scaling(self, scaling):
         return self.replace(scaling=scaling)

@@ -52,6 +52,9 @@ def check_stretch(caller: str, factor: float, original_max_position: float) -> N
 class FrequencyMap:
     """The base of all maps, and the map that changes nothing (RoPE, Su et al. 2021).
 
+    Every map raises `ValueError` for numbers out of range: when it is made, or for frequencies that
+    it does not apply to.
+
     >>> FrequencyMap()(np.array([1.0]), head_dim=2, theta=1e4)
     (array([1.]), 1.0)
     """

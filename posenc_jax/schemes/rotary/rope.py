@@ -24,7 +24,6 @@ from typing import ClassVar
 
 import jax
 
-from posenc_jax.angles import cos_sin
 from posenc_jax.checks import array_of_rank, coordinate_values, require
 from posenc_jax.schemes.rotary.base import ScalableRotary
 from posenc_jax.schemes.rotary.frequencies import FrequencyMap
@@ -89,16 +88,8 @@ class RoPE(ScalableRotary):
       rotary_start: the first of these dimensions.
       scaling: a map of the frequencies, or a tuple of maps.
 
-    Raises:
-      ValueError: for an unknown layout, a rotary dim that is odd or exceeds H, or `theta` not
-        positive.
-      TypeError: for a traced `theta`, or a `head_dim` that is not an integer.
-
     >>> RoPE(head_dim=4).query({}, jnp.ones((1, 1, 1, 4)), jnp.array([[0]]))
     Array([[[[1., 1., 1., 1.]]]], dtype=float32)
     """
 
     name: ClassVar[str] = "rope"
-
-    def cos_sin(self, params, coordinates):
-        return cos_sin(coordinates, self.base_frequencies)

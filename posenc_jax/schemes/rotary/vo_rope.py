@@ -19,7 +19,6 @@ huggingface/transformers, models/deepseek_v4/modeling_deepseek_v4.py.
 import dataclasses
 from typing import ClassVar
 
-from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
 from posenc_jax.schemes.rotary.base import ScalableRotary
 from posenc_jax.schemes.scheme import Acts
@@ -60,9 +59,6 @@ class VORoPE(ScalableRotary):
     def acts(self):
         """v and the output, and q and k with `qk`."""
         return Acts.V | Acts.OUTPUT | (Acts.QK if self.qk else Acts(0))
-
-    def cos_sin(self, params, coordinates):
-        return cos_sin(coordinates, self.base_frequencies)
 
     def query(self, params, q, coordinates, features=None, tables=None):
         return super().query(params, q, coordinates, features, tables) if self.qk else q
