@@ -140,17 +140,11 @@ def layer_pattern(
 def in_chunks(
     chunk_size: int, positions: jax.Array, segment_ids: jax.Array | None, window: Window = None
 ) -> tuple[jax.Array, tuple[int, int]]:
-    """Returns `(segment_ids, window)` for attention within chunks of positions.
+    """Returns `(segment_ids, window)` for attention within chunks of `chunk_size` positions.
 
     The window limits a query to its chunk and the neighbours, and segments separate the chunks. The
     ids repeat after 16 chunks, so that they stay small for any positions; convolutions over
     segments may have up to 16 C tokens.
-
-    Args:
-      chunk_size: C; positions [0, C) are the first chunk of a segment.
-      positions: integers, any shape.
-      segment_ids: integers of that shape, below zero for padding. None: one segment.
-      window: the window of the layer, as in `attention`.
 
     >>> in_chunks(4, jnp.arange(10), None)
     (Array([0, 0, 0, 0, 1, 1, 1, 1, 2, 2], dtype=int32), (3, 3))

@@ -426,11 +426,7 @@ def check_sizes(caller: str, scheme: Scheme, **sizes: int | None) -> None:
 
 
 def param_axes(scheme: Scheme) -> list[list[str]]:
-    """Returns the words of `Scheme.param_axes` for each parameter, in the order of its leaves.
-
-    Raises:
-      ValueError: if a parameter has another number of axes.
-    """
+    """Returns the words of `Scheme.param_axes` for each parameter, in the order of its leaves."""
     axes = []
     params = jax.eval_shape(scheme.init, jax.random.key(0))
     for path, param in jax.tree.leaves_with_path(params):

@@ -29,19 +29,9 @@ from posenc_jax.schemes.scheme import Scheme
 
 
 def lookup(table: jax.Array, positions: jax.Array, offset: int = 0) -> jax.Array:
-    """Returns the rows [..., D] of `table` at `positions + offset`.
+    """Returns the rows [..., D] of `table` [rows, D] at integers `positions + offset`.
 
-    Args:
-      table: [rows, D].
-      positions: integers [...].
-      offset: number of reserved rows at the start of the table.
-
-    Raises:
-      TypeError: for positions that are not integers.
-      ValueError: for concrete positions outside the table; under `jit` their rows are NaN.
-
-    >>> lookup(jnp.array([[1.0], [2.0]]), jnp.array([1]))
-    Array([[2.]], dtype=float32)
+    Concrete positions outside the table raise `ValueError`; under `jit` their rows are NaN.
     """
     positions = integer_positions("learned", positions, "coordinates")
     rows = table.shape[0] - offset

@@ -35,12 +35,7 @@ from posenc_jax.schemes.scheme import Scheme, Traits, repr_with_scale
 def log_offsets(window: tuple[int, int], pretrained: tuple[int, int]) -> np.ndarray:
     """Returns (l(dr), l(dc)) for every offset of a window, float32 [(2R - 1)(2C - 1), 2].
 
-    Args:
-      window: (R, C).
-      pretrained: the window in training, whose largest offset is scaled to 8.
-
-    >>> log_offsets((2, 2), (2, 2))[0]
-    array([-1.0566417, -1.0566417], dtype=float32)
+    The largest offset of the window in training, `pretrained`, is scaled to 8.
     """
     axes = [8.0 * np.arange(1 - n, n) / (m - 1) for n, m in zip(window, pretrained, strict=True)]
     offsets = np.stack(np.meshgrid(*axes, indexing="ij"), -1).reshape(-1, 2)

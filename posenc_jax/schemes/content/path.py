@@ -54,11 +54,7 @@ def attend_along_path(
 ) -> jax.Array:
     """Returns attention [B, T, N, V] with a reflection I - beta w w^T at every token.
 
-    Args:
-      q, k, v: [B, T, N, H], [B, S, K, H], [B, S, K, V].
-      w, beta: unit vectors [B, S, K or N, H], and [B, S, K or N].
-      scale: logit scale.
-      attention: the attention to call.
+    w are unit vectors [B, S, K or N, H], and beta is [B, S, K or N].
     """
     rule = LogitsTransform(
         _ApplyReflections(scale),

@@ -40,20 +40,9 @@ def query_temperature(
 ) -> jax.Array:
     """Returns the factors of queries, float32 of the shape of `positions`.
 
-    Args:
-      positions: integers or float32, counted from 0.
-      form: the formula; see the top of the file.
-      length: the length L of the formula.
-      strength: s; "log_n" and "log_n_clipped" have none.
-
-    Raises:
-      TypeError: for positions of another type.
-      ValueError: for an unknown form.
-
     >>> query_temperature(jnp.array([8190, 8191]), "llama4", 8192)
     Array([1.       , 1.0693147], dtype=float32)
     """
-    one_of("temperature", _FORMS, form=form)
     positions = coordinate_values("temperature", positions, "positions")
     count = positions.astype(jnp.float32) + 1.0
     if form in _LOG_N:

@@ -44,35 +44,6 @@ from posenc_jax.schemes.rotary.rotate import rotate_pairs
 from posenc_jax.schemes.scheme import Traits
 
 
-def axial_frequencies(
-    dim: int, theta: float = 100.0, num_axes: int = 2, frequencies: str = "own"
-) -> np.ndarray:
-    """Returns radians per unit, float64 [A, dim / 2A], of the pairs of each axis.
-
-    Args:
-      dim: the number of rotated dimensions, a multiple of 2A.
-      theta: the base.
-      num_axes: the number of coordinate axes, A.
-      frequencies: "own", or "dealt" for the frequencies of one RoPE assigned in turn.
-
-    Raises:
-      ValueError: for an unknown word, or a `dim` that is not a multiple of 2A.
-
-    >>> axial_frequencies(8, 1e4, frequencies="dealt")
-    array([[1.   , 0.01 ],
-           [0.1  , 0.001]])
-    """
-    one_of("axial_rope", ("own", "dealt"), frequencies=frequencies)
-    require(
-        num_axes >= 1 and dim % (2 * num_axes) == 0,
-        f"axial_rope: {num_axes} axes need a multiple of {2 * num_axes} dimensions, got {dim}; "
-        "parts of unequal size are a chain of on_axis(RoPE(rotary_dim=, rotary_start=), axis).",
-    )
-    if frequencies == "dealt":
-        return rope_frequencies(dim, theta)[0].reshape(-1, num_axes).T
-    return np.tile(rope_frequencies(dim // num_axes, theta)[0], (num_axes, 1))
-
-
 @dataclasses.dataclass(frozen=True)
 class AxialRoPE(Rotary):
     """Rotary position embedding of images, axis by axis (Heo et al. 2024).
@@ -116,7 +87,17 @@ class AxialRoPE(Rotary):
 
     @property
     def _frequencies(self) -> np.ndarray:
-        return axial_frequencies(self.num_rotated, self.theta, len(self.axes), self.frequencies)
+        """Radians per unit, float64 [A, d / 2A], of the pairs of each axis."""
+        one_of("axial_rope", ("own", "dealt"), frequencies=self.frequencies)
+        dim, num_axes = self.num_rotated, len(self.axes)
+        require(
+            dim % (2 * num_axes) == 0,
+            f"axial_rope: {num_axes} axes need a multiple of {2 * num_axes} dimensions, got {dim}; "
+            "parts of unequal size are a chain of on_axis(RoPE(rotary_dim=, rotary_start=), axis).",
+        )
+        if self.frequencies == "dealt":
+            return rope_frequencies(dim, self.theta)[0].reshape(-1, num_axes).T
+        return np.tile(rope_frequencies(dim // num_axes, self.theta)[0], (num_axes, 1))
 
     def cos_sin(self, params, coordinates):
         axes = np.repeat(self.axes, self._frequencies.shape[1]).tolist()

@@ -41,12 +41,7 @@ def check_heads(name: str, x: jax.Array, head_dim: int, groups: int = 1) -> None
 
 
 def check_coordinates(name: str, coordinates: jax.Array, num_axes: int) -> jax.Array:
-    """Returns coordinates [B, T] or [A, B, T] as int32 or float32.
-
-    Raises:
-      ValueError: for another rank or number of axes.
-      TypeError: for coordinates that are neither integers nor float32.
-    """
+    """Returns coordinates [B, T] or [A, B, T] as int32 or float32; raises for others."""
     coordinates = coordinate_values(name, coordinates)
     ndim, shape = coordinates.ndim, coordinates.shape
     axes = f"[{num_axes}, B, T] or [B, T]" if num_axes > 1 else "[B, T]"

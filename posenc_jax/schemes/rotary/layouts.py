@@ -98,14 +98,7 @@ def permute_qk(
 
 
 def rotary_dims(caller: str, head_dim: int, rotary_dim: int | None, rotary_start: int) -> int:
-    """Returns the number of dimensions to rotate: `rotary_dim`, or by default all after the start.
-
-    Raises:
-      ValueError: for an odd number, or dimensions that the head does not have.
-
-    >>> rotary_dims("rope", 8, None, 2)
-    6
-    """
+    """Returns the number of dimensions to rotate: `rotary_dim`, by default all after the start."""
     least = 0 if rotary_dim is None else rotary_dim
     require(
         0 <= least <= head_dim,

@@ -36,13 +36,6 @@ from posenc_jax.schemes.scheme import Traits
 def mrope_axes(sections: tuple[int, ...], order: str = "contiguous") -> tuple[int, ...]:
     """Returns the axis that each pair reads: 0 time, 1 row, 2 column.
 
-    Args:
-      sections: numbers of pairs for time, row and column; "contiguous" takes any number of axes.
-      order: "contiguous", "interleaved" or "alternating"; see the top of the file.
-
-    Raises:
-      ValueError: for sections that are not positive numbers, or do not fit the order.
-
     >>> mrope_axes((4, 2, 2), "interleaved")
     (0, 1, 2, 0, 1, 2, 0, 0)
     """

@@ -18,12 +18,7 @@ from posenc_jax.angles import cos_sin
 def axis_per_pair(
     coordinates: jax.Array, axes: Sequence[int], frequencies: np.ndarray
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns cosine and sine, float32 [B, T, P], where each pair reads one axis.
-
-    Args:
-      coordinates: [A, B, T] or [B, T].
-      axes: the axis that each pair reads, P numbers.
-      frequencies: radians per unit, [P].
+    """Returns cosine and sine, float32 [B, T, P], where each of P pairs reads one axis.
 
     >>> coordinates = jnp.array([[[1]], [[2]]])
     >>> axis_per_pair(coordinates, (0, 1), np.array([0.0, 1.0]))[0]
@@ -41,14 +36,8 @@ def sum_of_axes(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns cosine and sine of `c[0] * frequencies[0] + c[1] * frequencies[1]`.
 
-    Each product is exact at any int32 coordinate; the two are added by the angle sum formula.
-
-    Args:
-      coordinates: [2, B, T] or [B, T].
-      frequencies: radians per unit for both axes, [2, ...].
-
-    Returns:
-      Two float32 arrays [B, T, ...].
+    Both are float32 [B, T, ...], for frequencies [2, ...]. Each product is exact at any int32
+    coordinate; the two are added by the angle sum formula.
     """
     both = (coordinates, coordinates) if coordinates.ndim == 2 else coordinates
     (cos, sin), (cos2, sin2) = (

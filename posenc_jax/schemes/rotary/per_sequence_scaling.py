@@ -41,14 +41,8 @@ def segment_lengths(
 ) -> jax.Array:
     """Returns the length of the sequence of each token: its greatest coordinate, plus one.
 
-    Args:
-      coordinates: [B, T], of tokens that include the last of every sequence.
-      segment_ids: their sequences, int32 [B, T]; None if each row is one sequence.
-      queried: the sequences [B, S] whose lengths to return. The length of a sequence that is not
-        in `segment_ids` is undefined.
-
-    Returns:
-      [B, S], or [B, 1] if each row is one sequence.
+    The tokens [B, T] include the last of every sequence. Lengths are of the sequences `queried`
+    [B, S], and undefined for those not in `segment_ids`; without these, [B, 1] of whole rows.
     """
     if not coordinates.shape[1]:
         return jnp.zeros((coordinates.shape[0], 1), coordinates.dtype)

@@ -22,33 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import positive, require
+from posenc_jax.checks import require
 from posenc_jax.schemes.rotary.base import Rotary
 from posenc_jax.schemes.rotary.multi_axis import sum_of_axes
 from posenc_jax.schemes.scheme import Traits
-
-
-def mixed_frequencies(
-    key: jax.Array, head_dim: int, groups: int = 1, theta: float = 10.0
-) -> jax.Array:
-    """Returns new frequencies, float32 [2, groups, head_dim / 2]: of the row and of the column.
-
-    Raises:
-      ValueError: for a head dim that is not a multiple of 4, or `theta` not positive.
-
-    >>> mixed_frequencies(jax.random.key(0), 8, groups=3).shape
-    (2, 3, 4)
-    """
-    require(
-        head_dim >= 4 and head_dim % 4 == 0,
-        f"rope_mixed: head_dim must be a multiple of 4, got {head_dim}.",
-    )
-    positive("rope_mixed", theta=theta)
-    size = theta ** (-4.0 * np.arange(head_dim // 4) / head_dim)
-    size = jnp.asarray(np.tile(size, 2), jnp.float32)
-    quarter = jnp.asarray(np.repeat([0.0, np.pi / 2], head_dim // 4), jnp.float32)
-    angle = jax.random.uniform(key, (groups, 1), jnp.float32, maxval=2 * np.pi) + quarter[None]
-    return size[None, None] * jnp.stack([jnp.sin(angle), jnp.cos(angle)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,11 +54,20 @@ class RoPEMixed(Rotary):
 
     def __post_init__(self):
         super().__post_init__()
-        jax.eval_shape(self.init, jax.random.key(0))  # Raises for an invalid size or theta.
+        require(
+            self.head_dim % 4 == 0,
+            f"rope_mixed: head_dim must be a multiple of 4, got {self.head_dim}.",
+        )
 
     def init(self, key):
-        """Returns `{"frequencies": [2, groups, H / 2]}`."""
-        return {"frequencies": mixed_frequencies(key, self.head_dim, self.groups, self.theta)}
+        """Returns {"frequencies": [2, groups, H / 2]}, of the row and of the column."""
+        quarter = self.head_dim // 4
+        size = self.theta ** (-4.0 * np.arange(quarter) / self.head_dim)
+        size = jnp.asarray(np.tile(size, 2), jnp.float32)
+        turn = jnp.asarray(np.repeat([0.0, np.pi / 2], quarter), jnp.float32)
+        angle = jax.random.uniform(key, (self.groups, 1), jnp.float32, maxval=2 * np.pi)
+        angle = angle + turn[None]
+        return {"frequencies": size[None, None] * jnp.stack([jnp.sin(angle), jnp.cos(angle)])}
 
     def cos_sin(self, params, coordinates):
         return sum_of_axes(coordinates, params["frequencies"])

@@ -25,13 +25,7 @@ from posenc_jax.schemes.rotary.base import AttendRotary, check_coordinates
 
 @dataclasses.dataclass(frozen=True)
 class OutOfRange:
-    """The rule of a bias that masks the keys of all other ranges.
-
-    Attributes:
-      range_of: `range_of(q, k) -> int32 scalar`: a module-level function or a frozen dataclass
-        with `__call__`.
-      index: the range whose keys stay visible.
-    """
+    """The rule of a bias that masks the keys of all ranges but `index`, by `range_of(q, k)`."""
 
     range_of: Callable
     index: int
@@ -71,10 +65,7 @@ class RangeRotary(AttendRotary):
     def rotated(
         self, x: jax.Array, coordinates: jax.Array, *, slope: float = 1.0, offset: float = 0.0
     ) -> jax.Array:
-        """Returns q or k [B, T, N, H] rotated by the positions `slope * coordinates + offset`.
-
-        Angles are exact at any int32 coordinate [B, T].
-        """
+        """Returns q or k [B, T, N, H] rotated by the positions `slope * coordinates + offset`."""
         coordinates = check_coordinates(self.name, coordinates, 1)
         return self.rotate(x, self.finish(*self.cos_sin({}, coordinates, slope, offset)))
 
@@ -89,16 +80,8 @@ class RangeRotary(AttendRotary):
     ) -> jax.Array:
         """Returns one softmax attention [B, T, N, V] over the keys of all ranges.
 
-        Args:
-          ranges: q [B, T, N, H] and k [B, S, K, H] for every range.
-          v: [B, S, K, V].
-          range_of: the range of a query and a key, as a function of their coordinates.
-          attention: as in `Scheme.attend`.
-          relative: whether `range_of` depends on the distance alone.
-
-        Raises:
-          NotImplementedError: with softcap, which would make masked keys visible.
-          ValueError: with `return_lse`.
+        `ranges` has q and k for every range; `range_of` is the range of a query and a key as a
+        function of their coordinates, and `relative` says whether of their distance alone.
         """
         if attention.softcap is not None:
             raise NotImplementedError(

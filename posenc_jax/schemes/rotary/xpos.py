@@ -32,15 +32,8 @@ from posenc_jax.schemes.rotary.rotate import materialize
 from posenc_jax.schemes.scheme import Traits
 
 
-def xpos_decay(dim: int, scale_base: float = 512.0, gamma: float = 0.4) -> np.ndarray:
-    """Returns the decay rate of each pair per position, -ln(z_p) / b, float64 [dim / 2].
-
-    Raises:
-      ValueError: for `scale_base` or `gamma` not positive.
-
-    >>> np.exp(-512 * xpos_decay(4))
-    array([0.28571429, 0.64285714])
-    """
+def xpos_decay(dim: int, scale_base: float, gamma: float) -> np.ndarray:
+    """Returns the decay rate of each pair per position, -ln(z_p) / b, float64 [dim / 2]."""
     positive("xpos", scale_base=scale_base, gamma=gamma)
     return -np.log((np.arange(0, dim, 2) + gamma * dim) / (dim + gamma * dim)) / scale_base
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from posenc_jax.schemes.rotary.rope_mixed import mixed_frequencies
 from tests.oracle import attend, key, qkv, query, softmax_attention
 from tests.support import initial, parameters
 
@@ -45,7 +44,7 @@ def test_matches_rope_vit(heads, count):
 
 
 def test_initialises_as_rope_vit_with_one_angle_per_head():
-    rows, columns = mixed_frequencies(jax.random.key(0), 8, groups=4)
+    rows, columns = pe.RoPEMixed(8, groups=4).init(jax.random.key(0))["frequencies"]
     angles = np.arctan2(rows[:, 0], columns[:, 0])[:, None]
     assert np.ptp(angles) > 0.5
     back = np.cos(angles) * columns + np.sin(angles) * rows

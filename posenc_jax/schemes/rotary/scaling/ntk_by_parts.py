@@ -41,16 +41,8 @@ def index_ramp(
 ) -> np.ndarray:
     """Returns 1 for fast pairs, 0 for slow ones, and a line over the index between them.
 
-    Args:
-      caller: the name for messages.
-      rotations: `(fast, slow)`, the rotations of a pair at the ends of the line.
-      length: the number of positions that rotations are counted in.
-      head_dim: the number of rotated dimensions.
-      theta: the base of the frequencies.
-      truncate: whether the ends are rounded outwards to whole pairs.
-
-    Raises:
-      ValueError: if no pair lies at or below the end of the line, or all lie above it.
+    `rotations` are those of the pairs at the ends of the line, (fast, slow), within `length`. With
+    `truncate` the ends are rounded outwards to whole pairs.
     """
     require(theta > 1, f"{caller}: needs theta above 1, got {theta}.")
 
