@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.pages import plots, tables
-from experiments.pages.intervals import in_words, interval
 from experiments.pages.page import as_html, fill, plain
-from experiments.pages.tables import Results, SchemeResults, mean
+from experiments.pages.tables import Results, SchemeResults, in_words, interval, mean
 from experiments.settings.config_io import flatten
 
 _COSTS = (
@@ -72,7 +71,6 @@ def render(
         fewest=min((len(row.seeds) for row in results if row.done), default=seeds),
         baseline=tables.label(baseline),
         untuned=_untuned(results),
-        overview=_overview(results) if seeds == 1 else None,
         summaries=[
             summary
             for section in sections
@@ -110,35 +108,6 @@ def waiting(results: Results) -> list[str]:
         ]
         texts += [f"{section}: {', '.join(parts)}"] if parts else []
     return texts
-
-
-def _overview(results: Results) -> dict | None:
-    """Scores at the trained and at the longest length of every section, in one table."""
-    grids = [grid for s in tables.sections(results) if (grid := tables.grid(results, s))]
-    if len(grids) < 2:
-        return None  # The table of the section says it.
-    columns: list[tuple[tables.Grid, int]] = []
-    units = {}
-    for grid in grids:
-        trained = [i for i, column in enumerate(grid.columns) if column.trained][-1:]
-        columns += [(grid, i) for i in tables.ordered([*trained, len(grid.columns) - 1])]
-        units.setdefault(f"{grid.labels.unit} ({grid.labels.better} is better)", []).append(
-            grid.section
-        )
-    by_scheme = [{row.scheme: row for row in grid.rows if not row.variant} for grid, _ in columns]
-    rows = [
-        dict(
-            label=tables.label(scheme),
-            cells=[
-                rows[scheme].cells[i] if scheme in rows else tables.Cell()
-                for rows, (_, i) in zip(by_scheme, columns, strict=True)
-            ],
-        )
-        for scheme in tables.schemes(results)
-    ]
-    heads = [f"{grid.section}<br>{_head(grid.columns[i])}" for grid, i in columns]
-    texts = [f"{', '.join(names)}: {unit}" for unit, names in units.items()]
-    return dict(heads=heads, rows=rows, units=texts)
 
 
 def _head(column: tables.Column) -> str:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from experiments.pages.intervals import interval
+from experiments.pages.tables import interval
 from experiments.runs.run import Result, known
 from experiments.runs.run_queue import differences
 from experiments.scoreboard.claims import Claim

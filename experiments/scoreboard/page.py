@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from experiments.models.schemes import short
-from experiments.pages.intervals import in_words
 from experiments.pages.page import as_csv, fill, provenance
-from experiments.pages.tables import mean, ordered
+from experiments.pages.tables import in_words, mean, ordered
 from experiments.scoreboard.outcomes import Check, Outcome
 
 

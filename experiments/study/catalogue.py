@@ -9,9 +9,8 @@ from typing import Any
 import matplotlib as mpl
 
 from experiments.pages import plots
-from experiments.pages.intervals import in_words
 from experiments.pages.page import as_csv, fill
-from experiments.pages.tables import Lookup, label, mean
+from experiments.pages.tables import Lookup, in_words, label, mean
 from experiments.study.clock import Clock
 from experiments.study.comparison import FLAT
 from experiments.study.numbers import ratio

@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from experiments.pages.intervals import interval
-from experiments.pages.tables import label
+from experiments.pages.tables import interval, label
 from experiments.study.plan import Study
 from experiments.study.rows import Bounds, Row, Rows
 

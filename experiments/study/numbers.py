@@ -4,9 +4,8 @@ import math
 import statistics
 from collections.abc import Mapping
 
-from experiments.pages.intervals import in_words
 from experiments.pages.page import as_csv
-from experiments.pages.tables import Lookup, label, mean
+from experiments.pages.tables import Lookup, in_words, label, mean
 from experiments.runs.run import Run
 from experiments.study.cell import Cell
 from experiments.study.plan import Study

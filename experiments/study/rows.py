@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from experiments.pages.intervals import in_words, interval
-from experiments.pages.tables import Lookup, mean
+from experiments.pages.tables import Lookup, in_words, interval, mean
 from experiments.runs.run import Result, Run
 from experiments.study.cell import Cell
 from experiments.study.clock import Clock

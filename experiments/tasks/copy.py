@@ -8,6 +8,20 @@ All tokens after the first separator count; the second separator ends the answer
 repeat_single_char of Kazemnejad et al. (2023, https://arxiv.org/abs/2305.19466), "unique" is
 unique_copy of Huang et al. (2025, https://arxiv.org/abs/2410.02140), in which the token before
 the one to be copied can be found by content.
+
+reverse: repeat a sequence backwards.
+
+    <begin> c a b d <separator> d b a c <separator>
+
+The distance from an answer to its source grows with every token. `kind` is as in the task copy.
+
+sort: repeat a sequence in ascending order.
+
+    <begin> c a d b <separator> a b c d <separator>
+
+With `kind` "unique" (the default) no symbol occurs twice, as in the task sort of Huang et al.
+(2025, https://arxiv.org/abs/2410.02140). The next answer follows from the last answer and the set
+of symbols: no position is needed.
 """
 
 import dataclasses
@@ -80,3 +94,37 @@ class Copy(Rows):
 def ended(x, count):
     """Returns x [B, W] with a separator after the first `count` [B, 1] tokens."""
     return jnp.where(jnp.arange(x.shape[1])[None] == count, SEPARATOR, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reverse(Copy):
+    """Repeat a sequence backwards."""
+
+    train: Train = dataclasses.field(default_factory=lambda: Train(steps=1600))
+    """How the model is trained."""
+
+    name: ClassVar[str] = "reverse"
+    labels: ClassVar[Labels] = Labels("repeat a sequence backwards")
+
+    def order(self, x, count):
+        """Returns the first `count` tokens of x backwards."""
+        places = count - 1 - jnp.arange(x.shape[1])[None]
+        return jnp.take_along_axis(x, jnp.maximum(places, 0), 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sort(Copy):
+    """Repeat a sequence in ascending order."""
+
+    kind: str = "unique"
+    """random, unique (no symbol twice) or same (one symbol only)."""
+    train: Train = dataclasses.field(default_factory=lambda: Train(steps=1000))
+    """How the model is trained."""
+
+    name: ClassVar[str] = "sort"
+    labels: ClassVar[Labels] = Labels("repeat a sequence in ascending order")
+
+    def order(self, x, count):
+        """Returns the first `count` tokens of x in ascending order."""
+        used = jnp.arange(x.shape[1])[None] < count
+        return jnp.sort(jnp.where(used, x, 3 + self.symbols), 1)

@@ -4,6 +4,14 @@
 
 One answer per row. Transformers learn short rows and do not extrapolate, with any encoding (Huang
 et al. 2025, https://arxiv.org/abs/2410.02140): a negative control.
+
+majority: the more frequent of two symbols.
+
+    <begin> 1 0 1 1 0 <separator> 1
+
+One answer per row; n is odd, so there are no ties. The share of ones is drawn for every row. The
+task is bin_majority of Huang et al. (2025, https://arxiv.org/abs/2410.02140): the mean over all
+tokens decides, so no position is needed.
 """
 
 import dataclasses
@@ -45,3 +53,34 @@ class Parity(Rows):
         x = (bits & 1).astype(jnp.int32)
         odd = jnp.where(used, x, 0).sum(1, keepdims=True) % 2
         return question_and_answer(3 + x, jnp.broadcast_to(5 + odd, x.shape), count, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Majority(Rows):
+    """Say which of two symbols is more frequent."""
+
+    eval_batches: PositiveInt = 8
+    """Batches of the evaluation; a row has one answer only."""
+
+    name: ClassVar[str] = "majority"
+    labels: ClassVar[Labels] = Labels("say which symbol is more frequent")
+    exact_match: ClassVar[bool] = False
+
+    @property
+    def vocab_size(self) -> int:
+        """Padding, begin, separator, two symbols."""
+        return 5
+
+    def most(self, length):
+        """Returns n, where n + 3 tokens make a row."""
+        return length - 2
+
+    def fill(self, bits, count):
+        """Returns tokens and mask."""
+        count = count - 1 + count % 2  # The next lower odd number.
+        used = jnp.arange(bits.shape[1])[None] < count
+        x = (bits & 0xFFFF) < (bits[:, -2:-1] >> 16)
+        ones = (x & used).sum(1, keepdims=True)
+        answer = 3 + (2 * ones > count)
+        x = 3 + x.astype(jnp.int32)
+        return question_and_answer(x, jnp.broadcast_to(answer, x.shape), count, 1)

@@ -100,13 +100,8 @@ def test_the_summary_has_paired_differences_with_intervals(monkeypatch):
     assert "Summary" not in words_of(render(make_results()))  # One seed has no intervals.
 
 
-def test_the_page_begins_with_all_scores_and_what_is_missing(text):
-    glance, first = text.index("At a glance"), text.index("Fetch the symbol k places back")
-    heads = "kback 32 (trained) kback 128 kth 32 (trained) kth 128 text 128 (trained) text 512"
-    assert heads in text[glance:first]
-    assert "none 0.86 not fitted 0.86 0.66 0.860 0.660" in text[glance:first]
-    assert "shaw failed failed" in text[glance:first] and "so far" not in text
-    assert "kback, kth: accuracy (higher is better)" in text[glance:first]
+def test_the_page_begins_with_what_is_missing(text):
+    assert "so far" not in text
     row = make_row("kback", "rope", 3)
     rows = [dataclasses.replace(row, results=(row.results[0], None, None)), make_row("kth", "rope")]
     rows += [dataclasses.replace(make_row("kth", "none"), results=(None,))]

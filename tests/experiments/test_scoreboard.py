@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import posenc_jax as pe
 from experiments.__main__ import main
 from experiments.errors import ConfigError, ResultsError
-from experiments.pages.intervals import interval
+from experiments.pages.tables import interval
 from experiments.runs.checkpoints import Checkpoints, Deadline, OutOfTime
 from experiments.runs.experiment import Experiment
 from experiments.runs.files import locked, write_whole

@@ -18,7 +18,7 @@ from scipy import optimize, stats
 from experiments.__main__ import main
 from experiments.errors import ConfigError
 from experiments.pages import plots
-from experiments.pages.intervals import interval
+from experiments.pages.tables import interval
 from experiments.runs.results import packed
 from experiments.runs.run import Result, RunFolder, known
 from experiments.study import clock, plan
