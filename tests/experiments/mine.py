@@ -2,14 +2,10 @@
 
 import dataclasses
 import functools
-from typing import ClassVar
 
-import jax
 import jax.numpy as jnp
 
 import posenc_jax as pe
-from experiments.tasks.base import Labels
-from experiments.tasks.lookup import Lookup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,27 +82,3 @@ def exits() -> pe.Scheme:
 def unannotated():
     """Writes a file."""
     open("called", "w").close()
-
-
-@dataclasses.dataclass(frozen=True)
-class Repeat(Lookup):
-    """Say the same symbol again."""
-
-    pause: int = 1
-    """Symbols that are said once at first."""
-
-    name: ClassVar[str] = "repeat"
-    labels: ClassVar[Labels] = Labels("say it again", unit="share of echoes", length_unit="words")
-
-    @property
-    def vocab_size(self):
-        return self.symbols
-
-    def sample(self, key, batch, length, data=None):
-        tokens = jax.random.randint(key, (batch, 1), 0, self.symbols).repeat(length + 1, 1)
-        return tokens, jnp.ones(tokens.shape)
-
-    def sample_test(self, key, batch):
-        tokens, mask = self.sample(key, batch, self.longest)
-        index = jnp.searchsorted(jnp.asarray(self.test_lengths), jnp.arange(self.longest + 1))
-        return tokens, mask, jnp.broadcast_to(index, tokens.shape)

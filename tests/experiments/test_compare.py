@@ -238,18 +238,6 @@ def test_another_configuration_loses_nothing(run):
     assert len(list(run.folder.glob("*/result.json"))) == 1
 
 
-def test_results_of_other_versions_are_refused(run):
-    run.without_training()
-    assert run("compare", "--schemes", "none")[0] == 0
-    (path,) = run.folder.glob("*/result.json")
-    path.write_text(path.read_text().replace('"jax": "0.', '"jax": "9.'))
-    before = run.files()
-    status, _, err = run("compare", "--schemes", "none")
-    assert status == 2 and err.count("\n") == 1 and "versions: jax" in err and "--fresh" in err
-    assert run.files() == before
-    assert run("compare", "--schemes", "none", "--fresh")[0] == 0
-
-
 def test_results_of_other_code_are_refused(run, own_module, tmp_path, monkeypatch):
     """After each edit, modules are as a new process has them."""
     run.without_training()
@@ -407,22 +395,6 @@ def test_evaluate_needs_parameters_that_train_makes(run):
     assert run.results() == first
     assert run("evaluate", "--schemes", "none")[0] == 0
     assert run.results() == first
-
-
-def test_interrupt_at_any_time_ends_without_traceback(run, monkeypatch):
-    assert run("train", "--schemes", "none")[0] == 0
-    before = run.files()
-
-    def stop(*arguments):
-        raise KeyboardInterrupt
-
-    for function in ("experiments.commands.compare.RunFolder", "os.fsync"):
-        for command in ("compare", "evaluate"):
-            with monkeypatch.context() as patch:
-                patch.setattr(function, stop)
-                status, _, err = run(command, "--schemes", "none")
-            assert status == 130 and err in ("", "Stopped.\n")
-            assert run.files() == before
 
 
 def test_missing_corpus_writes_nothing(run):

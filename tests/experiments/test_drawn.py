@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 import posenc_jax as pe
-from experiments.__main__ import main
 from experiments.gallery import explorer
 from experiments.gallery.drawn import digest, draw
 from experiments.gallery.page import STRIP, strip
@@ -54,11 +53,6 @@ def test_numbers_of_the_text():
     assert round(slowest(128, 5e5), -5) == 2.6e6 and "2.6 million with 5e5" in text
     assert "6.3 tokens for a turn" in text and "0.1 ln 8 + 1" in text
     assert pe.rope_frequencies(8, scaling=pe.YaRN(8.0, 4096))[1] == 0.1 * np.log(8) + 1
-
-
-def test_a_page_that_is_missing(capsys):
-    assert main(["drawn", "--page", "missing.md"]) == 2
-    assert "config error: --page: missing.md: No such file" in capsys.readouterr().err
 
 
 def test_the_explorer_requests_nothing():

@@ -16,10 +16,6 @@ def test_picture_of_a_bias_equals_the_bias():
     np.testing.assert_allclose(measured.picture[5, 3], -2 * slopes.mean(), atol=1e-4)
 
 
-def test_picture_of_none_is_zero():
-    assert np.abs(probe("none").heads).max() < 1e-5
-
-
 def test_schemes_that_need_content_have_keys_that_differ():
     """A matching key has the logit 4, others have -4: the median of a row."""
     factor = 0.43 * np.log(np.arange(20, LENGTH) + 1)

@@ -24,7 +24,7 @@ from experiments.runs.experiment import Experiment
 from experiments.runs.run import Run
 from experiments.settings.common import Model, Train
 from experiments.tasks import Copy, KBack, Text
-from experiments.tasks.base import Data, Evaluation
+from experiments.tasks.base import Data
 from experiments.tasks.corpus import pair_bits
 from experiments.training.train import make_optimizer, mean_loss, train
 from tests.support import KINDS, slow
@@ -236,26 +236,7 @@ def test_a_run_that_begins_with_another_sees_other_batches(monkeypatch):
     assert len(drawn) == len(set(drawn)) == 8
 
 
-def test_the_learning_rate_of_a_scheme_is_its_own():
-    scheme = make("kerple")
-    params = initialize(SIZES, scheme, TASK.vocab_size, seed_keys([0], "parameters"))
-
-    @jax.jit
-    def change(params, rate):
-        gradient = jax.tree.map(jnp.ones_like, params)
-        optimizer = make_optimizer(TASK.train, 1e-3, rate, 4)
-        state = optimizer.init(params)
-        _, state = optimizer.update(gradient, state, params)  # The warm-up begins at zero.
-        return optimizer.update(gradient, state, params)[0]
-
-    changes = (change(params, rate) for rate in (1.0, 10.0))
-    ratios = jax.tree.map(lambda a, b: float((np.asarray(b) / np.asarray(a)).mean()), *changes)
-    rates = {jax.tree_util.keystr(k): x for k, x in jax.tree_util.tree_leaves_with_path(ratios)}
-    assert {round(x, 3) for name, x in rates.items() if "'encoding'" in name} == {10.0}
-    assert {round(x, 3) for name, x in rates.items() if "'encoding'" not in name} == {1.0}
-
-
-def test_hidden_matrices_have_a_rate_by_width():
+def test_learning_rates_of_parts():
     """The rule of muP for Adam: rates of hidden and output matrices fall as 1 / width."""
     scheme = make("fox")
     params = initialize(SIZES, scheme, TASK.vocab_size, seed_keys([0], "parameters"))
@@ -263,27 +244,30 @@ def test_hidden_matrices_have_a_rate_by_width():
     based = dataclasses.replace(TASK.train, base_width=SIZES.model_dim // 2)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def change(train):
+    def change(train, scheme_rate):
         gradient = jax.tree.map(jnp.ones_like, params)
-        optimizer = make_optimizer(train, 1e-3, 1.0, 4, SIZES.model_dim)
-        _, state = optimizer.update(gradient, optimizer.init(params), params)
+        optimizer = make_optimizer(train, 1e-3, scheme_rate, 4, SIZES.model_dim)
+        _, state = optimizer.update(gradient, optimizer.init(params), params)  # From zero.
         return optimizer.update(gradient, state, params)[0]
 
-    ratios = jax.tree.map(
-        lambda a, b: round(float((a / b).mean()), 3), change(based), change(TASK.train)
+    def ratios(train, scheme_rate):
+        pairs = change(train, scheme_rate), change(TASK.train, 1.0)
+        ratio = jax.tree.map(lambda a, b: round(float((np.array(a) / b).mean()), 3), *pairs)
+        return {
+            jax.tree_util.keystr(k, simple=True, separator="/").removesuffix("/value"): x
+            for k, x in jax.tree_util.tree_leaves_with_path(ratio)
+        }
+
+    rates = ratios(TASK.train, 10.0)
+    encoding = {name for name in rates if "/encoding/" in name}
+    assert {name: rate for name, rate in rates.items() if rate != 1.0} == dict.fromkeys(
+        encoding, 10.0
     )
-    rates = {
-        jax.tree_util.keystr(k, simple=True, separator="/"): x
-        for k, x in jax.tree_util.tree_leaves_with_path(ratios)
-    }
-    hidden = {name for name, rate in rates.items() if rate == 0.5}
-    kernels = ["attention/query", "attention/key", "attention/value", "attention/out", "up", "down"]
-    assert hidden == {
-        *(f"blocks/0/{name}/kernel/value" for name in kernels),
-        "blocks/0/attention/encoding/parameters/w/value",
-        "head/kernel/value",
-    }
-    assert {rate for name, rate in rates.items() if name not in hidden} == {1.0}
+    rates = ratios(based, 1.0)
+    names = ["attention/query", "attention/key", "attention/value", "attention/out", "up", "down"]
+    hidden = {"blocks/0/attention/encoding/parameters/w", "head/kernel"}
+    hidden |= {f"blocks/0/{name}/kernel" for name in names}
+    assert {name: rate for name, rate in rates.items() if rate != 1.0} == dict.fromkeys(hidden, 0.5)
 
 
 def test_activations_in_bfloat16():
@@ -390,15 +374,8 @@ def test_text_evaluation_equals_a_loop_over_bytes():
     assert task.fit_rule(data).endswith("at least 0.3 below those of a table of byte pairs, 3.360")
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
-        TASK,
-        Copy(train_length=14, test_lengths=(14, 36), model=SIZES, eval_batch=8, eval_batches=1),
-    ],
-    ids=lambda task: task.name,
-)
-def test_scores_by_place_equal_a_loop_over_tokens(task):
+def test_scores_by_place_equal_a_loop_over_tokens():
+    task = Copy(train_length=14, test_lengths=(14, 36), model=SIZES, eval_batch=8, eval_batches=1)
     scheme = make("rope", task)
     params = initialize(task.model, scheme, task.vocab_size, seed_keys([0], "parameters"))
     evaluations = [e for e in task.evaluate(scheme, params, [0], Data()) if e.mode == "plain"]
@@ -418,12 +395,3 @@ def test_scores_by_place_equal_a_loop_over_tokens(task):
     for e in evaluations:
         assert e.places == [round(np.mean(x), 5) if x else None for x in right[e.length]]
         assert {x is None for x in e.places} == {True, False} or e.length == task.train_length
-
-
-@pytest.mark.parametrize(("value", "fitted"), [(0.95, True), (0.9, True), (0.89, False)])
-def test_fitted_is_decided_at_the_training_length(value, fitted):
-    evaluations = [
-        Evaluation("accuracy", "plain", 32, [value, value], True),
-        Evaluation("accuracy", "plain", 48, [1 - value], False),
-    ]
-    assert TASK.fitted(evaluations, Data()) is fitted

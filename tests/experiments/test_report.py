@@ -198,12 +198,6 @@ def test_scores_beyond_the_training_length_need_fitting(text):
     assert grid.rows[1].cells[1].note == 2
 
 
-def test_modes_share_one_range():
-    svgs = [plots.lengths(make_results(), "text", m) for m in ("nonoverlapping", "sliding")]
-    ticks = [re.findall(r"<text[^>]*>([\d.]+)</text>", svg) for svg in svgs]
-    assert ticks[0] and ticks[0] == ticks[1]
-
-
 def test_schemes_that_end_far_apart_have_two_panels():
     def scores(height):
         return lambda view, i, n: height + 0.1 * i
@@ -214,14 +208,6 @@ def test_schemes_that_end_far_apart_have_two_panels():
         svg = plots.lengths(among, "text", "sliding", split=split)
         assert svg.count('id="lengths-text-sliding-axes_') == count
         assert svg.count(">rope<") == 1  # In the panel in which it ends.
-
-
-def test_colours_and_markers_are_unique():
-    looks = plots.looks(["rope", "none", "t5"])
-    assert looks["none"][0] == plots.BASELINE
-    assert looks == plots.looks(["rope", "t5"])
-    assert len(set(plots.looks([f"s{i}" for i in range(19)]).values())) == 20
-    assert len({colour for colour, _ in plots.looks([f"s{i}" for i in range(10)]).values()}) == 11
 
 
 @pytest.mark.parametrize(

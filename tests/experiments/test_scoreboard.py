@@ -6,17 +6,13 @@ import os
 import re
 import signal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import posenc_jax as pe
 from experiments.__main__ import main
-from experiments.errors import ConfigError, ResultsError
-from experiments.pages.tables import interval
+from experiments.errors import ConfigError
 from experiments.runs.checkpoints import Checkpoints, Deadline, OutOfTime
 from experiments.runs.experiment import Experiment
 from experiments.runs.files import locked, write_whole
@@ -289,31 +285,6 @@ def damage(folder, step):
     (folder.path / "checkpoints" / f"{step}.npz").write_bytes(b"damaged")
 
 
-def test_a_state_is_read_on_another_number_of_devices(tmp_path):
-    devices = jax.devices()
-    x = jnp.arange(16.0).reshape(8, 2)
-    states = [
-        jax.device_put({"x": x}, NamedSharding(Mesh(devices[:n], "data"), P("data")))
-        for n in (8, 2)
-    ]
-    checkpoint = Checkpoints(tmp_path / "c", Deadline(), print, every=0.0)
-    checkpoint.save(states[0], {"step": [1], "loss": [[0.5]]}, (1.0, 2.0))
-    content, curve, times = Checkpoints(tmp_path / "c", Deadline(), print).load(states[1])
-    assert content["x"].sharding == states[1]["x"].sharding and curve["step"] == [1]
-    np.testing.assert_array_equal(content["x"], x)
-    assert tuple(times) == (1.0, 2.0)
-
-
-def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    checkpoint = Checkpoints(tmp_path / "c", Deadline(), print, every=0.0)
-    with pytest.raises(ResultsError, match=r"c/1.npz: cannot be written: No space left"):
-        checkpoint.save({"x": jnp.ones(2)}, {"step": [1], "loss": [[0.5]]}, (1.0, 2.0))
-
-
 @pytest.mark.parametrize("how", ["truncated", "one bit"])
 def test_a_state_with_a_damaged_array_is_never_used(tmp_path, how):
     first, second = ({"x": jnp.arange(6144.0) * n} for n in (1, 2))
@@ -329,27 +300,6 @@ def test_a_state_with_a_damaged_array_is_never_used(tmp_path, how):
     state, curve, _ = Checkpoints(tmp_path / "c", Deadline(), messages.append).load(second)
     np.testing.assert_array_equal(state["x"], first["x"])
     assert curve["step"] == [1] and "2.npz: cannot be used" in messages[0]
-
-
-def test_a_damaged_checkpoint_begins_anew_and_a_damaged_result_is_refused(
-    tmp_path, monkeypatch, capfd
-):
-    folder = RunFolder(tmp_path, make_run())
-    messages = []
-    with monkeypatch.context() as patch, pytest.raises(OutOfTime):
-        patch.setattr(Checkpoints, "save", stop_after_saving)
-        folder.carry_out(messages.append)
-    damage(folder, 2)
-    content = folder.carry_out(messages.append)
-    assert content.status == "done" and "checkpoints/2.npz: cannot be used" in messages[0]
-    assert "Traceback" not in capfd.readouterr().err
-    (folder.path / "result.json").write_text("{")
-    with pytest.raises(ResultsError, match=r"result\.json: cannot be read"):
-        folder.result()
-    changed = dataclasses.replace(content, settings={**content.settings, "seed": 7})
-    (folder.path / "result.json").write_text(json.dumps(dataclasses.asdict(changed)))
-    with pytest.raises(ResultsError, match="other settings than its name says"):
-        folder.result()
 
 
 def test_the_name_of_a_run_depends_on_every_setting():
@@ -429,12 +379,6 @@ def test_conditions_equal_python():
         with pytest.raises(ConfigError) as error:
             parse(text, "gate")
         assert len(str(error.value)) < 300
-
-
-def test_intervals_equal_those_of_a_table():
-    mean, low, high = interval((0.1, 0.3, 0.2, 0.5, 0.4))
-    half = 2.7764451 * np.std([0.1, 0.3, 0.2, 0.5, 0.4], ddof=1) / 5**0.5  # t of 4 degrees.
-    np.testing.assert_allclose([mean, low, high], [0.3, 0.3 - half, 0.3 + half], rtol=1e-6)
 
 
 def result(run, score, status="done", jax="1"):

@@ -3,9 +3,7 @@
 import csv
 import dataclasses
 import functools
-import gzip
 import itertools
-import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +22,7 @@ from experiments.runs.run import Result, RunFolder, known
 from experiments.study import clock, plan
 from experiments.study.catalogue import catalogue_page, catalogue_picture, screen_numbers
 from experiments.study.clock import Clock
-from experiments.study.command import earlier, pages
+from experiments.study.command import pages
 from experiments.study.numbers import numbers
 from experiments.study.page import drawing, page
 from experiments.study.rows import curve_of, gain, rows_of
@@ -326,14 +324,6 @@ def test_the_answer_names_what_is_resolved(study_of):
     answer = page_of(study_of(), answers()).partition("## Answer")[2].partition("## Protocol")[0]
     words = "**Small.** rope has 0.90 accuracy at the trained length. * Behind it: kerple -0.4"
     assert words in answer
-
-
-def test_a_size_may_have_another_task(study_of):
-    change = 'task = "kth"\nkth.train.steps = 100\nkth.model.num_layers = 3'
-    study = study_of(STUDY + LARGE.replace("kback.model.num_layers = 3", change))
-    text = page_of(study, answers())
-    assert "* **Large**: task kth, " in text and "* **Small**: 0.00 million" in text
-    assert {run.task.name for run in study.runs(answers(), None)} == {"kback", "kth"}
 
 
 def test_three_sizes_are_a_ladder(study_of):
@@ -658,15 +648,6 @@ def test_wrong_files_are_one_line(tmp_path, change, message):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_committed_study_is_read(request):
-    study = plan.load(request.config.rootpath / "configs" / "study.toml")
-    for cells in study.cells.values():
-        for each in cells.values():
-            rates = [run.task.train.learning_rate for run in each.grid]
-            assert all(b == 2 * a for a, b in itertools.pairwise(rates))
-            assert each.task.eval_bytes >= 65536 and each.task.validation
-
-
 @pytest.mark.parametrize(
     "name",
     ["study", "study_catalogue"]
@@ -689,32 +670,3 @@ def test_the_committed_page_is_that_of_the_committed_results(request, name, monk
     assert (
         packed(root / folder).keys() <= names
     )  # A result that no run has any more would never be read.
-
-
-def test_differences_on_validation_text_are_those_of_the_files(request):
-    folder = request.config.rootpath / "results" / "study_corpora"
-    cells = plan.load(request.config.rootpath / "configs" / "study_corpora.toml").cells["tunes"]
-    rows = rows_of(cells, "rope", known(folder), None)
-
-    def scores(scheme):
-        runs = cells[scheme].finals(known(folder))
-        assert [run.seed for run in runs] == [0, 1, 2, 3, 4]
-        lines = map(json.loads, gzip.open(folder / "results.jsonl.gz"))
-        scores = {line["run"]: line["result"]["scores"] for line in lines}
-        return np.array([scores[run.name]["validation"]["128"] for run in runs])
-
-    for scheme in ("t5", "alibi"):
-        expected = scores(scheme) - scores("rope")
-        np.testing.assert_allclose(rows[scheme].on_validation, expected, atol=1e-12)
-
-
-def test_the_committed_study_holds_with_other_selection_seeds(request):
-    root = request.config.rootpath
-    study = plan.load(root / "configs" / "study_repeat.toml")
-    here = rows_of(study.cells["small"], "rope", known(root / "results" / study.name), None)
-    before = earlier(study, root / "results")["small"]
-    assert here.keys() == before.keys() == set(study.about.schemes)
-    for scheme in here.keys() - {"rope"}:
-        bounds = here[scheme].difference[1:], before[scheme].difference[1:]
-        signs = [{low > 0, high > 0} for low, high in bounds]
-        assert not ({True} in signs and {False} in signs), scheme
