@@ -43,9 +43,8 @@ def test_steps_of_the_gpu_kernels_are_right_in_the_interpreter(name):
     assert _step(name, PallasGPU(interpret=True)).run() is None
 
 
-@pytest.mark.parametrize(
-    ("word", "name"), [pytest.param("xla", "no rule", marks=slow), ("jax", "float32")]
-)
+@slow
+@pytest.mark.parametrize(("word", "name"), [("xla", "no rule"), ("jax", "float32")])
 def test_other_implementations_are_right(word, name):
     """The second returns no log-sum-exp; in bfloat16, `jax.nn` sums dv in bfloat16 on CPUs."""
     with cases.jax.numpy_dtype_promotion("standard"):  # As `jax.nn` needs.

@@ -101,9 +101,9 @@ def _outcome(implementation, case, arrays, dynamic):
 CASES = {
     "chunk, ring and window": Case("alibi", 5, ring=True, options=(("window", 60),)),
     "a mask by head": Case("fire", 5, dim=256, value_dim=64, masked=True),
-    "both ways": Case("narrow", 5, dim=64, ring=True, options=(("is_causal", False),)),
 }
 MORE_CASES = {
+    "both ways": Case("narrow", 5, dim=64, ring=True, options=(("is_causal", False),)),
     "segments": Case("scaled", 5, kv_heads=3, packed=True),
     "numbers per token": Case("separable", kv_heads=6, dim=64, keys=63),
     "an array of all pairs": Case("all_pairs", 5, keys=64),
