@@ -46,7 +46,7 @@ def authors(q, k, positions, mode, theta=1e4):
     return real, k
 
 
-@pytest.mark.parametrize("heads, count", zip(MODES, (6, 12, 6, 12), strict=True))
+@pytest.mark.parametrize("heads, count", list(zip(MODES, (6, 12, 6, 12), strict=True)))
 def test_attention_matches_the_authors(heads, count):
     q, k, v = qkv(length=21, heads=count)
     mapped = authors(q, k, np.arange(21), MODES[heads])
