@@ -8,45 +8,48 @@ own, and end when their share of the time is over:
 
   steps     `posenc_jax.kernels`: both passes and decoding against float64, and tiles of the
             default size. steps.jsonl has their outcomes.
-  times     attention with schemes by each implementation, `jax.nn`, and a bias per pair
-            (`accelerator_times`): times.json
+  times     attention with schemes by each implementation, `jax.nn`, a bias per pair, and the shape
+            of a released model (`accelerator_times`): times.json
   torch     SDPA and FlexAttention of PyTorch on the same GPU (`accelerator_torch`): torch.json
+  schemes   every scheme by every implementation, gradients and decode steps
+            (`accelerator_schemes`): schemes.jsonl
+  train     a training step of five schemes with 25 million parameters (configs/gpu_clock.toml,
+            needs the packages of `experiments`; `make kit` brings them): clock.json
 
-page.md has the tables, log.txt the printed lines, and .txt files the output of the processes.
+page.md has the tables, log.txt the printed lines, and .txt files the output of the processes. The
+last line is the next command: finer times, or compute-sanitizer on the first step that failed.
 """
 
 import argparse
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
+from experiments.bench import accelerator_page
+from experiments.bench.accelerator_times import SCHEMES
 from experiments.errors import ConfigError, ExperimentError
 from experiments.runs.environment import processor, usable_cores, versions
 from experiments.runs.files import to_json, write_whole
 from posenc_jax.kernels.checks.runner import FAILED, DeviceError, Runner, table
 
-PARTS = {"steps": 0.5, "times": 0.36, "torch": 0.14}
+PARTS = {"steps": 0.42, "times": 0.26, "torch": 0.10, "schemes": 0.12, "train": 0.10}
 """Parts in their order, with their shares of the time; what one leaves is for those after it."""
 LIBRARIES = ("numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "torch")
-OURS = "pallas"
-OTHERS = {
-    "cudnn": '"cudnn"',
-    "jax.nn cudnn": "`jax.nn`, cuDNN",
-    "torch sdpa cudnn": "SDPA, cuDNN",
-    "torch sdpa flash": "SDPA, flash",
-    "torch flex": "FlexAttention",
-    "xla": '"xla"',
-    "jax.nn": "`jax.nn`",
-    "default": "`None`",
-}
-"""Implementations and libraries, with their columns."""
-ALONE = ("xla", "default")
-"""Implementations whose times say nothing without others beside them."""
+TRAINING = ("flax", "optax", "pydantic", "docstring_parser", "tomli_w", "sympy")
+"""Packages of the part `train`."""
+FAST = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()}
+"""The environment of comparisons: choosing the fastest products takes most of their time."""
+SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+"""The environment of processes that share a GPU."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the parts; returns 2 for errors of the user, 1 if a step was wrong."""
+    """Runs the parts; returns 2 for errors of the user, 1 if a step or a scheme was wrong."""
     parser = _Parser(
         prog="python -m experiments.bench.accelerator",
         description=__doc__,
@@ -68,6 +71,8 @@ def main(arguments: list[str]) -> int:
     add(
         "--parts", nargs="+", choices=PARTS, default=[*PARTS], metavar="PART", help="(default: all)"
     )
+    add("--lengths", default="4096,16384", help="T of the times (default: 4096,16384)")
+    add("--schemes", nargs="+", default=SCHEMES, metavar="NAME", help="of the times")
     try:
         options = parser.parse_args(arguments)
         return Run(options).run()
@@ -86,6 +91,7 @@ class Run:
         self.options, self.out = options, options.out
         self.began, self.platform = time.monotonic(), ""
         self.steps: list[dict[str, Any]] = []
+        self.schemes: list[dict[str, Any]] = []
 
     def run(self) -> int:
         """Runs the parts, and returns the exit status."""
@@ -104,10 +110,11 @@ class Run:
             seconds = start + used * total - time.monotonic()
             self.say(f"== {time.monotonic() - self.began:.0f} s: {name}, at most {seconds:.0f} s")
             getattr(self, f"run_{name}")(seconds)
-        page = tables(self.out)
+        failed = [row for row in self.steps if row["outcome"] in FAILED]
+        page = accelerator_page.tables(self.out)
         write_whole(self.out / "page.md", page + "\n")
-        self.say(f"== {time.monotonic() - self.began:.0f} s", page)
-        return int(any(row["outcome"] in FAILED for row in self.steps))
+        self.say(f"== {time.monotonic() - self.began:.0f} s", page, self.second(failed))
+        return int(bool(failed) or any(x["outcome"] in ("wrong", "error") for x in self.schemes))
 
     def say(self, *lines: str) -> None:
         """Prints lines, and keeps them."""
@@ -125,56 +132,99 @@ class Run:
         self.say(*table(self.steps))
 
     def run_times(self, seconds: float) -> None:
-        """Times attention."""
+        """Times attention; implementations that lost the device in a step are left out."""
+        lost = {row["implementation"] for row in self.steps if lost_the_chip(row)}
+        for word in sorted(lost):
+            self.say(f"{word} is not timed: a step of it did not end")
+        more = ["--lengths", self.options.lengths, "--schemes", *self.options.schemes]
+        more += ["--without", *lost] if lost else []
         file = self.out / "times.json"
-        self.child("times", [f"--json={file}", f"--seconds={seconds - 20}"], seconds)
+        self.child("times", [f"--json={file}", f"--seconds={seconds - 20}", *more], seconds)
 
     def run_torch(self, seconds: float) -> None:
         """Times PyTorch."""
         if self.platform != "gpu" or importlib.util.find_spec("torch") is None:
             return self.say("torch: not installed, or no GPU")
-        arguments = [f"--json={self.out / 'torch.json'}", f"--seconds={seconds - 15}"]
-        self.child("torch", arguments, seconds, JAX_PLATFORMS="cpu")
+        arguments = [f"--json={self.out / 'torch.json'}", f"--lengths={self.options.lengths}"]
+        arguments.append(f"--seconds={seconds - 15}")
+        self.child("torch", arguments, seconds, {"JAX_PLATFORMS": "cpu"})
         self.say(_tail(self.out / "torch.txt", 12))
 
-    def child(self, name: str, arguments: list[str], seconds: float, **environment: str) -> None:
+    def run_schemes(self, seconds: float) -> None:
+        """Compares all schemes, in processes of their own."""
+        parts = max(1, min(12, usable_cores() - 2))
+        logs = [self.out / f"schemes_{i + 1}.jsonl" for i in range(parts)]
+
+        def part(i: int) -> None:
+            limits = [f"--part={i + 1}/{parts}", f"--seconds={seconds - 20}"]
+            self.child("schemes", [f"--log={logs[i]}", *limits], seconds, FAST | SHARED)
+
+        with ThreadPoolExecutor(parts) as pool:
+            list(pool.map(part, range(parts)))
+        lines = [x for log in logs if log.exists() for x in log.read_text().splitlines()]
+        self.schemes = [json.loads(x) for x in lines if x.endswith("}")]
+        self.say(*(json.dumps(x) for x in self.schemes if x["outcome"] in ("wrong", "error")))
+        self.say(f"schemes: {dict(Counter(row['outcome'] for row in self.schemes))}")
+
+    def run_train(self, seconds: float) -> None:
+        """Times training steps."""
+        missing = [name for name in TRAINING if importlib.util.find_spec(name) is None]
+        if missing:
+            return self.say(f"train: not installed: {', '.join(missing)}")
+        folder = self.out / "clock"
+        study = ["study", "configs/gpu_clock.toml", "--clock", f"--results={folder}"]
+        study.append(f"--page={folder / 'page.md'}")
+        self.child("train", study, seconds, module="experiments")
+        if (folder / "clock.json").exists():
+            os.replace(folder / "clock.json", self.out / "clock.json")
+
+    def child(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        seconds: float,
+        environment: dict[str, str] | None = None,
+        module: str | None = None,
+    ) -> None:
         """Runs a part in a process, and ends it when its time is over."""
-        command = [sys.executable, "-m", f"experiments.bench.accelerator_{name}", *arguments]
-        options: dict[str, Any] = {"env": os.environ | environment, "timeout": max(0.0, seconds)}
+        command = [sys.executable, "-m", module or f"experiments.bench.accelerator_{name}"]
+        variables = os.environ | (environment or {})
+        with (self.out / f"{name}.txt").open("ab") as out:
+            process = subprocess.Popen(
+                [*command, *arguments], stdout=out, stderr=out, env=variables, process_group=0
+            )
         try:
-            with (self.out / f"{name}.txt").open("ab") as out:
-                status = subprocess.run(command, stdout=out, stderr=out, **options).returncode
+            status = process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
             status = f"ended after {seconds:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
         if status:
             self.say(f"{name}: {status}", _tail(self.out / f"{name}.txt", 3))
+
+    def second(self, failed: list[dict[str, Any]]) -> str:
+        """Returns the command with which to go on, for about three minutes."""
+        if failed:
+            family, step = (failed[0][x] for x in ("family", "step"))
+            steps = " ".join(Runner.command)
+            command = f"compute-sanitizer --tool memcheck {steps} --log={self.out / 'one.jsonl'}"
+            of = f"--implementation={failed[0]['implementation']} --family={family}"
+            return f'Go on: {command} {of} "--only={step}"'
+        command = f"{sys.executable} -m experiments.bench.accelerator --out {self.out / 'more'}"
+        schemes = "none kerple shaw_keys transformer_xl deberta"
+        return f"Go on: {command} --parts times --minutes 3 --lengths 8192 --schemes {schemes}"
+
+
+def lost_the_chip(row: dict[str, Any]) -> bool:
+    """Returns whether a step ended in a way that may lose the numbers of its process too."""
+    return row["outcome"] in ("hang", "died") or "CUDA_ERROR" in row.get("place", "")
 
 
 def _tail(path: Path, count: int) -> str:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join(x[:300] for x in lines[-count:])
-
-
-def tables(folder: Path) -> str:
-    """Returns our milliseconds, and those of others as multiples of them, in Markdown."""
-    paths = [folder / f"{name}.json" for name in ("times", "torch")]
-    files = [json.loads(x.read_text(encoding="utf-8")) for x in paths if x.exists()]
-    measured = [x for file in files for x in file.get("times", file.get("rows", ())) if "ms" in x]
-    rows = {(x["name"], x["by"], x["what"], x["T"]): x for x in measured}
-    columns = [by for by in OTHERS if any(by == key[1] for key in rows)]
-    heads = f'"pallas", ms | TFLOP/s | {" | ".join(OTHERS[by] for by in columns)}'
-    lines = [f"| | {heads} |", f"|---|{'---|' * (len(columns) + 2)}"]
-    for name, what, length in dict.fromkeys((key[0], *key[2:]) for key in rows):
-        ours = rows.get((name, OURS, what, length), {})
-        ms = ours.get("ms")
-        cells = [f"{ms:.3g}" if ms else "", f"{ours['TFLOP/s']:.0f}" if "TFLOP/s" in ours else ""]
-        for by in columns:
-            other = rows.get((name, by, what, length), {}).get("ms")
-            text = f"{other / ms:.2f}" if ms and other else f"{other:.3g} ms" if other else ""
-            cells.append(text)
-        if any(text for text, by in zip(cells, ["", "", *columns], strict=True) if by not in ALONE):
-            lines.append(f"| {name}, {what}, {length:,} | {' | '.join(cells)} |")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

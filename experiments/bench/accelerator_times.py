@@ -7,11 +7,13 @@ median of the rounds is written at once.
 Causal attention has B T = 16384, N = 16, H = 128; "forward+backward" has gradients of everything
 learned. The work counted is 2 B N T^2 H FLOP forward, and 3.5 times as much with the backward
 pass. A bias per pair is as in AlphaFold: B = 128, T = 2048, N = 4, H = 32, not causal. A step of
-decoding has one token and a full cache. All is bfloat16.
+decoding has one token and a full cache; the prefill and one of the caches have the shape of a
+released model, 9 heads with 3 heads of keys of 64. All is bfloat16.
 """
 
 import argparse
 import dataclasses
+import faulthandler
 import functools
 import math
 import statistics
@@ -27,24 +29,27 @@ import jax.numpy as jnp
 
 import posenc_jax as pe
 from experiments.bench import peers
-from experiments.bench.cases import attend_with, make_arguments, positives, sizes_of
+from experiments.bench.cases import attend_with, positives, sizes_of
 from experiments.bench.decode import our_case
 from experiments.bench.peers import compile_program, t5_matrix, with_gradients
 from experiments.runs.files import to_json, write_whole
 
 FORWARD, BOTH = "forward", "forward+backward"
 SCHEMES = "none", "t5", "fox", "inkling", "alibi"
+NO_ANSWER = 60.0
+"""Seconds after which calls end the process."""
 Call = Callable[[], Any]
-Shape = tuple[int, int, int, int]
 
 
 class Sizes(NamedTuple):
     """Sizes of all problems: B T, N and H of causal attention; B, T, N and H with a bias per pair;
-    B, S, N and H of the cache; rounds and their seconds."""
+    B, S, N, K and H of caches; rows of a matrix; rounds and their seconds."""
 
-    causal: tuple[int, int, int] = (16384, 16, 128)
-    pair: Shape = (128, 2048, 4, 32)
-    cache: Shape = (4, 32768, 16, 128)
+    causal: tuple[int, ...] = (16384, 16, 128)
+    pair: tuple[int, ...] = (128, 2048, 4, 32)
+    released: tuple[int, ...] = (8, 8192, 9, 3, 64)
+    cache: tuple[int, ...] = (4, 32768, 16, 16, 128)
+    matmul: int = 8192
     rounds: int = 20
     seconds: float = 0.02
 
@@ -68,16 +73,9 @@ class Times:
         jobs = [job for job in jobs if _key(job.row) not in self.failed]
         self.rows += [job.row for job in jobs]
         with ThreadPoolExecutor(self.threads) as pool:
-            prepared = list(pool.map(lambda job: self._attempt(job.row, job.prepare), jobs))
-        calls = []
-        for row, ready in ((job.row, x) for job, x in zip(jobs, prepared, strict=True) if x):
-            call, figures = ready
-            row.update(figures)
-            print("running", *_key(row), row["T"], flush=True)  # A crash leaves this line.
-            times = self._attempt(row, lambda call=call: [_seconds(call, 1) for _ in range(2)])
-            if times:
-                _finish(row, times[1:])
-                calls.append((row, call, []))
+            prepared = list(pool.map(self._prepared, jobs))
+        calls = [(job.row, call, []) for job, call in zip(jobs, prepared, strict=True) if call]
+        calls = [x for x in calls if self._runs(*x[:2])]
         for i in range(self.sizes.rounds if calls else 0):
             for row, call, took in calls[i % len(calls) :] + calls[: i % len(calls)]:
                 inner = max(1, min(200, int(1e3 * self.sizes.seconds / row["ms"])))
@@ -89,20 +87,33 @@ class Times:
             print(line(row), flush=True)
         self.save()
 
-    def _attempt(self, row: dict[str, Any], function: Callable) -> Any:
-        """Returns `function()`; None where it raises or the time is over, which the row says."""
+    def _prepared(self, job: Job) -> Call | None:
         if time.monotonic() > self.end:
-            row["skipped"] = "out of time"
+            job.row["skipped"] = "out of time"
             return None
         try:
-            return function()
+            call, figures = job.prepare()
         except Exception as error:
-            text = " ".join(f"{error}".split())[:400]
-            refused = isinstance(error, NotImplementedError) and text.startswith("attention: ")
-            row |= (
-                {"unsupported": text} if refused else {"error": f"{type(error).__name__}: {text}"}
-            )
-            self.failed.add(_key(row))
+            return self._fail(job.row, error)
+        job.row.update(figures)
+        return call
+
+    def _runs(self, row: dict[str, Any], call: Call) -> bool:
+        print("running", *_key(row), row["T"], flush=True)  # A crash leaves this line.
+        try:
+            _seconds(call, 1)
+            _finish(row, [_seconds(call, 1)])
+        except Exception as error:
+            self._fail(row, error)
+        return "ms" in row
+
+    def _fail(self, row: dict[str, Any], error: Exception) -> None:
+        text = " ".join(f"{error}".split())[:400]
+        self.failed.add(_key(row))
+        if isinstance(error, NotImplementedError) and text.startswith("attention: "):
+            row["unsupported"] = text
+        else:
+            row["error"] = f"{type(error).__name__}: {text}"
             print(line(row), flush=True)
 
     def save(self) -> None:
@@ -115,10 +126,12 @@ def _key(row: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _seconds(call: Call, inner: int) -> float:
+    faulthandler.dump_traceback_later(NO_ANSWER, exit=True)
     began = time.perf_counter()
     for _ in range(inner):
         result = call()
     jax.block_until_ready(result)
+    faulthandler.cancel_dump_traceback_later()
     return (time.perf_counter() - began) / inner
 
 
@@ -142,6 +155,12 @@ def line(row: dict[str, Any]) -> str:
     return f"{start}  compiled in {figures} {row['ms']:9.3f} ms {rate}"
 
 
+@functools.cache
+def random(shape: tuple[int, ...], seed: int = 0) -> jax.Array:
+    """Returns a bfloat16 array, which all programs share."""
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
 def passes(row: dict[str, Any], flop: float, f: Callable, arrays: Callable) -> list[Job]:
     """Returns jobs of f and of f with its gradients; `arrays` makes the arguments."""
 
@@ -162,97 +181,125 @@ def groups(sizes: Sizes, lengths: tuple[int, ...], schemes: list[str]) -> Iterat
     def causal(by: str, length: int) -> list[Job]:
         return [job for name in schemes for job in scheme_jobs(name, by, shape_of(length))]
 
-    def shape_of(length: int) -> Shape:
+    def shape_of(length: int) -> tuple[int, ...]:
         tokens, heads, dim = sizes.causal
-        return max(1, tokens // length), length, heads, dim
+        return max(1, tokens // length), length, heads, heads, dim
 
+    n, row = sizes.matmul, {"name": "matmul", "by": "jnp.dot", "T": sizes.matmul}
+    yield passes(row, 2.0 * n**3, jnp.dot, lambda: (random((n, n)),) * 2)[:1]
     library = "splash" if jax.default_backend() == "tpu" else "cudnn"
     for by in ("pallas", library):
         for length in lengths:
             yield causal(by, length)
     yield causal("xla", lengths[0])
     yield jax_nn_jobs(shape_of(lengths[0]))
+    _, length, heads, _ = sizes.pair
     words = "pallas", "jax.nn cudnn", "xla", "jax.nn"
-    yield [job for word in words for job in bias_jobs("pair", word, sizes.pair, False, per_pair)]
-    yield decode_jobs(sizes.cache, list(dict.fromkeys(["none", *schemes])))
+    bias = functools.partial(random, (1, heads, length, length))
+    yield bias_jobs("pair", words, sizes.pair, False, bias, lambda x: x)
+    prefill = [scheme_jobs("rope", by, sizes.released)[0] for by in ("default", "pallas", "xla")]
+    yield [job._replace(row=job.row | {"what": "prefill"}) for job in prefill]
+    for cache in (sizes.released, sizes.cache):
+        yield decode_jobs(cache, list(dict.fromkeys(["none", *schemes])))
     for length in lengths[1:]:
         yield causal("xla", length)
         yield jax_nn_jobs(shape_of(length))
 
 
-def scheme_of(name: str, shape: Shape) -> pe.Scheme:
-    """Returns a scheme for a shape [B, T, N, H]."""
-    known = {field.name for field in dataclasses.fields(pe.SCHEMES[name])}
-    sizes = sizes_of(shape[2], shape[3], shape[1])
-    return pe.SCHEMES[name](**{n: size for n, size in sizes.items() if n in known})
+def arrays_of(scheme: pe.Scheme, shape: tuple[int, ...]) -> tuple:
+    """Returns q, k, v, parameters, and x if the scheme reads it, for B, T, N, K and H."""
+    batch, length, heads, kv_heads, dim = shape
+    x = (random((batch, length, heads * dim)),) if scheme.traits.reads_x else ()
+    qkv = [random((batch, length, n, dim), i) for i, n in enumerate((heads, kv_heads, kv_heads))]
+    return *qkv, params_of(scheme), *x
 
 
-def scheme_jobs(name: str, by: str, shape: Shape) -> list[Job]:
+def scheme_of(name: str, shape: tuple[int, ...]) -> pe.Scheme:
+    """Returns a scheme for these sizes; "shaw_keys" is Shaw's without vectors of values."""
+    cls, settings = (pe.Shaw, {"values": False}) if name == "shaw_keys" else (pe.SCHEMES[name], {})
+    known = {field.name for field in dataclasses.fields(cls)}
+    sizes = sizes_of(shape[2], shape[4], shape[1])
+    return cls(**{n: size for n, size in sizes.items() if n in known}, **settings)
+
+
+@functools.cache
+def params_of(scheme: pe.Scheme) -> Any:
+    """Returns parameters; some begin at zero, where no error of a gradient would show."""
+    leaves, tree = jax.tree.flatten(scheme.init(jax.random.key(1)))
+    noise = [0.1 * jax.random.normal(jax.random.key(2 + i), x.shape) for i, x in enumerate(leaves)]
+    return jax.tree.unflatten(tree, [x + y for x, y in zip(leaves, noise, strict=True)])
+
+
+def scheme_jobs(name: str, by: str, shape: tuple[int, ...]) -> list[Job]:
     """Returns causal attention with a scheme by one of our implementations."""
-    scheme, row = scheme_of(name, shape), {"name": name, "by": by, "T": shape[1]}
-    arrays = functools.partial(make_arguments, scheme, shape, jnp.bfloat16)
-    return passes(row, _flop(shape), attend_with(scheme, by), arrays)
+    batch, length, heads, _, dim = shape
+    scheme = scheme_of(name, shape)
+    attend = attend_with(scheme, None if by == "default" else by)
+    row, flop = {"name": name, "by": by, "T": length}, 2.0 * batch * heads * length**2 * dim
+    return passes(row, flop, attend, lambda: arrays_of(scheme, shape))
 
 
-def _flop(shape: Shape) -> float:
-    """Returns the FLOP of causal attention."""
-    batch, length, heads, dim = shape
-    return 2.0 * batch * heads * length**2 * dim
-
-
-def per_pair(heads: int, length: int) -> jax.Array:
-    """Returns numbers [1, N, T, T]."""
-    return jax.random.normal(jax.random.key(3), (1, heads, length, length), jnp.bfloat16)
-
-
-def _table(heads: int, length: int) -> jax.Array:
-    return pe.T5(num_heads=heads).init(jax.random.key(1))["table"]
-
-
-def jax_nn_jobs(shape: Shape) -> list[Job]:
+def jax_nn_jobs(shape: tuple[int, ...]) -> list[Job]:
     """Returns `jax.nn`: no bias, any matrix [1, N, T, T], and T5's made from its table."""
-    cases: dict[str, Any] = {"none": None, "matrix": per_pair, "t5": _table}
-    if shape[1] > 8192:  # It would be twice in the memory of a GPU, with its cotangent.
-        del cases["matrix"]
-    words = [(name, by) for name in cases for by in ("jax.nn cudnn", "jax.nn")]
-    return [job for name, by in words for job in bias_jobs(name, by, shape, True, cases[name])]
+    batch, length, heads, _, dim = shape
+    words, sizes = ("jax.nn cudnn", "jax.nn"), (batch, length, heads, dim)
+
+    def table() -> jax.Array:
+        return params_of(pe.T5(num_heads=heads))["table"]
+
+    def t5(table: jax.Array) -> jax.Array:
+        return t5_matrix(table, length).astype(jnp.bfloat16)
+
+    jobs = bias_jobs("none", words, sizes, True, None, lambda: None)
+    if length <= 8192:  # Twice in the memory of a GPU, with its cotangent.
+        matrix = functools.partial(random, (1, heads, length, length))
+        jobs += bias_jobs("matrix", words, sizes, True, matrix, lambda x: x)
+    return jobs + bias_jobs("t5", words, sizes, True, table, t5)
 
 
 def bias_jobs(
-    name: str, by: str, shape: Shape, causal: bool, learned: Callable | None
+    name: str,
+    words: tuple[str, ...],
+    shape: tuple[int, ...],
+    causal: bool,
+    learned: Callable[[], Any] | None,
+    bias_of: Callable,
 ) -> list[Job]:
-    """Returns attention with a bias that is `learned(N, T)`, or T5's from its table."""
-    _, length, heads, _ = shape
-    if by == "jax.nn cudnn" and jax.default_backend() != "gpu":
-        return []
+    """Returns attention with a bias that `bias_of` makes from an array, by some words."""
+    batch, length, heads, dim = shape
+    words = tuple(x for x in words if jax.default_backend() == "gpu" or x != "jax.nn cudnn")
 
-    def attend(q, k, v, *more):
-        bias: Any = more[0] if more else None
-        if name == "t5":
-            bias = t5_matrix(bias, length).astype(jnp.bfloat16)
-        if not by.startswith("jax.nn"):
+    def attend(q, k, v, *more, word):
+        bias = bias_of(*more)
+        if not word.startswith("jax.nn"):
             rules = pe.DenseBias(bias)
-            return pe.attention(q, k, v, rules=rules, is_causal=causal, implementation=by)
-        library = "cudnn" if by.endswith("cudnn") else None
+            return pe.attention(q, k, v, rules=rules, is_causal=causal, implementation=word)
+        library = "cudnn" if word.endswith("cudnn") else None
         return jax.nn.dot_product_attention(
             q, k, v, bias=bias, is_causal=causal, implementation=library
         )
 
     def arrays() -> tuple:
-        *qkv, _ = make_arguments(pe.NoPE(), shape, jnp.bfloat16)
-        return *qkv, *((learned(heads, length),) if learned else ())
+        return *(random(shape, n) for n in range(3)), *((learned(),) if learned else ())
 
-    row = {"name": name, "by": by, "T": length}
-    return passes(row, _flop(shape) * (1 if causal else 2), attend, arrays)
+    flop = (2.0 if causal else 4.0) * batch * heads * length**2 * dim
+    rows = [{"name": name, "by": word, "T": length} for word in words]
+    return [
+        job
+        for row in rows
+        for job in passes(row, flop, functools.partial(attend, word=row["by"]), arrays)
+    ]
 
 
-def decode_jobs(shape: Shape, schemes: list[str]) -> list[Job]:
+def decode_jobs(shape: tuple[int, ...], schemes: list[str]) -> list[Job]:
     """Returns one token against a cache, by the default implementation, "pallas" and `jax.nn`."""
-    row = {"what": "decode", "T": shape[1], "bytes": 2 * 2 * math.prod(shape)}  # Of k and v.
+    batch, slots, heads, kv_heads, dim = shape
+    row = {"what": f"decode, {heads} heads", "T": slots}
+    row["bytes"] = 2 * 2 * math.prod((batch, slots, kv_heads, dim))  # bfloat16, k and v.
 
     def prepare(name: str, by: str) -> tuple[Call, dict[str, Any]]:
-        scheme = scheme_of("t5" if by == "jax.nn" else name, shape)
-        arrays = make_arguments(scheme, shape, jnp.bfloat16)
+        scheme = pe.T5(num_heads=heads) if by == "jax.nn" else scheme_of(name, shape)
+        arrays = arrays_of(scheme, shape)
         if by == "jax.nn":
             case = peers.with_cache(arrays, tokens=1)["jax.nn without bias"]
         else:
@@ -274,13 +321,14 @@ def main(arguments: list[str]) -> int:
     add("--json", type=Path, required=True, metavar="FILE", help="the rows")
     add("--seconds", type=float, default=140.0, help="(default: 140)")
     add("--lengths", type=positives, default=(4096, 16384), help="T (default: 4096,16384)")
-    add("--schemes", nargs="+", choices=pe.SCHEMES, default=SCHEMES, metavar="NAME")
+    add("--schemes", nargs="+", choices=[*pe.SCHEMES, "shaw_keys"], default=SCHEMES, metavar="NAME")
+    add("--without", nargs="*", default=(), help="implementations to leave out")
     add("--threads", type=int, default=4, help="programs that are compiled at once (default: 4)")
     options = parser.parse_args(arguments)
     sizes = Sizes()
     times = Times(options.json, options.seconds, sizes, options.threads)
     for jobs in groups(sizes, options.lengths, options.schemes):
-        times.measure(jobs)
+        times.measure([job for job in jobs if job.row["by"] not in options.without])
     times.save()
     return 0
 

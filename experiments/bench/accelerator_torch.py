@@ -141,16 +141,16 @@ def main(arguments: list[str]) -> int:
     end, rows = time.monotonic() + options.seconds, []
     about = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
     for length, (rule, by) in ((x, case) for x in options.lengths for case in CASES):
-        row = {"name": rule, "by": f"torch {by}", "what": BOTH, "T": length}
-        more = [row | {"skipped": "out of time"}]
+        more = [{"name": rule, "by": f"torch {by}", "what": BOTH, "T": length}]
         for blocks in ({}, SMALL) if by == "flex" else ({},):
             if time.monotonic() > end:
+                more[0].setdefault("skipped", "out of time")
                 break
             try:
                 more = measure(rule, by, length, blocks)
                 break
             except Exception as error:
-                more = [row | {"error": f"{type(error).__name__}: {error}"[:300]}]
+                more[0]["error"] = f"{type(error).__name__}: {error}"[:300]
         rows += more
         print(*map(line, more), sep="\n", flush=True)
         write_whole(options.json, to_json(about | {"rows": rows}, indent=1) + "\n")

@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     add, log = parser.add_argument, Path("kernels.jsonl")
     add("--log", type=Path, default=log, metavar="FILE", help=f"lines of JSON (default: {log})")
     add("--seconds", type=float, default=1200.0, help="for all steps (default: 1200)")
-    for name in ("machine", "implementation", "family", "first", "ahead"):
+    for name in ("machine", "implementation", "family", "first", "only", "ahead"):
         kind: dict[str, Any] = {"action": "store_true"} if name in ("machine", "ahead") else {}
         kind |= {"type": int, "default": 0} if name == "first" else {}
         add(f"--{name}", help=argparse.SUPPRESS, **kind)
@@ -138,6 +138,8 @@ def run_family(options: argparse.Namespace) -> None:
     """Runs the steps of a family, a line in the log before and after each."""
     chosen = steps(options.implementation, family=options.family)
     write(options.log, {"steps": [step.name for step in chosen]})
+    if options.only:
+        chosen = [step for step in chosen if step.name == options.only]
     chosen = chosen[options.first :]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         compiled: list[Any] = [None] * len(chosen)

@@ -5,11 +5,13 @@ import json
 import pathlib
 import subprocess
 import sys
+import textwrap
 
 import numpy as np
 import pytest
 
-from experiments.bench import accelerator
+import posenc_jax as pe
+from experiments.bench import accelerator, accelerator_page, accelerator_schemes
 from experiments.bench import accelerator_times as times
 from posenc_jax.kernels.checks.runner import Runner
 
@@ -43,12 +45,13 @@ def measured(tmp_path):
 
 
 def test_programs_are_timed_in_rounds_and_counted(measured):
-    run, shape = measured(), (1, 32, 2, 8)
-    run.measure([*times.scheme_jobs("t5", "xla", shape), *times.scheme_jobs("t5", "pallas", shape)])
+    run, shape = measured(), (1, 32, 2, 2, 8)
+    run.measure(times.scheme_jobs("t5", "xla", shape) + times.scheme_jobs("t5", "pallas", shape))
     run.measure(times.decode_jobs(shape, ["t5"])[:2])
-    run.measure(times.bias_jobs("pair", "xla", (1, 16, 2, 8), False, times.per_pair)[:1])
+    bias = lambda: times.random((1, 2, 16, 16))  # noqa: E731
+    run.measure(times.bias_jobs("pair", ("xla",), (1, 16, 2, 8), False, bias, lambda x: x))
     rows = json.loads(run.path.read_text())["times"]
-    forward, both, *refused, jax_nn, decode, pair = rows
+    forward, both, *refused, jax_nn, decode, pair, _ = rows
     assert both["flop"] == 3.5 * forward["flop"] == 3.5 * 2 * 2 * 32**2 * 8
     assert both["rounds"] == 2 and both["megabytes"] > 0
     assert both["TFLOP/s"] == pytest.approx(both["flop"] / both["ms"] / 1e9)
@@ -72,14 +75,56 @@ def test_nothing_is_begun_when_the_time_is_over(measured):
     assert [row["skipped"] for row in run.rows] == ["out of time"]
 
 
+def test_a_call_without_an_answer_ends_the_process(tmp_path):
+    code = f"""
+        import pathlib, time
+        from experiments.bench import accelerator_times as times
+        times.NO_ANSWER = 0.1
+        run = times.Times(pathlib.Path({str(tmp_path / "times.json")!r}), 60, times.Sizes(), 1)
+        row = {{"name": "none", "by": "pallas", "what": "forward", "T": 8}}
+        run.measure([times.Job(row, lambda: (lambda: time.sleep(20), {{}}))])
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and done.stdout == "running none pallas forward 8\n"
+    assert "Timeout" in done.stderr
+
+
 def test_the_kernels_of_all_schemes_come_before_other_libraries():
     groups = list(times.groups(times.Sizes(), (4096, 16384), ["none", "t5", "alibi"]))
     order = [(job.row["name"], job.row["by"], job.row["T"]) for group in groups for job in group]
     kernels = [x for x in order if x[1] == "pallas" and x[0] in ("none", "t5", "alibi")][:12]
-    assert order[:12] == kernels and {x[2] for x in kernels} == {4096, 16384}
+    assert order[1:13] == kernels and {x[2] for x in kernels} == {4096, 16384}
     cases = {case for case in order if case[1].startswith("jax.nn")}
     assert ("matrix", "jax.nn", 4096) in cases and ("matrix", "jax.nn", 16384) not in cases
-    assert ("none", "default", 32768) in order
+    assert ("rope", "pallas", 8192) in order and ("none", "default", 8192) in order
+
+
+@pytest.mark.parametrize("name", pe.SCHEMES)
+def test_every_scheme_has_small_sizes(name):
+    assert isinstance(accelerator_schemes.scheme_of(name), pe.Scheme)
+
+
+def test_a_wrong_number_of_a_scheme_is_found(monkeypatch, tmp_path):
+    attend = pe.scheme_attention
+
+    def spoilt(*arguments, implementation=None, **options):
+        if implementation == "dense":
+            raise RuntimeError("illegal address")
+        out, cache = attend(*arguments, implementation=implementation, **options)
+        return out * (1.001 if implementation == "xla" else 1.0), cache
+
+    monkeypatch.setattr(pe, "scheme_attention", spoilt)
+    cases = [("xla", "float32"), ("dense", "float32"), ("cudnn", "bfloat16"), ("decode", "float32")]
+    monkeypatch.setattr(accelerator_schemes, "CASES", cases)
+    assert accelerator_schemes.main([f"--log={tmp_path / 'log'}", "--schemes", "alibi"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [row["outcome"] for row in rows] == ["wrong", "error", "refused", "right"]
+    assert rows[0]["error"] == pytest.approx(1e-3, rel=0.1)
+    assert rows[1]["error"] == "RuntimeError: illegal address"
+    assert np.isnan(
+        accelerator_schemes.error([np.ones(3), np.r_[np.nan]], [np.ones(3), np.ones(1)])
+    )
 
 
 @pytest.mark.needs("torch")
@@ -107,11 +152,14 @@ def run(monkeypatch, tmp_path):
     """Parts that only leave their names, and steps without processes."""
     monkeypatch.setattr(Runner, "machine", lambda self: {"device": "gpu: NVIDIA H100"})
     monkeypatch.setattr(accelerator.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(accelerator, "usable_cores", lambda: 3)
     parts = []
 
     def child(self, name, arguments, seconds, *_, **__):
         parts.append((name, seconds, arguments))
         (self.out / f"{name}.txt").write_text("")
+        if name == "schemes":
+            (self.out / "schemes_1.jsonl").write_text('{"outcome": "right"}\n{"outc')
 
     monkeypatch.setattr(accelerator.Run, "child", child)
 
@@ -126,12 +174,26 @@ def run(monkeypatch, tmp_path):
 def test_parts_run_in_order_and_share_the_time(run, capsys):
     status, parts, out = run([STEP], "--minutes=1")
     assert status == 0
-    assert [name for name, *_ in parts] == ["times", "torch"]
+    assert [name for name, *_ in parts] == ["times", "torch", "schemes", "train"]
     # What the steps leave is for the others.
     shares = np.cumsum([*accelerator.PARTS.values()])[1:]
     assert [seconds for _, seconds, _ in parts] == pytest.approx(60 * shares, abs=5)
-    assert capsys.readouterr().out == (out / "log.txt").read_text()
-    assert run([STEP, STEP | {"outcome": "wrong"}], "--parts", "steps")[0] == 1
+    said = capsys.readouterr().out
+    assert said == (out / "log.txt").read_text() and "schemes: {'right': 1}" in said
+    assert "--parts times --minutes 3 --lengths 8192" in said.splitlines()[-1]
+
+
+def test_a_wrong_step_is_the_next_to_look_at(run, capsys):
+    status, *_ = run([STEP, STEP | {"outcome": "wrong"}], "--parts", "steps")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert status == 1
+    assert "compute-sanitizer --tool memcheck" in last and '"--only=backward: sinks"' in last
+
+
+def test_what_lost_the_chip_is_not_timed(run):
+    steps = [STEP | {"outcome": "hang", "place": "no end within 40 s"}]
+    _, parts, _ = run(steps, "--parts", "steps", "times")
+    assert parts[0][2][-2:] == ["--without", "pallas"]
 
 
 def test_a_part_ends_when_its_time_is_over(monkeypatch, tmp_path, capsys):
@@ -159,12 +221,12 @@ def test_wrong_arguments_end_with_one_line(arguments, message, run, capsys):
 
 def test_the_page_has_the_tables_of_the_results():
     page = (ROOT / "docs" / "gpu.md").read_text()
-    assert accelerator.tables(ROOT / "results" / "gpu") in page
+    assert accelerator_page.tables(ROOT / "results" / "gpu") in page
 
 
 def test_it_is_imported_without_the_extras():
     code = (
-        "import sys, experiments.bench.accelerator; "
+        "import sys, experiments.bench.accelerator, experiments.bench.accelerator_schemes; "
         "roots = {name.partition('.')[0] for name in sys.modules}; "
         "print(roots & {'flax', 'pydantic', 'rich', 'matplotlib', 'optax', 'torch'})"
     )
