@@ -105,6 +105,13 @@ class Rule(abc.ABC):
     }
     """The first axes of the arrays by field, by which meshes shard them."""
 
+    def logits_by_distance(self, distances: jax.Array) -> jax.Array | None:
+        """Returns the logits at int32 distances [R], [N or 1, R] or [B, T, N, R].
+
+        None for a rule that reads more than the distance and the query.
+        """
+        return None
+
     @abc.abstractmethod
     def on(self, transform: Callable[[jax.Array], jax.Array]) -> Self:
         """Returns the rule reading `transform(coordinate)` for the coordinates of each token.
@@ -421,6 +428,11 @@ class LogitBias(Rule):
         out = over_heads(lambda head: over(self.shared, head, q, k), self.heads)
         return out.astype(jnp.float32)
 
+    def logits_by_distance(self, distances):
+        if not self.relative:
+            return None
+        return self.added_logits(None, None, distances, jnp.zeros(1, jnp.int32))[:, :, 0]
+
     def dense(self, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
         """Returns the bias as an array, for any other attention.
 
@@ -611,6 +623,13 @@ class DotBias(_FeatureRule):
         over = jax.vmap(self.vector, (None, None, 0))
         out = over_heads(lambda head: over(self.shared, head, distances), self.heads)
         return out.astype(jnp.float32)
+
+    def logits_by_distance(self, distances):
+        if self.q_features is None or self.transform is not None:
+            return None
+        vectors, features = self.vectors(distances), self.q_features.astype(jnp.float32)
+        vectors = jnp.broadcast_to(vectors, (features.shape[2], *vectors.shape[1:]))
+        return jnp.einsum("btnf,nrf->btnr", features, vectors, precision="highest")
 
     def by_pair(self) -> ContentBias:
         """Returns an equal rule that is evaluated for every pair."""

@@ -222,14 +222,70 @@ def _refusals():
     assert "operation sin" in _refusal(LogitBias(sines, heads=jnp.ones(2)))
 
 
-def test_chips_without_the_rotations_are_refused():
-    """Mosaic has no strided rotation for TPU v4."""
-    q = jax.ShapeDtypeStruct((1, 256, 1, 128), jnp.bfloat16)
-    attend = functools.partial(pe.attention, implementation=PallasTPU(cross_compile=True))
-    with described("TPU v6 lite"):
-        assert jax.eval_shape(attend, q, q, q).shape == q.shape
-    with described("TPU v4"), pytest.raises(NotImplementedError, match="v6e and 7x, and this is"):
-        jax.eval_shape(attend, q, q, q)
+def _attention_of(length, kind="TPU v5 lite", batch=1, group=1, backward=True, **settings):
+    """Traces attention of [batch, length, group, 128] on a TPU of a kind."""
+    q = jax.ShapeDtypeStruct((batch, length, group, 128), jnp.bfloat16)
+    k = jax.ShapeDtypeStruct((batch, length, 1, 128), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((batch, length), jnp.int32)
+    implementation = PallasTPU(cross_compile=True, **settings)
+
+    def loss(q, k, ids):
+        options = {"q_segment_ids": ids, "contiguous": True, "implementation": implementation}
+        return jnp.sum(pe.attention(q, k, k, is_causal=True, **options).astype(jnp.float32))
+
+    with described(kind):
+        return jax.eval_shape(jax.grad(loss) if backward else loss, q, k, ids).shape
+
+
+LONG = {"length": 2**17, "group": 4}
+
+
+def test_a_backward_pass_that_exceeds_the_memory_is_refused_before_the_forward_pass():
+    """The gradients of a head's queries stay in memory, and with groups its keys' gradients."""
+    message = (
+        r"backward pass of T = 131072, .* groups of 4 heads needs 2\d\d MiB of VMEM .* use 100"
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        _attention_of(**LONG, backward=False)
+    assert _attention_of(**LONG, backward=False, forward_only=True) == ()
+    with pytest.raises(NotImplementedError, match=r"forward_only=True. has no derivatives"):
+        _attention_of(**LONG, forward_only=True)
+
+
+def test_chips_with_less_memory_or_without_the_rotations_refuse():
+    """v5p and 7x have 64 MiB of VMEM, v5e and v6e 128; Mosaic has no strided rotation for v4."""
+    for kind in ("TPU v6 lite", "TPU v5", "TPU7x"):
+        length = 2**17 if kind == "TPU v6 lite" else 2**16
+        assert _attention_of(length, kind) == (1, length, 1, 128)
+    for kind in ("TPU v5", "TPU7x"):
+        with pytest.raises(NotImplementedError, match="MiB of VMEM and may use 60"):
+            _attention_of(2**17, kind)
+    with pytest.raises(NotImplementedError, match="TPU v5e, v5p, v6e and 7x, and this is TPU v4"):
+        _attention_of(256, "TPU v4")
+
+
+def test_schedules_that_exceed_the_memory_for_scalars_are_refused():
+    """4 bytes per tile and row: of 1024 x 1024 tiles there are 8256, of 128 x 128 32,896."""
+    small = {"forward": TILES, "backward": TILES}
+    assert _attention_of(2**15, batch=7, **small) == (7, 2**15, 1, 128)
+    for sizes in ({"batch": 8, "length": 2**15, **small}, {"batch": 32, "length": 2**17}):
+        with pytest.raises(NotImplementedError, match=r"10\d\d KiB of SMEM .* may use 992"):
+            _attention_of(**sizes)
+
+
+def test_the_batch_of_one_device_counts():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    q = jax.ShapeDtypeStruct((32, 2**15, 1, 128), jnp.bfloat16, sharding=sharding)
+    ids = jax.ShapeDtypeStruct((32, 2**15), jnp.int32, sharding=sharding)
+    kernels = PallasTPU(TILES, TILES, cross_compile=True)
+    options = {"is_causal": True, "contiguous": True, "implementation": kernels}
+
+    def attend(q, ids):
+        return pe.attention(q, q, q, q_segment_ids=ids, **options)
+
+    with jax.set_mesh(mesh):
+        assert jax.eval_shape(attend, q, ids).shape == q.shape
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

@@ -44,8 +44,9 @@ from posenc_jax.kernels.tpu.block_specs import (
     feature_spec,
     matrix_spec,
     squeezed_spec,
+    temporary_bytes,
 )
-from posenc_jax.kernels.tpu.forward import Grid, pair_grads
+from posenc_jax.kernels.tpu.forward import Grid, pair_grads, pairs_refusal
 from posenc_jax.kernels.tpu.spec import Entry, TPUSpec, bias_line, heads_before_tokens, heads_first
 from posenc_jax.kernels.tpu.tile import (
     LANES,
@@ -80,6 +81,21 @@ def backward(
         tuple(products),
         pair_grads(spec, x, d_out, lse, delta),
     )
+
+
+def backward_refusal(spec: TPUSpec, x: Operands) -> str | None:
+    """Returns why the backward pass needs more memory than there is, or None."""
+    x = heads_first(x)
+    grid = BackwardGrid.of(spec, x)
+    rows = spec.batch, spec.heads, spec.length
+    d_out = jnp.zeros((*rows, spec.value_dim), x.v.dtype)
+    cotangents = d_out, *(jnp.zeros(rows, jnp.float32) for _ in ("lse", "delta"))
+    sizes = f"the backward pass of T = {spec.length}, S = {spec.keys}, H = {spec.dim}"
+    sizes += f" in groups of {spec.group} heads" if spec.group > 1 else ""
+    scalars, temporary = [e.scalars for e in x.elements], temporary_bytes(spec, x, spec.backward)
+    call = _call(grid, x, grid.band_inputs(x), *cotangents)
+    reason = call.refusal(sizes, True, scalars, temporary)
+    return reason or pairs_refusal(spec, x, *cotangents)
 
 
 def _call(

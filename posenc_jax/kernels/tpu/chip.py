@@ -2,6 +2,9 @@
 
 import jax
 
+SMEM = 2**20
+"""Bytes of memory for scalars."""
+
 _VMEM = {
     "TPU v5 lite": 128,
     "TPU v5e": 128,

@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from posenc_jax.engine.mask import MASK_VALUE, in_units
 from posenc_jax.engine.problem import LogSumExp, Problem, pad_axis
+from posenc_jax.engine.rules import Rule
 from posenc_jax.kernels.operands import LOG2E, out_struct
 from posenc_jax.kernels.tpu.block_specs import Call
 from posenc_jax.kernels.tpu.tile import (
@@ -31,6 +32,7 @@ from posenc_jax.kernels.tpu.tile import (
 
 MAX_QUERIES = 16
 _BLOCK_BYTES = 2 * 2**20  # Of keys and values.
+_MAX_DISTANCES = 1280  # Of a table whose entries are picked by products.
 _EMPTY, _WHOLE, _PARTIAL = 0, 1, 2
 """Kinds of blocks: skipped; all keys are seen by a query; some are not, and may hold NaN."""
 _KINDS = 3
@@ -59,6 +61,14 @@ def decode(
     out = out.reshape(batch, heads, length, -1)
     top, total = (jnp.swapaxes(y[..., 0].reshape(batch, heads, length), 1, 2) for y in lse)
     return jnp.swapaxes(out, 1, 2), LogSumExp(top, total).divided(LOG2E)
+
+
+def decode_refusal(p: Problem, block: int | None, vmem_limit: int) -> str | None:
+    """Returns why a step needs more memory than there is, or None."""
+    grid = _grid(p, block)
+    length, heads, dim = p.q.shape[1:]
+    sizes = f"a decode step of T = {length}, N = {heads}, H = {dim} by {grid.size} keys"
+    return _call(p, grid, False, vmem_limit).refusal(sizes)
 
 
 def _call(p: Problem, grid: "DecodeGrid", interpret: Any, vmem_limit: int) -> Call:
@@ -237,10 +247,45 @@ def _added(p: Problem, unit: float) -> jax.Array:
     """Returns the logits that rules add to the products, float32 [B, N or 1, T, S], or zero."""
     coordinates, total = (p.q_coordinates, p.k_coordinates), jnp.float32(0)
     for rule in p.per_query_head().rules:
-        term = rule.added_to_rows(*coordinates)
+        term = _from_table(rule, *coordinates)
+        if term is None:
+            term = rule.added_to_rows(*coordinates)
         if term is not None:
             total += in_units(term, unit * (p.scale if rule.scaled else 1.0))
     return total
+
+
+def _from_table(rule: Rule, q: jax.Array, k: jax.Array) -> jax.Array | None:
+    """Returns the logits of a rule on bounded distances, [B, N or 1, T, S]; None for other rules.
+
+    They are computed once per distance, and picked from this table by products with zeros and
+    ones, which are exact. XLA picks entries one by one, which takes about as long as the kernel.
+
+    Args:
+      rule: the rule.
+      q, k: coordinates [B, T] and [B, S], or with more axes.
+    """
+    low, high = rule.bounds
+    integer = q.ndim == 2 and q.dtype == k.dtype == jnp.int32
+    if low is None or high is None or high - low >= _MAX_DISTANCES or not integer:
+        return None
+    distances = jnp.arange(low, high + 1, dtype=jnp.int32)
+    table = rule.logits_by_distance(distances)
+    if table is None:
+        return None
+    axes = "nr" if table.ndim == 2 else "btnr"
+    entry = jnp.clip(q[:, :, None] - k[:, None], low, high) - low
+    entries = jax.lax.broadcasted_iota(jnp.int32, (1, 1, len(distances), 1), 2)
+    one_hot = (entry[:, :, None] == entries).astype(jnp.float32)
+    # -inf times zero is NaN: it becomes the least number of 8 bits, which no other one becomes.
+    hidden, parts = float(jnp.finfo(jnp.bfloat16).min), []
+    table = jnp.where(table == MASK_VALUE, hidden, jnp.maximum(table, 0.995 * hidden))
+    for _ in range(3):  # 8 of the 24 bits at a time, as products of default precision have.
+        parts.append(jax.lax.reduce_precision(table, exponent_bits=8, mantissa_bits=7))
+        table -= parts[-1]
+    subscripts = f"p{axes},btrs->pbnts"
+    out = jnp.einsum(subscripts, jnp.stack(parts), one_hot, precision="default").sum(0)
+    return jnp.where(out == hidden, MASK_VALUE, out)
 
 
 def _schedule(seen: jax.Array, size: int, steps: int) -> tuple[jax.Array, jax.Array]:

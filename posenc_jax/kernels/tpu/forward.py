@@ -41,6 +41,7 @@ from posenc_jax.kernels.tpu.block_specs import (
     feature_spec,
     input_specs,
     matrix_spec,
+    temporary_bytes,
 )
 from posenc_jax.kernels.tpu.spec import Entry, TPUSpec, bias_line, heads_before_tokens, heads_first
 from posenc_jax.kernels.tpu.tile import (
@@ -67,6 +68,13 @@ def forward(spec: TPUSpec, x: Operands) -> tuple[jax.Array, LogSumExp]:
     """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
     out, *lse = _call(spec, heads_first(x))()
     return heads_before_tokens(out), LogSumExp(*(y[:, :, 0] for y in lse))
+
+
+def forward_refusal(spec: TPUSpec, x: Operands) -> str | None:
+    """Returns why the forward pass needs more memory than there is, or None."""
+    sizes = f"the forward pass of T = {spec.length}, S = {spec.keys}, H = {spec.dim}"
+    scalars, temporary = [e.scalars for e in x.elements], temporary_bytes(spec, x, spec.forward)
+    return _call(spec, heads_first(x)).refusal(sizes, scalars=scalars, temporary=temporary)
 
 
 def _call(spec: TPUSpec, x: Operands) -> Call:
@@ -419,6 +427,17 @@ def pair_grads(
         dataclasses.replace(term, pairs=_pair_call(spec, x, term, d_out, lse, delta)())
         for term in x.pairs
     )
+
+
+def pairs_refusal(
+    spec: TPUSpec, x: Operands, d_out: jax.Array, lse: jax.Array, delta: jax.Array
+) -> str | None:
+    """Returns why the kernels need more memory than there is, or None."""
+    sizes = f"the cotangent of a bias of {spec.length} x {spec.keys} pairs, H = {spec.dim}"
+    scalars, temporary = [e.scalars for e in x.elements], temporary_bytes(spec, x, spec.forward)
+    calls = (_pair_call(spec, x, term, d_out, lse, delta) for term in x.pairs)
+    reasons = (call.refusal(sizes, True, scalars, temporary) for call in calls)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def _pair_call(

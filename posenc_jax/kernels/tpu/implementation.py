@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,10 +15,10 @@ from posenc_jax.engine.problem import LogSumExp, Problem, with_sinks
 from posenc_jax.engine.terms import Traced, trace_once
 from posenc_jax.kernels.base import Kernels, padded, refusal, without_hidden
 from posenc_jax.kernels.operands import LOG2E
-from posenc_jax.kernels.tpu.backward import backward
+from posenc_jax.kernels.tpu.backward import backward, backward_refusal
 from posenc_jax.kernels.tpu.chip import default_vmem_limit, unknown_kind
-from posenc_jax.kernels.tpu.decode import decode, decodes
-from posenc_jax.kernels.tpu.forward import forward
+from posenc_jax.kernels.tpu.decode import decode, decode_refusal, decodes
+from posenc_jax.kernels.tpu.forward import forward, forward_refusal
 from posenc_jax.kernels.tpu.spec import TPUSpec
 from posenc_jax.kernels.tpu.tile import LANES
 
@@ -33,6 +34,8 @@ class PallasTPU(Kernels):
         512 x 512 in float32, and smaller tiles where these take less time.
       decode: keys per block where there are at most 16 queries, a multiple of 128. Default:
         2 MiB of keys and values.
+      forward_only: serve problems whose backward pass needs more memory than there is; all
+        derivatives raise.
       interpret, cross_compile, batch_axes, head_axes: see `ShardMapped`; parameters of the
         interpreter are `jax.experimental.pallas.tpu.InterpretParams`.
     """
@@ -40,6 +43,7 @@ class PallasTPU(Kernels):
     forward: Blocks | None = None
     backward: Blocks | None = None
     decode: int | None = None
+    forward_only: bool = False
     platform = "tpu"
     mask_by_distance = True  # Then a mask takes one operation per pair.
 
@@ -66,7 +70,17 @@ class PallasTPU(Kernels):
             return "an array of all pairs must be bfloat16 or float32"
         if (reason := self.unfit()) is not None:
             return reason
-        return None if decodes(p) else refusal(p, lambda counts: None)
+        if decodes(p):
+            return _known_from_shapes(
+                lambda p: decode_refusal(p, self.decode, default_vmem_limit()), p
+            )
+        return refusal(p, lambda counts: None) or _known_from_shapes(self._no_memory, p)
+
+    def _no_memory(self, p: Problem) -> str | None:
+        """Returns why a pass needs more memory than there is, or None."""
+        spec, operands, _ = self.prepared(without_hidden(p))
+        reason = forward_refusal(spec, operands)
+        return reason if reason or self.forward_only else backward_refusal(spec, operands)
 
     def on_device(self, problem: Problem) -> tuple[jax.Array, LogSumExp]:
         if decodes(problem):
@@ -96,6 +110,8 @@ class PallasTPU(Kernels):
         return forward(spec, x)
 
     def run_backward(self, spec, x, d_out, lse, delta):
+        if self.forward_only:
+            raise NotImplementedError("PallasTPU(forward_only=True) has no derivatives.")
         return backward(spec, x, d_out, lse, delta)
 
 
@@ -108,6 +124,13 @@ def _decode(traced: tuple[Traced, Traced], captured: tuple, p: Problem) -> Any:
 @_decode.defjvp
 def _(traced, primals, tangents):
     return jax.jvp(lambda captured, p: traced[1](captured[1], p), primals, tangents)
+
+
+def _known_from_shapes(question: Callable[[Problem], str | None], p: Problem) -> str | None:
+    """Returns the answer to a question about the types of the arrays; nothing is computed."""
+    answers = []
+    jax.eval_shape(lambda p: answers.append(question(p)), p)
+    return answers[0]
 
 
 def tile_size(count: int, dtype: Any) -> int:
