@@ -38,35 +38,18 @@ def run(scheme, params, tokens, positions, segments, order, method, kind, **opti
     k = scheme.key(params, tokens.k, positions, cols)
     options = {"is_causal": True} | options
     if method is None:
-        return pe.attention(
-            q,
-            k,
-            tokens.v,
-            rules=scheme.rules(params, rows, cols),
-            q_positions=positions,
-            k_positions=positions,
-            q_segment_ids=segments,
-            implementation="reference",
-            **options,
-        )
+        options |= {"rules": scheme.rules(params, rows, cols), "q_positions": positions}
+        options |= {"q_segment_ids": segments, "implementation": "reference"}
+        return pe.attention(q, k, tokens.v, **options)
     spread = PartitionSpec(None, "sequence")
 
     @functools.partial(jax.shard_map, in_specs=(spread, PartitionSpec()), out_specs=spread)
     def local(mine, params):
         q, k, v, rows, cols, positions, segments = mine
-        return sequence_parallel_attention(
-            q,
-            k,
-            v,
-            axis_name="sequence",
-            method=method,
-            rules=scheme.rules(params, rows, cols),
-            q_positions=positions,
-            k_positions=positions,
-            q_segment_ids=segments,
-            k_segment_ids=segments,
-            **options,
-        )
+        places = {"q_positions": positions, "k_positions": positions, "q_segment_ids": segments}
+        places |= {"k_segment_ids": segments, "rules": scheme.rules(params, rows, cols)}
+        how = {"axis_name": "sequence", "method": method}
+        return sequence_parallel_attention(q, k, v, **how, **places, **options)
 
     def deal(x):
         x = x[:, order]
@@ -141,16 +124,9 @@ def test_running_sums_start_where_the_shard_before_ended():
         arguments = params, tokens.x, tokens.q, tokens.k, positions, None
         _, _, total = scheme.features(*arguments, None)
         rows, cols, _ = scheme.features(*arguments, carried_in(total, "sequence"))
-        return sequence_parallel_attention(
-            tokens.q,
-            tokens.k,
-            tokens.v,
-            axis_name="sequence",
-            rules=scheme.rules(params, rows, cols),
-            q_positions=positions,
-            k_positions=positions,
-            is_causal=True,
-        )
+        options = {"q_positions": positions, "k_positions": positions, "is_causal": True}
+        options |= {"axis_name": "sequence", "rules": scheme.rules(params, rows, cols)}
+        return sequence_parallel_attention(tokens.q, tokens.k, tokens.v, **options)
 
     with eight(AxisType.Auto):
         np.testing.assert_allclose(local(tokens, at.count_up(2, LENGTH)), expected, atol=1e-5)

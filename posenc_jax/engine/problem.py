@@ -236,9 +236,10 @@ class Problem:
 
 def without_tiles(problem: Problem) -> str | None:
     """Returns why tiles cannot evaluate a rule of a problem, in words; None if they can."""
-    names = (type(rule).__name__ for rule in problem.rules if not rule.has_tiles)
-    name = next(names, None)
-    return name and f'{name} defines no `lower`, so it needs implementation="dense"'
+    for rule in problem.rules:  # A subclass may define `added_logits` alone.
+        if not rule.whole_rows and type(rule).lower is Rule.lower:
+            return f'{type(rule).__name__} defines no `lower`, so it needs implementation="dense"'
+    return None
 
 
 class LogSumExp(NamedTuple):

@@ -169,11 +169,6 @@ class Rule(abc.ABC):
         """Returns the rule as a backend evaluates it; empty for a rule on whole rows."""
         return Lowering()
 
-    @property
-    def has_tiles(self) -> bool:
-        """Whether tiles can evaluate the rule; a subclass may define `added_logits` alone."""
-        return self.whole_rows or type(self).lower is not Rule.lower
-
     def expanded(self) -> Self:
         """Returns a rule on whole rows after its `expand` of `k_features`, if it has one."""
         return self

@@ -134,18 +134,10 @@ def _outcome(implementation, kinds, static, arrays, weights, dynamic):
         if "at" in arrays:
             places = {"q_coordinates": arrays["at"], "k_coordinates": arrays["at"] + 0.25}
         params = zip(kinds, arrays["params"], strict=True)
-        out, lse = pe.attention(
-            q,
-            k,
-            v,
-            rules=tuple(rule for kind, x in params for rule in KINDS[kind].rules(x, q, k)),
-            **places,
-            **dict(static),
-            **dynamic,
-            sinks=arrays["sinks"],
-            return_lse=True,
-            implementation=implementation,
-        )
+        rules = tuple(r for kind, x in params for r in KINDS[kind].rules(x, q, k))
+        options = {"rules": rules, "sinks": arrays["sinks"], "implementation": implementation}
+        options |= places | dict(static) | dynamic
+        out, lse = pe.attention(q, k, v, return_lse=True, **options)
         seen = ~jnp.isneginf(lse)
         lse = jnp.where(seen, lse, 0.0)
         total = jnp.sum(out * weights["out"]) + jnp.sum(lse * weights["lse"])
@@ -224,15 +216,9 @@ def _inputs(length, seed=0):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _results(implementation, options, arrays, rule, sinks, d_out, d_lse, segments=None):
     def attend(arrays, rule, sinks):
-        out, lse = pe.attention(
-            *arrays,
-            rules=rule,
-            sinks=sinks,
-            q_segment_ids=segments,
-            return_lse=True,
-            implementation=implementation,
-            **dict(options),
-        )
+        given = {"rules": rule, "sinks": sinks, "q_segment_ids": segments}
+        given |= {"implementation": implementation, "return_lse": True}
+        out, lse = pe.attention(*arrays, **given, **dict(options))
         return (out, jnp.where(jnp.isneginf(lse), 0.0, lse)), lse
 
     (out, _), pull, lse = jax.vjp(attend, arrays, rule, sinks, has_aux=True)

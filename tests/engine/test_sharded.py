@@ -40,17 +40,10 @@ def outcome(arrays, implementation):
     weights = np.random.default_rng(1).normal(size=(B, T, N, H)).astype(np.float32)
 
     def loss(arrays):
-        outs = {
-            rule: pe.attention(
-                q,
-                k,
-                v,
-                rules=KINDS[rule].rules(params, q, k),
-                is_causal=True,
-                implementation=implementation,
-            )
-            for rule, (q, k, v, params) in arrays.items()
-        }
+        options, outs = {"is_causal": True, "implementation": implementation}, {}
+        for rule, (q, k, v, params) in arrays.items():
+            rules = KINDS[rule].rules(params, q, k)
+            outs[rule] = pe.attention(q, k, v, rules=rules, **options)
         return sum((out * weights).sum() for out in outs.values()), outs
 
     return jax.grad(loss, has_aux=True)(arrays)
