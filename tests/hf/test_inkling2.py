@@ -15,6 +15,7 @@ import pytest
 
 import posenc_jax as pe
 from tests.hf.test_golden import parameters, read
+from tests.support import slow
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -56,7 +57,7 @@ def layer(spec, weights, params, x, x_k, x_v):
     return jnp.einsum("btnh,dnh->btd", out, weights["o_proj.weight"].reshape(-1, 4, 8))
 
 
-@pytest.mark.parametrize("name", ["inkling2", "inkling2_local"])
+@pytest.mark.parametrize("name", ["inkling2", pytest.param("inkling2_local", marks=slow)])
 def test_a_layer_equals_that_of_transformers(name):
     _, arrays, spec = read(name)
     weights = {n.removeprefix("weights."): x for n, x in arrays.items() if n[:8] == "weights."}

@@ -18,7 +18,7 @@ import posenc_jax as pe
 from posenc_jax.engine.mask import window_sides
 from posenc_jax.hf.model_types import MODEL_TYPES
 from tests.oracle import attend, embed
-from tests.support import recorded
+from tests.support import recorded, slow
 
 FILE = pathlib.Path(__file__).with_name("layers.npz")
 ABOUT, ARRAYS = recorded(FILE)
@@ -101,7 +101,11 @@ def arrays_of(prefix):
     return {n.removeprefix(prefix): x for n, x in ARRAYS.items() if n.startswith(prefix)}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# One model type of each row of the table; the others are read alike.
+QUICK = {id(MODEL_TYPES[kind]): kind for kind in KINDS}.values()
+
+
+@pytest.mark.parametrize("kind", [pytest.param(n, marks=() if n in QUICK else slow) for n in KINDS])
 def test_layers_equal_those_of_transformers(kind):
     config = KINDS[kind]["config"]
     for number, layer in enumerate(KINDS[kind]["layers"]):
