@@ -28,6 +28,7 @@ from posenc_jax.modules.shared import (
     check_axis_names,
     check_use,
     has_bias,
+    init_of_projection,
     layer_spec,
     sinks_of,
     zeros_are_empty,
@@ -36,6 +37,7 @@ from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.layer_spec import LayerSpec, Sinks
 from posenc_jax.schemes.scheme import Scheme, check_sizes
 
+_kernel_init = nn.initializers.lecun_normal()
 _Init = nn.initializers.Initializer
 
 
@@ -65,8 +67,10 @@ class Attention(AttentionLayer, nn.Module):
         "value" and "out" to bools.
       dtype, param_dtype, precision, promote_dtype: of the projections, as in `nn.DenseGeneral`.
         Parameters of the scheme are float32, and so is attention inside.
-      kernel_init, bias_init: initialisers of the projections.
-      out_kernel_init, out_bias_init: of the output projection. Default: `kernel_init`, `bias_init`.
+      kernel_init, bias_init: initialiser of the projections, or a mapping from "query", "key" and
+        "value" to initialisers.
+      out_kernel_init, out_bias_init: of the output projection. Default: `kernel_init` and
+        `bias_init`, unless they are mappings.
       axis_names: logical names of the axes of all parameters, from "model_dim", "num_heads",
         "num_kv_heads" and "head_dim", as `nn.with_logical_partitioning` gives them. Names that an
         initialiser sets take precedence.
@@ -96,9 +100,9 @@ class Attention(AttentionLayer, nn.Module):
     param_dtype: Any = jnp.float32
     precision: Any = None
     promote_dtype: Any = _promote_dtype
-    kernel_init: _Init = nn.initializers.lecun_normal()
+    kernel_init: _Init | Mapping[str, _Init] = _kernel_init
     out_kernel_init: _Init | None = None
-    bias_init: _Init = nn.initializers.zeros
+    bias_init: _Init | Mapping[str, _Init] = nn.initializers.zeros
     out_bias_init: _Init | None = None
     axis_names: AxisNames | None = None
     implementation: str | Implementation | None = None
@@ -173,6 +177,8 @@ class Attention(AttentionLayer, nn.Module):
         check_axis_names("Attention", self.axis_names)
 
         def dense(name, features, axis, kernel_init, bias_init, sharding):
+            kernel_init = init_of_projection("kernel_init", kernel_init, name, _kernel_init)
+            bias_init = init_of_projection("bias_init", bias_init, name, nn.initializers.zeros)
             sizes = KERNELS[name]
             return nn.DenseGeneral(
                 features,
@@ -221,8 +227,8 @@ class Attention(AttentionLayer, nn.Module):
         if spec.sinks:
             init, sizes, shape = nn.initializers.zeros, ("num_heads",), (self.num_heads,)
             if spec.sinks == "projected":
-                init, sizes = self.kernel_init, ("model_dim", *sizes)
-                shape = inputs_q.shape[-1], *shape
+                init = init_of_projection("kernel_init", self.kernel_init, "sinks", _kernel_init)
+                sizes, shape = ("model_dim", *sizes), (inputs_q.shape[-1], *shape)
             init = named(init, self.axis_names, sizes)
             sinks = sinks_of(self.param("sinks", init, shape, jnp.float32), inputs_q)
         if self.decode:

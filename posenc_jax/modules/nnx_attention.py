@@ -29,6 +29,7 @@ from posenc_jax.modules.shared import (
     check_axis_names,
     check_use,
     has_bias,
+    init_of_projection,
     layer_spec,
     sinks_of,
 )
@@ -37,6 +38,7 @@ from posenc_jax.schemes.layer_spec import LayerSpec, Sinks
 from posenc_jax.schemes.scheme import Scheme, check_sizes
 
 _kernel_init = nnx.initializers.lecun_normal()
+_Inits = nnx.Initializer | Mapping[str, nnx.Initializer]
 
 
 class NNXCallOptions(CallOptions, total=False):
@@ -91,9 +93,9 @@ class Attention(AttentionLayer, nnx.Module):
         param_dtype: Any = jnp.float32,
         precision: Any = None,
         promote_dtype: Any = _promote_dtype,
-        kernel_init: nnx.Initializer = _kernel_init,
+        kernel_init: _Inits = _kernel_init,
         out_kernel_init: nnx.Initializer | None = None,
-        bias_init: nnx.Initializer = nnx.initializers.zeros,
+        bias_init: _Inits = nnx.initializers.zeros,
         out_bias_init: nnx.Initializer | None = None,
         axis_names: AxisNames | None = None,
         implementation: str | Implementation | None = None,
@@ -124,9 +126,10 @@ class Attention(AttentionLayer, nnx.Module):
             "value" and "out" to bools.
           dtype, param_dtype, precision, promote_dtype: of the projections, as in
             `nnx.LinearGeneral`. Parameters of the scheme are float32, and so is attention inside.
-          kernel_init, bias_init: initialisers of the projections.
+          kernel_init, bias_init: initialiser of the projections, or a mapping from "query", "key"
+            and "value" to initialisers.
           out_kernel_init, out_bias_init: of the output projection. Default: `kernel_init` and
-            `bias_init`.
+            `bias_init`, unless they are mappings.
           axis_names: names of the axes of all parameters, from "model_dim", "num_heads",
             "num_kv_heads" and "head_dim" to a logical name, or an axis of the mesh. They become
             `out_sharding` of each `nnx.Param`, which needs a mesh, as with `nnx.with_partitioning`.
@@ -165,8 +168,8 @@ class Attention(AttentionLayer, nnx.Module):
                 param_dtype=param_dtype,
                 precision=precision,
                 promote_dtype=promote_dtype,
-                kernel_init=kernel_init,
-                bias_init=bias_init,
+                kernel_init=init_of_projection("kernel_init", kernel_init, name, _kernel_init),
+                bias_init=init_of_projection("bias_init", bias_init, name, nnx.initializers.zeros),
                 kernel_metadata=metadata_of(axis_names, sizes),
                 bias_metadata=metadata_of(axis_names, sizes[1 if name != "out" else 2 :]),
                 rngs=rngs,
@@ -201,7 +204,8 @@ class Attention(AttentionLayer, nnx.Module):
         self.query_norm, self.key_norm = norm("query"), norm("key")
         logits, sizes = jnp.zeros((num_heads,), jnp.float32), ("num_heads",)
         if spec.sinks == "projected":
-            logits = kernel_init(rngs.params(), (model_dim, num_heads), jnp.float32)
+            init = init_of_projection("kernel_init", kernel_init, "sinks", _kernel_init)
+            logits = init(rngs.params(), (model_dim, num_heads), jnp.float32)
             sizes = ("model_dim", *sizes)
         param = nnx.Param(logits, **metadata_of(axis_names, sizes))
         self.sinks = param if spec.sinks else None

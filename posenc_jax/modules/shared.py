@@ -158,6 +158,29 @@ def check_use(scheme: Scheme, spec: LayerSpec, is_causal: bool, head_dim: int) -
         )
 
 
+def init_of_projection(argument: str, init: Any, name: str, default: Any) -> Any:
+    """Returns the initialiser of a projection, from one for all or from a mapping.
+
+    Args:
+      argument: the name of `init` in messages.
+      init: an initialiser, or a mapping from names of projections to initialisers.
+      name: the projection.
+      default: the initialiser of projections without an entry.
+
+    Raises:
+      ValueError: for entries of other projections.
+    """
+    if not isinstance(init, Mapping):
+        return init
+    unknown = sorted(set(init) - {"query", "key", "value"})
+    require(
+        not unknown,
+        f"Attention: {argument} has entries for 'query', 'key' and 'value', got {unknown}"
+        f"{f'; use out_{argument}' if 'out' in unknown else ''}.",
+    )
+    return init.get(name, default)
+
+
 def has_bias(use_bias: bool | Mapping[str, bool], name: str) -> bool:
     """Returns whether a projection has a bias.
 
