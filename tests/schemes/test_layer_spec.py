@@ -141,28 +141,23 @@ def test_drope_replaces_rope_by_nope_in_the_same_state():
     assert np.abs(hot[:, 12:] - cool[:, 12:]).max() > 1e-4
 
 
-def test_invalid_layers_are_refused():
-    with pytest.raises(ValueError, match="num_layers must be at least 1, got 0"):
-        pe.layer_pattern(0, LOCAL)
-    with pytest.raises(ValueError, match="the pattern must have from 1 to 3 layers, got 0"):
-        pe.layer_pattern(3)
-    with pytest.raises(ValueError, match="the pattern must have from 1 to 3 layers, got 4"):
-        pe.layer_pattern(3, *[LOCAL] * 4)
-    with pytest.raises(TypeError, match="LayerSpec: scheme must be a Scheme, got 'rope'"):
-        pe.layer_pattern(3, "rope")
-    with pytest.raises(ValueError, match="window must be at least 1 token, got 0"):
-        pe.LayerSpec(LOCAL, window=0)
-    for size in (0, 2.5):
-        with pytest.raises(ValueError, match=f"chunk_size must be an integer from 1, got {size}"):
-            pe.LayerSpec(LOCAL, chunk_size=size)
-
-
-def test_layers_without_attention_have_no_settings_of_attention():
+def test_layers_without_attention_are_refused_by_attention():
     layer = pe.LayerSpec(pe.NoPE(), mixer="state_space")
     with pytest.raises(ValueError, match="position must be a layer of attention, got mixer='state"):
         nnx.eval_shape(lambda: Attention(16, 2, position=layer, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match="mixer must be one of"):
-        pe.LayerSpec(pe.NoPE(), mixer="mamba")  # ty: ignore[invalid-argument-type]
-    for settings in ({"window": 3}, {"sinks": True}, {"scale": 1.0}, {"scheme": LOCAL}):
-        with pytest.raises(ValueError, match="'convolution' has no settings of attention"):
-            pe.LayerSpec(**{"scheme": pe.NoPE(), "mixer": "convolution"} | settings)
+
+
+NO_ATTENTION = {"scheme": pe.NoPE(), "mixer": "convolution"}
+ERRORS = [
+    (lambda: pe.layer_pattern(0, LOCAL), {}, "num_layers must be at least 1, got 0"),
+    (lambda: pe.layer_pattern(3), {}, "the pattern must have from 1 to 3 layers, got 0"),
+    (lambda: pe.layer_pattern(3, *[LOCAL] * 4), {}, "must have from 1 to 3 layers, got 4"),
+    (pe.LayerSpec, {"scheme": "rope"}, "scheme must be a Scheme, got 'rope'", TypeError),
+    (pe.LayerSpec, {"scheme": LOCAL, "window": 0}, "window must be at least 1 token, got 0"),
+    (pe.LayerSpec, {"scheme": LOCAL, "chunk_size": 2.5}, "chunk_size must be an integer from 1"),
+    (pe.LayerSpec, NO_ATTENTION | {"mixer": "mamba"}, "mixer must be one of"),
+    *(
+        (pe.LayerSpec, NO_ATTENTION | settings, "'convolution' has no settings of attention")
+        for settings in ({"window": 3}, {"sinks": True}, {"scale": 1.0}, {"scheme": LOCAL})
+    ),
+]

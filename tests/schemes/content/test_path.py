@@ -1,7 +1,7 @@
-"""PaTH against the authors' code and numbers from a run of it.
+"""PaTH against its definition and numbers from a run of the authors' code.
 
-`authors` is naive_path_attn of fla-org/flash-linear-attention, tests/ops/test_path_attn.py,
-and `layer` the projections of fla/layers/path_attn.py, from torch to NumPy in float64.
+`layer` is the projections of fla-org/flash-linear-attention, fla/layers/path_attn.py, from torch to
+NumPy in float64.
 """
 
 import re
@@ -22,54 +22,17 @@ OPTIONS = {
 }
 
 
-def authors(q, k, v, w, beta, gates=None, *, chunk=16):
-    """[B, T, N, H] of all; beta and the logarithms of gates [B, T, N]."""
-    q, k, v, w = (np.asarray(x, np.float64).transpose(0, 2, 1, 3) for x in (q, k, v, w))
-    beta = np.asarray(beta, np.float64).transpose(0, 2, 1)
-    b, h, length, d = q.shape
-    pad = -length % chunk
-    q, k, w = (np.pad(x, ((0, 0), (0, 0), (0, pad), (0, 0))) for x in (q, k, w))
-    w_beta = w * np.pad(beta, ((0, 0), (0, 0), (0, pad)))[..., None]
-    q, k, w, w_beta = (x.reshape(b, h, -1, chunk, d) for x in (q, k, w, w_beta))
-    t = -np.tril(w_beta @ w.swapaxes(-1, -2), -1)
-    for i in range(1, chunk):
-        t[..., i, :i] += (t[..., i, :, None] * t[..., :, :i]).sum(-2)
-    t += np.eye(chunk)
-    twbk = t @ np.tril(w_beta @ k.swapaxes(-1, -2), -1)
-    qw = np.tril(q @ w.swapaxes(-1, -2))
-    twb = t @ w_beta
-    local = np.tril(q @ k.swapaxes(-1, -2)) - qw @ twbk
-    q = q - qw @ twb
-    k = k - twbk.swapaxes(-1, -2) @ w
-    reflections = w.swapaxes(-1, -2) @ twb
-    count = q.shape[2]
-    a = np.zeros((b, h, count * chunk, count * chunk))
-    for i in range(count):
-        rows = slice(i * chunk, (i + 1) * chunk)
-        a[:, :, rows, rows] = local[:, :, i]
-        q_i = q[:, :, i]
-        for j in range(i - 1, -1, -1):
-            a[:, :, rows, j * chunk : (j + 1) * chunk] = q_i @ k[:, :, j].swapaxes(-1, -2)
-            q_i = q_i - q_i @ reflections[:, :, j]
-    a = np.where(np.tril(np.ones(a.shape[2:])) > 0, a, -np.inf)[:, :, :length, :length]
-    if gates is not None:
-        sums = np.cumsum(np.asarray(gates, np.float64), 1).transpose(0, 2, 1)
-        a = a + sums[..., None] - sums[..., None, :]
-    a = a * d**-0.5
-    a = np.exp(a - a.max(-1, keepdims=True))
-    return (a / a.sum(-1, keepdims=True) @ v).transpose(0, 2, 1, 3)
-
-
-def products(q, k, v, w, beta):
-    """The same as it is written in the paper: one head, one query and one key at a time."""
+def paper(q, k, v, w, beta, gates=None):
+    """As the paper writes it, one head, query and key at a time; beta and log gates [B, T, N]."""
     q, k, v, w, beta = (np.asarray(x, np.float64) for x in (q, k, v, w, beta))
+    sums = np.zeros(beta.shape) if gates is None else np.cumsum(gates, 1)
     out = np.zeros_like(v)
     for b, n, i in np.ndindex(q.shape[0], q.shape[2], q.shape[1]):
         path, logits = q[b, i, n], np.zeros(i + 1)
         for j in range(i, -1, -1):
-            logits[j] = path @ k[b, j, n] / np.sqrt(q.shape[-1])
+            logits[j] = path @ k[b, j, n] + sums[b, i, n] - sums[b, j, n]
             path = path - beta[b, j, n] * (path @ w[b, j, n]) * w[b, j, n]
-        weights = np.exp(logits - logits.max())
+        weights = np.exp((logits - logits.max()) / np.sqrt(q.shape[-1]))
         out[b, i, n] = weights / weights.sum() @ v[b, : i + 1, n]
     return out
 
@@ -97,14 +60,14 @@ def embeddings(length, dim=10):
     return np.random.default_rng(1).normal(size=(1, length, dim)).astype("f4")
 
 
-def whole(scheme, params, x, arrays, function=products):
+def whole(scheme, params, x, arrays):
     q, k, v = (spread(a, scheme.num_heads) for a in arrays)
     w, beta = (spread(a, scheme.num_heads) for a in layer(params, x, scheme.head_dim))
-    if "gate" in params:
-        w_gate, b_gate = (np.asarray(params["gate"][n], np.float64) for n in "wb")
-        z = np.asarray(x, np.float64) @ w_gate + b_gate
-        return authors(q, k, v, w, beta, gates=-np.logaddexp(0, -z))
-    return function(q, k, v, w, beta)
+    if "gate" not in params:
+        return paper(q, k, v, w, beta)
+    w_gate, b_gate = (np.asarray(params["gate"][n], np.float64) for n in "wb")
+    z = np.asarray(x, np.float64) @ w_gate + b_gate
+    return paper(q, k, v, w, beta, -np.logaddexp(0, -z))
 
 
 VARIANTS = [
@@ -116,13 +79,12 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
-def test_matches_the_code_of_the_authors(options, monkeypatch):
+def test_matches_the_paper_and_the_layer_of_the_authors(options, monkeypatch):
     monkeypatch.setattr(path, "CHUNK", 8)
     arrays, x = qkv(length=37), embeddings(37)
     scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=10, **options)
     params = parameters(scheme)
     out = oracle.attend(scheme, params, *arrays, x=x, is_causal=True, implementation="xla")
-    np.testing.assert_allclose(out, whole(scheme, params, x, arrays, authors), atol=1e-5)
     np.testing.assert_allclose(out, whole(scheme, params, x, arrays), atol=1e-5)
 
 
@@ -139,7 +101,7 @@ def test_matches_a_run_of_the_authors_code():
         [0.125873, 0.255285, 0.255285, 0.363557],
     ]
     arrays = [x[None, :, None] for x in (q, k, np.eye(4), w)]
-    np.testing.assert_allclose(authors(*arrays, beta[None, :, None])[0, :, 0], weights, atol=1e-6)
+    np.testing.assert_allclose(paper(*arrays, beta[None, :, None])[0, :, 0], weights, atol=1e-6)
     arrays = [jnp.asarray(x, jnp.float32) for x in (*arrays, beta[None, :, None])]
 
     attention = pe.AttentionCall(is_causal=True)
@@ -157,7 +119,7 @@ def test_reflections_over_many_chunks_keep_their_precision():
     attention = pe.AttentionCall(is_causal=True)
     arrays = [jnp.asarray(x, jnp.float32) for x in (q, k, v, w, beta)]
     out = jax.jit(lambda *a: path.attend_along_path(*a, 8**-0.5, attention))(*arrays)
-    np.testing.assert_allclose(out, products(q, k, v, w, beta), atol=1e-5)
+    np.testing.assert_allclose(out, paper(q, k, v, w, beta), atol=1e-5)
 
 
 def test_memory_is_linear_in_the_length():
