@@ -115,20 +115,14 @@ def test_positions_outside_the_table_raise_or_make_their_row_nan_and_no_other():
     scheme = small(max_length=20)
     params = parameters(scheme)
     q, k, v = (x[:, :5] for x in ARRAYS)
+    with pytest.raises(TypeError, match="tupe: coordinates must be integers, got float32"):
+        pe.scheme_attention(scheme, params, q, k, v, coordinates=np.zeros((1, 5), "f4"))
     for bad in (20, -1):
         positions = np.array([[0, 1, 2, bad, 3]])
         with pytest.raises(ValueError, match=r"tupe: positions must be in \[0, 20\), .* got"):
             pe.scheme_attention(scheme, params, q, k, v, coordinates=positions)
         out = attend(scheme, params, q, k, v, coordinates=positions, is_causal=True)
         np.testing.assert_array_equal(np.isnan(out[0, :, 0, 0]), [0, 0, 0, 1, 1])
-
-
-def test_float_coordinates_raise():
-    q, k, v = (x[:, :3] for x in ARRAYS)
-    scheme = small()
-    params = parameters(scheme)
-    with pytest.raises(TypeError, match="tupe: coordinates must be integers, got float32"):
-        pe.scheme_attention(scheme, params, q, k, v, coordinates=jnp.zeros((1, 3)))
 
 
 ERRORS = [

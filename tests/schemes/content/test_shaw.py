@@ -114,16 +114,6 @@ def test_zero_beyond_for_values():
     np.testing.assert_allclose(attend(scheme, params, arrays), expected, atol=1e-5)
 
 
-def test_parameters_follow_the_options():
-    def shapes(**options):
-        scheme = pe.Shaw(num_heads=6, head_dim=8, **options)
-        return {name: x.shape for name, x in parameters(scheme).items()}
-
-    assert shapes() == {"keys": (1, 33, 8), "values": (1, 33, 8)}
-    assert shapes(keys=False, clip=0) == {"values": (1, 1, 8)}
-    assert shapes(values=False, per_head=True, clip=2) == {"keys": (6, 5, 8)}
-
-
 ERRORS = [
     (pe.Shaw, {"keys": False, "values": False}, "keys and values must not both be False"),
 ]
