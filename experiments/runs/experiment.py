@@ -225,11 +225,11 @@ def from_file(tables: Mapping[str, Any], others: Iterable[str] = ()) -> Experime
     run = convert(list[str], tables.pop("tasks", list(DEFAULT_TASKS)), "tasks")
     if not run or len(set(run)) != len(run):
         raise ConfigError(f"tasks: must name some, each once, got {run}")
-    known = _known([*others, *run])
+    known = TASKS | {task.name: task for task in map(find_task, [*others, *run])}
     running = [find_task(name).name for name in run]
     if len(set(running)) != len(running):
         raise ConfigError(f"tasks: two have one name, got {run}")
-    tasks = {n: _at_plain_names(from_tables(t, tables.pop(n, {}), n)) for n, t in known.items()}
+    tasks = {n: from_tables(task, tables.pop(n, {}), n) for n, task in known.items()}
     schemes = tables.pop("schemes", {})
     if isinstance(schemes, Mapping) and "names" in schemes:
         schemes = dict(schemes)
@@ -244,17 +244,13 @@ def from_file(tables: Mapping[str, Any], others: Iterable[str] = ()) -> Experime
     settings = {name: convert(hints[name], value, name) for name, value in tables.items()}
     if "schemes" in settings:
         settings["schemes"] = tuple(map(plain, settings["schemes"]))
-    tasks = {name: tasks[name] for name in running}
+    tasks = {
+        name: dataclasses.replace(
+            tasks[name], rates={plain(scheme): x for scheme, x in tasks[name].rates.items()}
+        )
+        for name in running
+    }
     return Experiment(**settings, options=schemes, tasks=tasks)
-
-
-def _at_plain_names(task: Task) -> Task:
-    """Returns the task with the names of `rates` as schemes have them."""
-    return dataclasses.replace(task, rates={plain(name): x for name, x in task.rates.items()})
-
-
-def _known(references: Iterable[str]) -> dict[str, type[Task]]:
-    return TASKS | {task.name: task for task in map(find_task, references)}
 
 
 def load(

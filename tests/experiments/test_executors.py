@@ -26,9 +26,6 @@ class Quiet:
     def start(self, runs):
         pass
 
-    def update(self, step):
-        pass
-
     def finish(self, ended):
         self.ended[ended.run] = ended
         self.then(ended)
