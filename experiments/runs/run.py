@@ -331,12 +331,12 @@ Lookup = Callable[[Run], Result | None]
 
 def known(folder: Path) -> Lookup:
     """Returns a function that reads the result of a run once it has one, and then remembers it."""
-    known: dict[str, Result] = {}
+    by_name: dict[str, Result] = {}
 
     def result(run: Run) -> Result | None:
-        if run.name not in known and (read := RunFolder(folder, run).result()):
-            known[run.name] = read
-        return known.get(run.name)
+        if run.name not in by_name and (read := RunFolder(folder, run).result()):
+            by_name[run.name] = read
+        return by_name.get(run.name)
 
     return result
 
