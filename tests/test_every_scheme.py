@@ -34,12 +34,12 @@ MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
 WHOLE = {"learned", "t5", "rope"}
 """One scheme of each place: on the embedding, in the rules, on queries and keys."""
 ALONE = {
-    "jit_equals_eager": {"rope", "fox"},
-    "eight_devices_give_the_same_numbers": {"rope", "fox"},
+    "jit_equals_eager": {"fox"},
+    "eight_devices_give_the_same_numbers": {"fox"},
     "positions_default_to_counting": {"learned", "fox"},
     "bfloat16_is_near_float32": {"learned", "t5", "fox", "rope"},
     "tiles_equal_the_reference_in_an_encoder": {"t5", "shaw"},
-    "ring_cache_equals_the_whole": {"t5", "fox", "rope"},
+    "ring_cache_equals_the_whole": {"t5", "fox"},
     "empty_batches_and_sequences": {"learned", "t5", "fox", "path", "short_conv", "rope"},
 }
 """The schemes of properties that need programs of their own, or many operations."""
@@ -47,6 +47,8 @@ IN_TILES = {"value", "rules", "attend", "output"}
 OF_TOKENS = IN_TILES | {"mix", "features"}
 IN_CACHES = {"mix", "features", "attend"}
 """Hooks that act within tiles, and hooks that see other tokens or their states."""
+STATELESS = {"cope", "deberta", "grape_a", "inkling", "repo", "shaw", "transformer_xl", "tupe"}
+"""Features of a token that depend on it alone: what a prompt shows, single steps do."""
 NEEDS = {
     "tiles_equal_the_reference": IN_TILES,
     "tiles_equal_the_reference_padded": IN_TILES,
@@ -76,14 +78,19 @@ dtypes of every scheme in its traced program.
 def is_quick(kind, name):
     """Whether a property of a scheme is measured by default."""
     cls = pe.SCHEMES[kind]
-    if name in ALONE:
-        return kind in ALONE[name]
+    if name in ALONE or name not in NEEDS:
+        return kind in ALONE.get(name, {kind})
+    needs = NEEDS[name]
     own = {x for x in OF_TOKENS if getattr(cls, x) is not getattr(pe.Scheme, x)}
-    if own & NEEDS.get(name, own) or name not in NEEDS:
+    if "contrib" in cls.__module__ and needs >= IN_TILES:  # Only their authors use these schemes.
+        return False
+    if kind == "path" and needs == IN_TILES:  # Whole rows of its logits depend on each other.
+        return False
+    if kind in STATELESS and ("prompt" in name or name.startswith("steps_after")):
+        return False
+    if name == "every_parameter_has_a_gradient" and cls.init is not pe.Scheme.init:
         return True
-    # A scheme with parameters and no other code in tiles is measured with the reference.
-    with_parameters = name == "every_parameter_has_a_gradient" and cls.init is not pe.Scheme.init
-    return with_parameters or (kind in WHOLE and not name.startswith("tiles"))
+    return bool(own & needs) or (kind in WHOLE and needs != IN_TILES)
 
 
 @functools.lru_cache(2)
@@ -169,7 +176,7 @@ def test_settings_are_documented_and_the_paper_is_cited(kind):
     assert "https://arxiv.org/abs/" in sys.modules[cls.__module__].__doc__
 
 
-TRANSFORMED = ["t5", "short_conv"]
+TRANSFORMED = ["t5"]
 
 
 @pytest.fixture(

@@ -66,7 +66,6 @@ class Case:
       padded, packed: segments of 130 tokens: padding at the left of the first row, and two
         sequences in each row.
       implementations: of attention, which have to agree.
-      traces: how often `model` was traced.
       recorder: the implementation of `eager` and of first calls.
 
     Raises:
@@ -109,7 +108,6 @@ class Case:
             for i, n in enumerate(heads)
         ]
         self.implementations = "reference", "xla"
-        self.traces = 0
         self.recorder = Recorder()
         static = ("scheme", "is_causal", "window", "implementation")
         self._model = jit_fast(self.model, static_argnames=static)
@@ -118,7 +116,16 @@ class Case:
     @functools.cached_property
     def params(self) -> Any:
         """New parameters."""
-        return jit_fast(self.scheme.init)(jax.random.key(7))
+        return self.lowered_init.compile()(jax.random.key(7))
+
+    @functools.cached_property
+    def lowered_init(self) -> Any:
+        """The program of `init` that makes `params`."""
+        return self.lower_init()
+
+    def lower_init(self) -> Any:
+        """Returns the program of `init`, traced anew."""
+        return jit_fast(lambda key: self.scheme.init(key)).lower(jax.random.key(7))
 
     def model(
         self,
@@ -131,7 +138,6 @@ class Case:
         **options: Any,
     ) -> tuple[jax.Array, Any]:
         """Returns the output [B, T, N, H] of embedding, projections and attention; the cache."""
-        self.traces += 1
         places = {name: options.get(name) for name in ("positions", "coordinates")}
         x = scheme_embedding(scheme, params, x, cache=cache, **places)
         q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights)
@@ -293,7 +299,7 @@ class Case:
         return np.concatenate(outs, 1), cache
 
 
-def jit_fast(function: Callable, **options: Any) -> Callable:
+def jit_fast(function: Callable, **options: Any) -> jax.stages.Wrapped:
     """Returns `jax.jit(function)` that compiles fast, for programs that run a few times."""
     if jax.default_backend() == "cpu":
         level = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

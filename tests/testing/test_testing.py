@@ -202,19 +202,17 @@ BROKEN = {
 
 @pytest.mark.parametrize("scheme, name", BROKEN.values(), ids=BROKEN)
 def test_broken_scheme_fails_the_property(scheme, name):
-    prop = testing.PROPERTIES[name]
+    prop, case = testing.PROPERTIES[name], testing.Case(scheme)
+    if not name.startswith("tiles"):
+        case.implementations = ("reference",)
     with pytest.raises(AssertionError) as raised:
-        prop.check(testing.Case(scheme))
+        prop.check(case)
     message = str(raised.value)
     assert repr(scheme) in message
     assert prop.name in message
     assert prop.cause in message
-
-
-def test_a_function_made_anew_is_named():
-    message = "LogitBias.rule is another function in each call: <function Remade.rules"
-    with pytest.raises(AssertionError, match=message):
-        testing.PROPERTIES["second_eager_call_does_not_compile"].check(testing.Case(Remade(8)))
+    if isinstance(scheme, Remade):
+        assert "LogitBias.rule is another function in each call: <function Remade.rules" in message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,8 +241,10 @@ class NaN(Rotary):
     ],
 )
 def test_nan_fails_the_property(place, name):
+    case = testing.Case(NaN(8, place))
+    case.implementations = ("reference",)
     with pytest.raises(AssertionError, match="largest error nan, tolerance"):
-        testing.PROPERTIES[name].check(testing.Case(NaN(8, place)))
+        testing.PROPERTIES[name].check(case)
 
 
 class WrittenForArrays(Slopes):
@@ -351,7 +351,7 @@ LOG_OF_ZERO = Broken(6, log_distance)
 SUMMARIES = [
     (
         RunningSum(6, 20, "segment_ids"),
-        ["steps_after_right_padding_equal_rows_alone", "nan_in_padding_stays_there"],
+        ["steps_after_right_padding_equal_rows_alone", "declared_axes_have_their_sizes"],
         ["1 of 4 properties fail", "a running sum in `features` that includes padding"],
     ),
     (LOG_OF_ZERO, [], ["1 of 2 properties fail; the others need it", "not finite", "log(0)"]),
