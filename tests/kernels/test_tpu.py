@@ -176,8 +176,8 @@ def _lowered(case, x, kernels=PallasTPU(cross_compile=True)):  # noqa: B008
     ("case", "sinks"),
     [
         (case_of("table"), True),
-        (case_of("gate", causal=False, segments=True), False),
         (case_of("wide", softcap=3.0), False),
+        pytest.param(case_of("gate", causal=False, segments=True), False, marks=slow),
     ],
 )
 def test_lowers_for_tpu(case, sinks):

@@ -186,13 +186,9 @@ def test_derivatives_equal_the_reference():
     _close(got, gradient("reference"))
 
 
+@slow
 @pytest.mark.parametrize(
-    ("scheme", "chunk", "ring"),
-    [
-        ("t5", 1, True),
-        pytest.param("fox", 5, False, marks=slow),
-        pytest.param("deberta", 1, False, marks=slow),
-    ],
+    ("scheme", "chunk", "ring"), [("t5", 1, True), ("fox", 5, False), ("deberta", 1, False)]
 )
 def test_steps_with_a_cache_equal_one_pass(scheme, chunk, ring):
     scheme, tokens = build(pe.SCHEMES[scheme]), make_batch(length=15)
