@@ -11,7 +11,7 @@ import pytest
 import posenc_jax as pe
 from experiments import bench
 from experiments.__main__ import main
-from experiments.bench import WARM_HEAP, decode, rope, use_warm_heap
+from experiments.bench import WARM_HEAP, decode, llama, rope, use_warm_heap
 from experiments.bench.cases import attend_with, make_arguments, named_schemes
 from experiments.bench.peers import Case, agreeing
 from experiments.bench.timing import side_by_side
@@ -123,6 +123,21 @@ def test_decode_case_equals_attention_over_the_whole_sequence():
     case = decode.our_case(scheme, arguments, tokens=3)
     for _ in range(2):
         np.testing.assert_allclose(case.call(), whole[:, -3:], atol=1e-5)
+
+
+def test_bench_llama_at_tiny_size(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(jax, "clear_caches", lambda: None)  # Other tests go on with the programs.
+    path = tmp_path / "llama.json"
+    arguments = ["llama", "--cold-heap", "--rounds=1", "--seconds=0", "--lengths=8", "--layers=1"]
+    arguments += ["--heads=2", "--kv-heads=1", "--head-dim=4", "--compilations=1", f"--json={path}"]
+    assert bench.main(arguments) == 0
+    assert "s of tracing and compiling, 1.00 times as much" in capsys.readouterr().out
+    by_hand, *ours = json.loads(path.read_text())["results"][0]["rows"]
+    assert by_hand["compile_ratio"] == by_hand["ratio"] == 1.0
+    assert [row["name"] for row in ours] == ['posenc_jax, implementation="jax"', "posenc_jax"]
+    assert all(row["compile_seconds"] > 0 for row in ours)
+    with pytest.raises(RuntimeError, match="the models differ"):
+        llama.check_losses({"by hand": jnp.float32(1.0), "posenc_jax": jnp.float32(1.001)})
 
 
 def test_bench_restarts_with_a_warm_heap(monkeypatch):
