@@ -1,9 +1,8 @@
 """Every model type that `from_hf` reads, and those that it does not read with the reasons.
 
-A model type is one row in the `ROWS` of its family: `rotary_types.py`, `hybrid_types.py` (linear
-attention, convolutions or Mamba in some layers), `latent_types.py` or `other_types.py`. A row is a
-`ModelType`, made of the readers that the family shares; its key has one or several names. To add
-one,
+A model type is one row in the `ROWS` of `rotary_types.py` or `other_types.py`. A row is a
+`ModelType`, made of the readers that its family shares; its key has one or several names. Biases,
+scale and QK-norm need no setting where the config class has a key for them. To add one,
 
 1. Copy the row of the model type that is most alike, and change the settings that its modeling file
    changes: layout, layers that rotate or have a window, biases, norms of queries and keys, scale.

@@ -506,7 +506,7 @@ def _zamba_scale(config: TrackedConfig, layer: int) -> float:
 # Multi-head latent attention.
 
 
-_KINDS = {0: LOCAL, 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
+_BY_RATIO = {0: LOCAL, 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
 _LABELS = "main", "compress"
 
 
@@ -543,14 +543,14 @@ def _deepseek_v4(config: TrackedConfig) -> Layers:
     config.check_ignored(
         all(part.get("truncate", True) for part in parts.values()), "truncate=false"
     )
-    main = _scheme(config, parts["main"], "rope_theta")
-    compress = _scheme(config, parts["compress"], "compress_rope_theta")
+    main = _deepseek_v4_scheme(config, parts["main"], "rope_theta")
+    compress = _deepseek_v4_scheme(config, parts["compress"], "compress_rope_theta")
     window = config.need("sliding_window")
-    schemes = (main if kind == LOCAL else compress for kind in _kinds(config))
+    schemes = (main if kind == LOCAL else compress for kind in _deepseek_v4_kinds(config))
     return tuple(LayerSpec(scheme, window) for scheme in schemes)
 
 
-def _scheme(config: TrackedConfig, part: dict[str, Any], base: str) -> Scheme:
+def _deepseek_v4_scheme(config: TrackedConfig, part: dict[str, Any], base: str) -> Scheme:
     """Returns RoPE on the last dimensions of q, k and v."""
     kind = part.get("rope_type", part.get("type"))
     config.check(kind != "proportional", f"rope_type={kind!r}, which is not supported for its type")
@@ -578,24 +578,24 @@ def _scheme(config: TrackedConfig, part: dict[str, Any], base: str) -> Scheme:
     )
 
 
-def _kinds(config: TrackedConfig) -> list[str]:
+def _deepseek_v4_kinds(config: TrackedConfig) -> list[str]:
     """Returns the kind of each layer: `layer_types`, else `compress_ratios` as released."""
     count, kinds = layer_count(config), config.explicit("layer_types")
     ratios = config.explicit("compress_ratios")
     if ratios is not None:
-        unknown = sorted(set(ratios) - set(_KINDS))
-        config.check(not unknown, f"compress_ratios {unknown}; known: {[*_KINDS]}")
-        by_ratio = [_KINDS[ratio] for ratio in ratios]
+        unknown = sorted(set(ratios) - set(_BY_RATIO))
+        config.check(not unknown, f"compress_ratios {unknown}; known: {[*_BY_RATIO]}")
+        by_ratio = [_BY_RATIO[ratio] for ratio in ratios]
         config.check(
             kinds is None or kinds[:count] == by_ratio[:count],
             "layer_types and compress_ratios that contradict each other",
         )
         kinds = by_ratio
     if kinds is None:
-        kinds = [_KINDS[128]] * 2 + [_KINDS[4 if i % 2 else 128] for i in range(count)]
+        kinds = [_BY_RATIO[128]] * 2 + [_BY_RATIO[4 if i % 2 else 128] for i in range(count)]
     kinds = kinds[:count]
     config.check_count("layer_types", kinds, count)
-    unknown = sorted(set(kinds) - set(_KINDS.values()))
+    unknown = sorted(set(kinds) - set(_BY_RATIO.values()))
     config.check(not unknown, f"layer_types {unknown}")
     return kinds
 
