@@ -242,7 +242,7 @@ class KVCache:
         length = self.length + added
         self._check_room(length)
         index = self.length[:, None] + jnp.cumsum(tokens, 1, dtype=jnp.int32) - 1
-        slots = self.slots(index)
+        slots = self.storage.slots(index, self.capacity)
         # Tokens that are not stored have different slots past the end, which are not written.
         past_end = self.capacity + jnp.arange(count, dtype=jnp.int32)[None]
         slots = jnp.where(tokens & (slots < self.capacity), slots, past_end)
@@ -275,7 +275,7 @@ class KVCache:
         # A donated cache is not copied if it is read after the write only. As many tokens as slots
         # overwrite the last one.
         before = self if count == self.capacity - sinks else new
-        slot = self.slots(jnp.maximum(self.length - 1, 0)[:, None])
+        slot = self.storage.slots(jnp.maximum(self.length - 1, 0)[:, None], self.capacity)
         last = (
             jnp.take_along_axis(before.positions, slot, 1),
             jnp.take_along_axis(before.segment_ids, slot, 1),
@@ -440,10 +440,6 @@ class KVCache:
         `take` or `rewind` was used beyond its limits recovers in `reset`.
         """
         return self.lost | self.storage.overflowed(self.length, self.capacity)
-
-    def slots(self, index: jax.Array) -> jax.Array:
-        """Returns the slots of tokens, by their index in the row."""
-        return self.storage.slots(index, self.capacity)
 
     def _check_room(self, length: jax.Array) -> None:
         """Raises `ValueError` if rows of these lengths are known not to fit."""

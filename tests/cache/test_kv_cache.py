@@ -320,6 +320,8 @@ def decoded(scheme, params, dtype, values, **options):
 def test_a_cache_on_the_host_and_rows_that_are_none():
     cache, _ = decoded(pe.NoPE(), {}, jnp.float32, [1.0, 2.0])
     other = jax.device_get(cache)
+    np.testing.assert_array_equal(other.v[0, :, 0, 0], [1, 2, 0, 0])
+    np.testing.assert_array_equal(other.segment_ids, [[0, 0, -1, -1]])
     for new in (other.take([0]), other.insert(0, other), cache.reset([])):
         chex.assert_trees_all_equal(new, cache)
 

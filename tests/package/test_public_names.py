@@ -1,6 +1,7 @@
-"""The exported names of the package, and modules imported on first use."""
+"""The exported names of the package, modules imported on first use, and the version in files."""
 
 import importlib
+import pathlib
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 import posenc_jax as pe
 from posenc_jax.__main__ import main
 
+ROOT = pathlib.Path(__file__).parents[2]
 MODULES = {"contrib", "positions", "sharding"}
 
 
@@ -76,3 +78,19 @@ def test_unknown_names():
     with pytest.raises(KeyError, match="unknown scheme 'zzz'; there are learned, none"):
         pe.SCHEMES["zzz"]
     assert "roep" not in pe.SCHEMES and pe.SCHEMES.get("roep") is None
+
+
+def test_files_name_the_version():
+    assert f"\nversion: {pe.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    readme = (ROOT / "README.md").read_text()
+    assert set(re.findall(r"(?i)version v?([0-9]+[.][0-9]+[.][0-9]+)", readme)) <= {pe.__version__}
+    headings = re.findall(r"(?m)^## (\S+)", (ROOT / "CHANGELOG.md").read_text())
+    assert pe.__version__ in headings[:2]  # The first may be "Unreleased".
+
+
+def test_the_address_stands_in_one_file():
+    assert "OWNER_" in (ROOT / "pyproject.toml").read_text()
+    for folder, pattern in ((".", "*.*"), (".github", "**/*.*"), ("docs", "**/*.*")):
+        for path in (ROOT / folder).glob(pattern):
+            if path.suffix in (".md", ".cff", ".yml", ".py"):
+                assert "OWNER_" not in path.read_text(), path
