@@ -1,1 +1,1 @@
-"""Tables, plots, reports and progress, made from the results of runs."""
+"""Tables, plots and reports, made from the results of runs."""

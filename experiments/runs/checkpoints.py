@@ -63,15 +63,22 @@ class Checkpoints:
     Args:
       path: of the folder.
       deadline: when it is over, the state is written and OutOfTime raised.
-      say: shows a line about a state that cannot be used.
+      say: shows a line: of the progress, or about a state that cannot be used.
       every: seconds between two states.
+      lines: seconds between two lines of the progress.
     """
 
     def __init__(
-        self, path: Path, deadline: Deadline, say: Callable[[str], None], every: float = 60.0
+        self,
+        path: Path,
+        deadline: Deadline,
+        say: Callable[[str], None],
+        every: float = 60.0,
+        lines: float = 20.0,
     ):
-        self.path, self.deadline, self.say, self.every = path, deadline, say, every
-        self.written = time.monotonic()
+        self.path, self.deadline, self.say = path, deadline, say
+        self.every, self.lines = every, lines
+        self.written = self.said = time.monotonic()
 
     def load(self, state: Any) -> tuple[Any, dict[str, list], tuple[float, float]] | None:
         """Returns a state like `state`, its curve and its times; None if there is none.
@@ -94,8 +101,12 @@ class Checkpoints:
         return None
 
     def save(self, state: Any, curve: dict[str, list], times: tuple[float, float]) -> None:
-        """Is called after each compiled call, and may write the state."""
+        """Is called after each compiled call; may show the progress, and write the state."""
         now, over = time.monotonic(), self.deadline.over()
+        if now >= self.said + self.lines:
+            loss = np.mean(curve["loss"][-1])
+            self.say(f"{self.path.parent.name}: step {curve['step'][-1]}, loss {loss:.3f}")
+            self.said = now
         if not over and now < self.written + self.every:
             return
         arrays = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(state))}
