@@ -221,7 +221,7 @@ MUTATIONS = [
              "tests/engine/test_robustness.py"),
     Mutation("blind queries: zero in place of -inf as log-sum-exp", "engine/problem.py",
              "return jnp.where(blind, -jnp.inf, self.top", "return jnp.where(blind, 0.0, self.top",
-             f"{XLA} tests/engine/test_robustness.py"),
+             "tests/engine/test_dense_bias.py"),
     Mutation("tile skipped that holds the window's last key", "engine/blocks.py",
              "live = live & (late.low <= add_saturated(early.high, limit))",
              "live = live & (late.low < add_saturated(early.high, limit))",

@@ -16,43 +16,45 @@ from tests.kernels.kernel_cases import arrays_of, assert_close, described
 from tests.oracle import attention, qkv
 from tests.support import gpu_interpreted, gpu_lowered, slow
 
-N = 6
 TILES = XLA(Blocks(16, 8), Blocks(8, 16))
 # Larger blocks in the backward pass: more tiles than the bias has.
 KERNELS = PallasTPU(Blocks(128, 128), Blocks(256, 384), interpret=True)
 OF_GPU = PallasGPU(interpret=True)
+# The first axes of the bias are those of two rows and all heads, or one.
 CASES = [
-    ("reference", 63, 2, (1, N), np.float32, 4.0),
-    (Dense(block=2**12), 63, 2, (2, 1), np.float32, 4.0),
-    (TILES, 63, 2, (1, N), np.float32, None),
-    (KERNELS, 200, 2, (1, N), jnp.bfloat16, None),
-    pytest.param(OF_GPU, 63, 2, (1, 1), jnp.bfloat16, None, marks=gpu_interpreted),
+    ("reference", 63, 3, "N", np.float32, 4.0),
+    (Dense(block=2**12), 63, 3, "B", np.float32, 4.0),
+    (TILES, 63, 3, "N", np.float32, None),
+    (KERNELS, 200, 3, "N", jnp.bfloat16, None),
+    pytest.param(OF_GPU, 63, 1, "", jnp.bfloat16, None, marks=gpu_interpreted),
 ]
 CASES += [
     pytest.param(*case, marks=slow)
     for case in [
-        (TILES, 63, 2, (2, 1), np.float32, 4.0),
-        (KERNELS, 200, 6, (2, 1), np.float32, 4.0),
-        (KERNELS, 63, 2, (2, N), np.float32, None),
+        (TILES, 63, 3, "B", np.float32, 4.0),
+        (KERNELS, 200, 3, "B", np.float32, 4.0),
+        (KERNELS, 63, 3, "BN", np.float32, None),
     ]
 ]
 CASES += [
-    pytest.param(OF_GPU, 200, *case, None, marks=[gpu_interpreted, slow])
-    for case in [(6, (2, 1), jnp.bfloat16), (2, (1, N), np.float32)]
+    pytest.param(OF_GPU, 200, 3, *case, None, marks=[gpu_interpreted, slow])
+    for case in [("B", jnp.bfloat16), ("N", np.float32)]
 ]
 
 
 @pytest.mark.parametrize(
-    ("implementation", "length", "kv_heads", "lead", "dtype", "softcap"), CASES, ids=str
+    ("implementation", "length", "kv_heads", "axes", "dtype", "softcap"), CASES, ids=str
 )
-def test_output_and_gradients_equal_float64(implementation, length, kv_heads, lead, dtype, softcap):
+def test_output_and_gradients_equal_float64(implementation, length, kv_heads, axes, dtype, softcap):
     """Beside a rule by distance, with padding at the end of each row.
 
-    -inf hides keys as `mask` does: NaN and inf in a key that it hides from all queries reach no
-    output and no gradient, and a query without keys has zeros. Nor does NaN for later keys.
+    -inf hides keys as `mask` does: NaN and inf in a key that it hides from all queries, and NaN for
+    later keys, reach no output and no gradient. A query without keys has zeros and a log-sum-exp of
+    -inf.
     """
-    random = np.random.default_rng(1)
-    shapes = [(2, length, n, 24) for n in (N, kv_heads, kv_heads, N)]
+    random, heads = np.random.default_rng(1), 2 * kv_heads
+    lead = 2 if "B" in axes else 1, heads if "N" in axes else 1
+    shapes = [(2, length, n, 24) for n in (heads, kv_heads, kv_heads, heads)]
     q, k, v, d_out = (random.normal(size=shape).astype("f4") for shape in shapes)
     ids = np.where(np.arange(length) < np.array([[length - 5], [40]]), 0, -1).astype(np.int32)
     later = np.triu(np.ones((length, length), bool), 1)
@@ -61,19 +63,20 @@ def test_output_and_gradients_equal_float64(implementation, length, kv_heads, le
     bias = random.normal(size=(*lead, length, length))
     bias = jnp.asarray(np.where(later, np.nan, np.where(hidden, -np.inf, bias)), dtype)
     options = {"q_segment_ids": ids, "is_causal": True, "softcap": softcap}
+    options["implementation"] = implementation
 
     @jax.jit
     def run(q, k, v, bias):
         def attend(q, k, v, bias):
-            rules = pe.DenseBias(bias), pe.ALiBi(num_heads=N).rules({})
-            return pe.attention(q, k, v, rules=rules, implementation=implementation, **options)
+            rules = pe.DenseBias(bias), pe.ALiBi(num_heads=heads).rules({})
+            return pe.attention(q, k, v, rules=rules, return_lse=True, **options)
 
-        out, pull = jax.vjp(attend, q, k, v, bias)
-        return out, *pull(d_out)
+        out, pull, lse = jax.vjp(attend, q, k, v, bias, has_aux=True)
+        return out, lse, *pull(d_out)
 
-    real, zeros = ids == 0, np.zeros((1, length, N), "f4")
+    real, zeros = ids == 0, np.zeros((1, length, heads), "f4")
     d_out = np.where(real[..., None, None], d_out, 0.0)
-    slopes, at = np.asarray(pe.alibi_slopes(N)), np.arange(length)
+    slopes, at = np.asarray(pe.alibi_slopes(heads)), np.arange(length)
     alibi = -slopes[:, None, None] * np.abs(at[:, None] - at).astype("f4")
     exact, rows = np.where(later | hidden, 0.0, np.asarray(bias, "f4")), []
     for row in range(2):
@@ -82,8 +85,8 @@ def test_output_and_gradients_equal_float64(implementation, length, kv_heads, le
         added = exact[min(row, lead[0] - 1)] + alibi
         numbers = {"scale": 24**-0.5, "softcap": softcap}
         rows.append(attention(arrays, added, sees, g, zeros, **numbers))
-    out, _, *expected, d_logits, _ = zip(*rows, strict=True)
-    expected = [np.concatenate(x) for x in (out, *expected)]
+    *expected, d_logits, _ = zip(*rows, strict=True)
+    expected = [np.concatenate(x) for x in expected]
     shared = tuple(axis for axis in (0, 1) if lead[axis] == 1)
     of_bias = np.stack(d_logits).sum(shared, keepdims=True)
     for x in (k, v):
@@ -97,7 +100,7 @@ def test_output_and_gradients_equal_float64(implementation, length, kv_heads, le
 def test_it_belongs_to_slots_when_a_rule_sorts_the_keys():
     """Stick-breaking needs keys in the order of their positions."""
     random, (q, k, v) = np.random.default_rng(0), qkv(length=9)
-    bias, order = random.normal(size=(1, N, 9, 9)).astype("f4"), random.permutation(9)
+    bias, order = random.normal(size=(1, 6, 9, 9)).astype("f4"), random.permutation(9)
 
     @jax.jit
     def attend(bias, q, k, v, positions):

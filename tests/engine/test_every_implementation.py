@@ -308,6 +308,7 @@ def test_rows_masked_by_a_number_over_a_ring(inner):
         _compare_numbers(SequenceParallel("sequence", "ring", inner), _later_or_padding, 64)
 
 
+@slow
 def test_products_of_a_scaled_mask_are_rounded_in_both_passes():
     """XLA fused them with the sum after them in one pass: exp(64) times the gradient."""
     q, k, v, g = np.random.default_rng(0).normal(size=(4, 1, 300, 2, 3)).astype(np.float32)
