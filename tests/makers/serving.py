@@ -84,7 +84,7 @@ class Model:
 class Server:
     """A cache, and for each row the list of its tokens."""
 
-    def __init__(self, model: Model, chunk: int = 7):
+    def __init__(self, model: Model, chunk: int):
         self.model, self.chunk, self.cache = model, chunk, model.empty(chunk)
         self.rows: list[Row] = [[] for _ in range(ROWS)]
         self.outs = [{} for _ in range(ROWS)]
@@ -125,88 +125,71 @@ def text(length: int, seed: int, segment: int = 0) -> Row:
     return [(int(n), t, segment) for t, n in enumerate(numbers)]
 
 
-def chunks(size: int, length: int):
-    """Returns the situation of `size` tokens at a time."""
-
-    def situation(model: Model) -> float:
-        server = Server(model, size)
-        server.add(*(text(length - row, row) for row in range(ROWS)))
-        return server.check()
-
-    return situation
+def chunks(length: int):
+    """Returns the situation of rows that begin together."""
+    return lambda server: server.add(*(text(length - row, row) for row in range(ROWS)))
 
 
-def left_padding(model: Model) -> float:
-    server = Server(model)
+def left_padding(server: Server) -> None:
     server.add(*([None] * pad + text(21 - pad, pad) for pad in (0, 3, 9)))
-    return server.check()
 
 
-def packed(model: Model) -> float:
-    server = Server(model)
+def packed(server: Server) -> None:
     server.add(
         text(9, 1) + text(17, 2, 1), text(3, 3) + text(4, 4, 1) + text(12, 5, 2), text(20, 6)
     )
-    return server.check()
 
 
-def lengths_differ(model: Model) -> float:
-    server, rows = Server(model), [text(30, row) for row in range(ROWS)]
+def lengths_differ(server: Server) -> None:
+    rows = [text(30, row) for row in range(ROWS)]
     for parts in ((7, 3, 0), (1, 0, 5), (0, 7, 1), (7, 7, 7), (1, 1, 0)):
         done = [len(row) for row in server.rows]
         server.add(*(row[n : n + m] for row, n, m in zip(rows, done, parts, strict=True)))
-    return server.check()
 
 
-def reused(model: Model) -> float:
-    server = Server(model)
+def reused(server: Server) -> None:
     server.add(text(16, 1), text(9, 2), text(3, 3))
     server.change("reset", np.array([True, False, True]), rows=[[], server.rows[1], []])
     more = [(n, t + 9, 0) for n, t, _ in text(9, 5)]
     server.add(text(19, 4), more, text(5, 6))
-    return server.check()
 
 
-def inserted(model: Model) -> float:
-    server, prompt = Server(model), text(7, 4)
+def inserted(server: Server) -> None:
+    model, prompt = server.model, text(7, 4)
     server.add(text(16, 1), text(9, 2))
     _, other = model(model.empty(7), [prompt, [None] * 7, [None] * 7])
     rows = np.array([1, ROWS, ROWS])  # There is no row 3, so the others are left out.
     server.change("insert", rows, other, rows=[server.rows[0], prompt, []])
     server.add([(3, 16, 0)], [(n, t + 7, 0) for n, t, _ in text(12, 5)], text(4, 6))
-    return server.check()
 
 
-def beams(model: Model) -> float:
-    server = Server(model)
+def beams(server: Server) -> None:
     server.add(text(12, 1), text(9, 2), text(5, 3))
     server.change("take", np.array([1, 1, 0]), rows=[server.rows[n] for n in (1, 1, 0)])
     server.add(*([(n, t + len(row), 0) for n, t, _ in text(9, 7)] for row in server.rows))
-    return server.check()
 
 
-def rewound(model: Model) -> float:
-    server = Server(model)
+def rewound(server: Server) -> None:
     server.add(text(14, 1), text(12, 2), text(7, 3))
     counts = (2, 0, 7)
     rows = [row[: len(row) - n] for row, n in zip(server.rows, counts, strict=True)]
     server.change("rewind", np.array(counts), rows=rows)
     server.add(*([(n, t + len(row), 0) for n, t, _ in text(9, 8)] for row in rows))
-    return server.check()
 
 
 SITUATIONS = {
-    "chunks of 1": chunks(1, 24),
-    "chunks of 7": chunks(7, 28),
-    "chunks of 64": chunks(64, 130),
-    "left padding": left_padding,
-    "packed": packed,
-    "rows of different lengths": lengths_differ,
-    "rows reused": reused,
-    "rows inserted": inserted,
-    "beams": beams,
-    "rewound": rewound,
+    "chunks of 1": (1, chunks(24)),
+    "chunks of 7": (7, chunks(28)),
+    "chunks of 64": (64, chunks(130)),
+    "left padding": (7, left_padding),
+    "packed": (7, packed),
+    "rows of different lengths": (7, lengths_differ),
+    "rows reused": (7, reused),
+    "rows inserted": (7, inserted),
+    "beams": (7, beams),
+    "rewound": (7, rewound),
 }
+"""How many tokens are added at a time, and what happens to a server."""
 
 
 def measure(scheme: pe.Scheme, policy: str, only: tuple[str, ...] = ()) -> dict[str, float]:
@@ -221,7 +204,12 @@ def measure(scheme: pe.Scheme, policy: str, only: tuple[str, ...] = ()) -> dict[
     # The reserved slots hold the sink tokens of one sequence.
     skipped = ("packed",) if policy == "sinks" else ()
     names = [n for n in only or SITUATIONS if n not in skipped]
-    errors = {name: SITUATIONS[name](model) for name in names}
+    errors = {}
+    for name in names:
+        chunk, happen = SITUATIONS[name]
+        server = Server(model, chunk)
+        happen(server)
+        errors[name] = server.check()
     assert set(model.traces.values()) == {1}, f"traces by shape: {model.traces}"
     return errors
 
