@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.oracle import attend, key, qkv, query, softmax_attention
+from tests.oracle import key, qkv, query
 
 OPTIONS = {
     pe.AxialRoPE: {
@@ -151,30 +151,6 @@ def test_centred_coordinates_are_those_of_dinov3():
         np.testing.assert_allclose(coordinates[:, 1, 2 + i], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_attention_over_a_grid_with_a_class_token():
-    q, k, v = qkv(length=64)
-    coordinates = pe.grid_coordinates(1, 7, 9, prefix=1)
-    rotated = [
-        np.stack(
-            [
-                [gemma4(y.astype(float), *np.asarray(coordinates[:, 0, t])) for y in np.asarray(x)]
-                for t, x in enumerate(a[0])
-            ]
-        )[None]
-        for a in (q, k)
-    ]
-    expected = softmax_attention(
-        *rotated, v, lambda q, k, n, i, j: q @ k / np.sqrt(8), sees=lambda i, j: True
-    )
-    scheme = pe.AxialRoPE(head_dim=8, layout="half_per_axis")
-    out = attend(scheme, {}, q, k, v, coordinates=coordinates)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
-    far = attend(
-        scheme, {}, q, k, v, coordinates=coordinates + jnp.array([10**6, 257]).reshape(2, 1, 1)
-    )
-    np.testing.assert_allclose(far, expected, atol=1e-5)
-
-
 def test_axes_of_unequal_size_are_a_chain():
     parts = [(16, 0), (56, 16), (56, 72)]  # Flux, axes_dim: black-forest-labs/flux, math.py, rope.
     options = {"layout": "interleaved", "theta": 1e4}
@@ -197,7 +173,6 @@ ERRORS = [
     (pe.AxialRoPE, {"axes": ()}, r"axes must be numbers of coordinate axes, got \(\)"),
     (pe.AxialRoPE, {"axes": (0, -1)}, r"axes must be numbers of coordinate axes, got \(0, -1\)"),
     (pe.AxialRoPE, {"rotary_dim": 12}, r"rotary_dim must be in \[0, head_dim=8\], got 12"),
-    (pe.AxialRoPE, {"theta": 0.0}, "rope: theta must be positive"),
 ]
 
 

@@ -61,15 +61,6 @@ def test_matches_the_authors_code(chunk, local, heads, kv_heads, start):
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-def test_near_keys_are_at_their_distance_across_chunks():
-    """With a window of `local` tokens it is RoPE, wherever chunks end."""
-    q, k, v = qkv(length=19)
-    options = {"is_causal": True, "window": 3, "positions": 3 + jnp.arange(19)}
-    a = attend(pe.DualChunk(head_dim=8, chunk=8, local=3), {}, q, k, v, **options)
-    b = attend(pe.RoPE(head_dim=8), {}, q, k, v, **options)
-    np.testing.assert_allclose(a, b, atol=2e-6)
-
-
 ERRORS = [
     (pe.DualChunk, {"chunk": 6, "local": 0}, "local must be .* got local=0 and chunk=6"),
     (pe.DualChunk, {"chunk": 6, "local": 6}, "local must be .* got local=6 and chunk=6"),

@@ -83,10 +83,3 @@ def test_is_rope_before_training():
         got = query(scheme, scheme.init(jax.random.key(0)), q, positions)
         plain = query(pe.RoPE(head_dim=8, **options), {}, q, positions)
         np.testing.assert_allclose(got, plain, atol=2e-5)
-
-
-ERRORS = [
-    (pe.LearnedRoPE, {"groups": 0}, "groups must be >= 1, got 0"),
-    (pe.LearnedRoPE, {"alpha_scale": 0.0}, "alpha_scale must be positive, got 0.0"),
-    (pe.LearnedRoPE, {"rotary_dim": 3}, "rotary dim.* 3"),
-]

@@ -6,7 +6,7 @@ import pytest
 
 import posenc_jax as pe
 from posenc_jax.schemes.rotary.mrope import mrope_axes
-from tests.oracle import attend, key, qkv, query, softmax_attention
+from tests.oracle import attend, key, qkv, query
 
 OPTIONS = {
     pe.MRoPE: {
@@ -110,28 +110,6 @@ def test_matches_the_loop_over_pairs(layout, order, dtype):
         )
     np.testing.assert_array_equal(out[..., 16:], x[..., 16:])
     np.testing.assert_array_equal(out, key(scheme, {}, jnp.asarray(x), jnp.asarray(coordinates)))
-
-
-def test_attention_over_an_image_in_text():
-    kinds, grids = np.zeros((1, 63), bool), np.array([[[2, 5, 4]]])
-    kinds[0, 9:49] = True
-    coordinates, _ = pe.mrope_coordinates(kinds, grids)
-    q, k, v = qkv()
-    scheme = pe.MRoPE(head_dim=8, sections=(1, 2, 1))
-    grid = np.asarray(coordinates)[:, 0]
-    q_and_k = [
-        np.stack(
-            [
-                [rotate(y, grid[:, t], scheme.axes, 1e4, "half") for y in x]
-                for t, x in enumerate(a[0])
-            ]
-        )[None]
-        for a in (q, k)
-    ]
-    expected = softmax_attention(*q_and_k, v, lambda q, k, n, i, j: q @ k / np.sqrt(8))
-    for shift in (0, 10**6):
-        out = attend(scheme, {}, q, k, v, is_causal=True, coordinates=coordinates + shift)
-        np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 ERRORS = [

