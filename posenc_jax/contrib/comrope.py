@@ -43,6 +43,10 @@ class ComRoPE(Scheme):
       groups: the number of sets of A for consecutive heads; it divides the number of key heads.
       init_std: the initial standard deviation of F.
 
+    Raises:
+      ValueError: for a size that does not divide H, an unknown choice of axes, or `groups` below
+        one.
+
     >>> params = ComRoPE(head_dim=8).init(jax.random.key(0))
     >>> params["matrix"].shape, params["multiplier"].shape
     ((1, 2, 4, 4), (2, 2))

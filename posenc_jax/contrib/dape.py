@@ -58,6 +58,9 @@ class DAPE(Scheme):
       base: the bias that is adapted, "kerple" or "alibi".
       width: number of hidden units.
 
+    Raises:
+      ValueError: for an unknown base, or sizes below one.
+
     >>> params = DAPE(num_heads=8).init(jax.random.key(0))
     >>> params["in"].shape, params["out"].shape
     ((32, 16), (8, 32))

@@ -48,6 +48,9 @@ class FoPE(Rotary):
       learned: whether coefficients are learned.
       seed: the seed of the fixed coefficients.
 
+    Raises:
+      ValueError: for sizes out of range, an L without frequencies, or a seed with `learned`.
+
     >>> FoPE(head_dim=8, trained_length=64).coefficients({})["cos"].shape
     (1, 2, 2)
     """

@@ -37,6 +37,9 @@ class LearnableFourier(Scheme):
       width: number of hidden units.
       gamma: the initial standard deviation of W is gamma^-2.
 
+    Raises:
+      ValueError: for sizes below one, an odd `num_features`, or a gamma that is not positive.
+
     >>> params = LearnableFourier(model_dim=8).init(jax.random.key(0))
     >>> params["waves"].shape
     (384, 2)

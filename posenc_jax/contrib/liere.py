@@ -68,6 +68,9 @@ class LieRE(Scheme):
       groups: the number of sets of matrices for consecutive heads; it divides the number of key
         heads.
 
+    Raises:
+      ValueError: for a size outside of [2, H], or `groups` below one.
+
     >>> LieRE(head_dim=8, size=4).init(jax.random.key(0))["upper"].shape
     (2, 1, 2, 6)
     """

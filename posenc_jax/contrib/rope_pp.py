@@ -37,6 +37,9 @@ class RoPEPlusPlus(ScalableRotary):
       head_dim, theta, layout, rotary_dim, rotary_start, scaling: as in `RoPE`.
       heads: "second_half", "odd", "all" or "added": which heads are imaginary.
 
+    Raises:
+      ValueError: for an unknown choice of heads, and as `RoPE`.
+
     >>> scheme = RoPEPlusPlus(head_dim=4, heads="added")
     >>> scheme.query({}, jnp.ones((1, 1, 3, 4)), jnp.array([[0]])).shape
     (1, 1, 6, 4)

@@ -56,6 +56,9 @@ class Sandwich(Scheme):
       dim: D', the size of the sinusoidal encodings; even.
       centred: whether the bias of distance 0 is subtracted.
 
+    Raises:
+      ValueError: if `num_heads` is less than one, or `dim` is odd or not positive.
+
     >>> bias = Sandwich(num_heads=8, dim=2).rules({})
     >>> np.asarray(bias.dense(jnp.array([2]), jnp.arange(3))[0]).round(3)
     array([[-1.416, -0.46 ,  0.   ]], dtype=float32)

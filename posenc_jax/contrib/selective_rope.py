@@ -44,6 +44,9 @@ class SelectiveRoPE(ContentRotary):
       temp_max: the largest temperature.
       learn_temperature: whether tau is learned.
 
+    Raises:
+      ValueError: for sizes below one, an odd H, groups not dividing D, or numbers not positive.
+
     >>> SelectiveRoPE(head_dim=4, model_dim=8).init(jax.random.key(0))["conv"].shape
     (4, 2)
     """

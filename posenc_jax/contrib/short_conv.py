@@ -47,6 +47,9 @@ class ShortConv(Scheme):
       residual: whether the convolution is added to its input, rather than replacing it.
       silu: whether SiLU follows the convolution.
 
+    Raises:
+      ValueError: for sizes below one, and an `on` that is not some of q, k, v in this order.
+
     >>> params = ShortConv(num_heads=4, num_kv_heads=2, head_dim=8).init(jax.random.key(0))
     >>> {name: kernel.shape for name, kernel in params.items()}
     {'q': (4, 4, 8), 'k': (4, 2, 8), 'v': (4, 2, 8)}

@@ -40,6 +40,10 @@ class Sinusoidal2D(Scheme):
       layout: the layout of each half, "concat" or "interleaved", as in `Sinusoidal`.
       axes: coordinate axes of the first and of the second half, (0, 1) or (1, 0).
 
+    Raises:
+      ValueError: for a model_dim that is no multiple of 4, an unknown layout, other axes, or a
+        theta that is not positive.
+
     >>> scheme = Sinusoidal2D(model_dim=4)
     >>> coordinates = jnp.array([[[0]], [[1]]])
     >>> scheme.embed({}, jnp.zeros((1, 1, 4)), coordinates).round(4)

@@ -96,6 +96,9 @@ class LearnedAbsolute(Scheme):
       offset: number of reserved rows before position 0.
       stddev: standard deviation of the initial table.
 
+    Raises:
+      ValueError: for sizes below one, or a negative offset.
+
     >>> scheme = LearnedAbsolute(max_length=8, model_dim=4)
     >>> scheme.init(jax.random.key(0))["table"].shape
     (8, 4)

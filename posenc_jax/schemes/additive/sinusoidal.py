@@ -90,6 +90,9 @@ class Sinusoidal(Scheme):
       theta: base of the wavelengths.
       layout: "interleaved", "concat" or "t2t"; see the top of the file.
 
+    Raises:
+      ValueError: as `sinusoidal_encoding`.
+
     >>> Sinusoidal(model_dim=2).embed({}, jnp.zeros((1, 1, 2)), jnp.array([[0]]))
     Array([[[0., 1.]]], dtype=float32)
     """

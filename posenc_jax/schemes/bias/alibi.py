@@ -92,6 +92,11 @@ class ALiBi(Scheme):
       past_offset: subtracted from the distance of past keys.
       scaled: whether the penalty is multiplied by the logit scale, as q . k is.
 
+    Raises:
+      ValueError: for an unknown symmetry, a `past_offset` that is not finite, an odd `num_heads` or
+        a `past_offset` from 1 with "split", or a `num_biased_heads` above `num_heads` or with a
+        symmetry other than "symmetric".
+
     >>> ALiBi(num_heads=2).rules({}).dense(jnp.array([2]), jnp.arange(3))[0]
     Array([[-0.125 , -0.0625, -0.    ]], dtype=float32)
     """

@@ -66,6 +66,9 @@ class FIRE(Scheme):
       init_length: L, in tokens.
       eps: added to the denominator.
 
+    Raises:
+      ValueError: for sizes below one, or numbers that are not positive and finite.
+
     >>> params = FIRE(num_heads=2).init(jax.random.key(0))
     >>> params["inner"].shape, params["outer"].shape
     ((32,), (2, 32))

@@ -58,6 +58,9 @@ class SwinV2(Scheme):
       pretrained_window: rows and columns of the window in training. Default: `window`.
       width: number of hidden units.
 
+    Raises:
+      ValueError: for sizes below one, or a window in training with a single row or column.
+
     >>> params = SwinV2(num_heads=3).init(jax.random.key(0))
     >>> params["in"].shape, params["out"].shape
     ((512, 2), (3, 512))

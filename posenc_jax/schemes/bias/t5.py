@@ -146,6 +146,9 @@ class T5(Scheme):
       bidirectional: whether keys after the query have their own buckets (encoders).
       stddev: standard deviation of the initial table; 0 for an initial bias of zero.
 
+    Raises:
+      ValueError: for sizes below one or that leave no logarithmic buckets.
+
     >>> scheme = T5(num_heads=8)
     >>> scheme.init(jax.random.key(0))["table"].shape
     (8, 32)

@@ -76,6 +76,9 @@ class TUPE(Scheme):
       max_distance: distance from which on all are in T5's last bucket.
       stddev: standard deviation of the initial table and projections.
 
+    Raises:
+      ValueError: for sizes below one, and as `T5`.
+
     >>> params = TUPE(num_heads=2, head_dim=4, model_dim=8, max_length=16).init(jax.random.key(0))
     >>> params["table"].shape, params["query"].shape
     ((17, 8), (8, 2, 4))

@@ -93,6 +93,9 @@ class DeBERTa(Scheme):
       projected: whether the parameters are K and Q themselves.
       stddev: standard deviation of the initial table and projections.
 
+    Raises:
+      ValueError: for sizes below one, more buckets than distances, or neither term.
+
     >>> scheme = DeBERTa(num_heads=12, head_dim=64, model_dim=768)
     >>> scheme.init(jax.random.key(0))["table"].shape
     (512, 768)

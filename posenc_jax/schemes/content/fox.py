@@ -54,6 +54,9 @@ class FoX(Scheme):
       min_time: shortest initial decay time of the other gates, in tokens.
       max_time: longest initial decay time, in tokens.
 
+    Raises:
+      ValueError: for sizes below one, an unknown gate, or options of another gate.
+
     >>> FoX(num_heads=2, model_dim=8).init(jax.random.key(0))["w"].shape
     (8, 2)
     """

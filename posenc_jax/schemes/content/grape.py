@@ -49,6 +49,9 @@ class GRAPEA(Scheme):
       gate: "key", "query" or "both", the source of the slope.
       init_omega: initial value of softplus(omega).
 
+    Raises:
+      ValueError: for sizes below one, or an unknown gate.
+
     >>> GRAPEA(num_heads=2, head_dim=4).init(jax.random.key(0))["u"].shape
     (2, 4)
     """

@@ -69,6 +69,9 @@ class Inkling(Scheme):
         logit scale is then 1 / sqrt(H). None: no scale and no clip.
       stddev: standard deviation of the initial parameters.
 
+    Raises:
+      ValueError: for sizes below one, a negative slope, or a clip that is not positive.
+
     >>> params = Inkling(num_heads=8, model_dim=512).init(jax.random.key(0))
     >>> params["project"].shape, params["bank"].shape
     ((512, 8, 16), (16, 1024))

@@ -36,6 +36,9 @@ class PartialKeyOffset(Scheme):
       head_dim: the head dim, H.
       start: the first of the shifted dimensions, from 1 on. Default: H // 2.
 
+    Raises:
+      ValueError: for a head dim below two, or a `start` outside of [1, H).
+
     >>> k = jnp.arange(6.0).reshape(1, 3, 1, 2)
     >>> PartialKeyOffset(head_dim=2).mix({}, k, k, k, None, None)[1][0, :, 0]
     Array([[0., 1.],

@@ -158,6 +158,9 @@ class PaTH(Scheme):
       short_conv: whether w is convolved over 3 tokens.
       forget_gate: whether to add FoX's forget gate per token and query head.
 
+    Raises:
+      ValueError: for sizes below one, or a `num_kv_heads` that does not divide `num_heads`.
+
     >>> scheme = PaTH(num_heads=4, head_dim=16, model_dim=64)
     >>> params = scheme.init(jax.random.key(0))
     >>> [matrix.shape for matrix in params["w"]], params["beta"].shape

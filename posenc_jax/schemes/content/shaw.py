@@ -65,6 +65,9 @@ class Shaw(Scheme):
       per_head: whether each head has its own tables.
       zero_beyond: whether vectors of distances beyond `clip` are zero.
 
+    Raises:
+      ValueError: for sizes below one, a negative clip, or neither keys nor values.
+
     >>> scheme = Shaw(num_heads=8, head_dim=64, clip=16)
     >>> scheme.init(jax.random.key(0))["keys"].shape
     (1, 33, 64)

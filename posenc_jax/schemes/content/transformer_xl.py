@@ -77,6 +77,9 @@ class TransformerXL(Scheme):
       clamp: largest distance, to which larger ones are clipped; None: no clipping.
       stddev: standard deviation of the initial parameters.
 
+    Raises:
+      ValueError: for sizes below one, an odd model_dim, or a negative clamp.
+
     >>> params = TransformerXL(num_heads=8, head_dim=64, model_dim=512).init(jax.random.key(0))
     >>> params["u"].shape, params["project"].shape
     ((8, 64), (8, 512, 64))

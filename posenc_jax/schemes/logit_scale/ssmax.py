@@ -31,6 +31,10 @@ class SSMax(Scheme):
       scale: the initial s.
       offset: the initial b; None: no b.
 
+    Raises:
+      ValueError: for `num_heads` below one, numbers that are not finite, or a scale of 0 without
+        offset.
+
     >>> scheme = SSMax(num_heads=1, scale=0.0, offset=1.0)
     >>> scheme.query(scheme.init(None), jnp.ones((1, 1, 1, 1)), jnp.array([[15]])).item()
     1.0

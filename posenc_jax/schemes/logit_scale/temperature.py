@@ -65,6 +65,10 @@ class QueryTemperature(Scheme):
       length: L, the trained length, or the unit of positions in the formula.
       strength: s. Default: 0.1, as in all released models; "log_n" has none.
 
+    Raises:
+      ValueError: for an unknown form, a length too small, a strength that is not finite, or a
+        strength for a form without one.
+
     >>> QueryTemperature(length=4).query({}, jnp.ones((1, 1, 1, 1)), jnp.array([[15]])).item()
     2.0
     """

@@ -56,6 +56,9 @@ class AxialRoPE(Rotary):
       layout: the dimensions of a pair: "half_per_axis", or see `posenc_jax.schemes.rotary.layouts`.
       rotary_dim: d, the number of leading dimensions to rotate. Default: all.
 
+    Raises:
+      ValueError: for a rotary dim that is not a multiple of 2A, or an unknown word.
+
     >>> q = jnp.ones((1, 6, 2, 8))
     >>> AxialRoPE(head_dim=8).query({}, q, pe.grid_coordinates(1, 2, 3)).shape
     (1, 6, 2, 8)

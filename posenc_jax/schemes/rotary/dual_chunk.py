@@ -48,6 +48,9 @@ class DualChunk(RangeRotary):
       chunk: C, the longest distance.
       local: the number of tokens before a query whose distance is always exact.
 
+    Raises:
+      ValueError: unless 0 < local < chunk, and as `RoPE`.
+
     >>> q = k = v = jnp.ones((1, 9, 1, 4))
     >>> scheme = DualChunk(head_dim=4, chunk=6, local=2)
     >>> pe.scheme_attention(scheme, {}, q, k, v, is_causal=True)[0].shape

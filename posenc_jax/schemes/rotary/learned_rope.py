@@ -41,6 +41,9 @@ class LearnedRoPE(ScalableRotary):
         key heads.
       alpha_scale: the divisor of alpha.
 
+    Raises:
+      ValueError: as `RoPE`, for fewer than one set, or a scale that is not positive.
+
     >>> LearnedRoPE(head_dim=8, groups=2).init(jax.random.key(0))["alpha"].shape
     (2, 4)
     """

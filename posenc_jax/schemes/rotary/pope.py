@@ -42,6 +42,9 @@ class PoPE(Scheme):
       rotary_dim: d, the number of leading dimensions to map. Default: all.
       uniform: whether delta is initially uniform in [-2 pi, 0] instead of zero.
 
+    Raises:
+      ValueError: for sizes below one, a rotary dim that exceeds H, or `theta` not positive.
+
     >>> scheme = PoPE(num_heads=1, head_dim=4)
     >>> q = jnp.ones((1, 3, 1, 4))
     >>> scheme.query(scheme.init(jax.random.key(0)), q, jnp.arange(3)[None]).shape

@@ -40,6 +40,9 @@ class RePo(ContentRotary):
       layout: the dimensions of a pair; see `posenc_jax.schemes.rotary.layouts`.
       init_std: the standard deviation of the initial weights.
 
+    Raises:
+      ValueError: for sizes out of range, or an unknown layout.
+
     >>> RePo(head_dim=4, model_dim=16).init(jax.random.key(0))["out"].shape
     (2, 1)
     """

@@ -40,6 +40,9 @@ class ReRoPE(RangeRotary):
       leak: growth of far distances per token, from 0 to 1.
       restart: the first distance of far keys. Default: `window`.
 
+    Raises:
+      ValueError: for sizes out of range, and as `RoPE`.
+
     >>> q = k = v = jnp.ones((1, 9, 1, 4))
     >>> pe.scheme_attention(ReRoPE(head_dim=4, window=4), {}, q, k, v, is_causal=True)[0].shape
     (1, 9, 1, 4)

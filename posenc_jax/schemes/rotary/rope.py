@@ -88,6 +88,11 @@ class RoPE(ScalableRotary):
       rotary_start: the first of these dimensions.
       scaling: a map of the frequencies, or a tuple of maps.
 
+    Raises:
+      ValueError: for an unknown layout, a rotary dim that is odd or exceeds H, or `theta` not
+        positive.
+      TypeError: for a traced `theta`, or a `head_dim` that is not an integer.
+
     >>> RoPE(head_dim=4).query({}, jnp.ones((1, 1, 1, 4)), jnp.array([[0]]))
     Array([[[[1., 1., 1., 1.]]]], dtype=float32)
     """

@@ -39,6 +39,9 @@ class RoPEMixed(Rotary):
       theta: the base of the initial frequencies.
       layout: the dimensions of a pair; see `posenc_jax.schemes.rotary.layouts`.
 
+    Raises:
+      ValueError: for H that is not a multiple of 4, `groups` below one, or an unknown layout.
+
     >>> scheme = RoPEMixed(head_dim=8)
     >>> coordinates, q = pe.grid_coordinates(1, 2, 3), jnp.ones((1, 6, 4, 8))
     >>> scheme.query(scheme.init(jax.random.key(0)), q, coordinates).shape

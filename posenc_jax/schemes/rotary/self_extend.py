@@ -32,6 +32,9 @@ class SelfExtend(RangeRotary):
       window: W, the distance from which keys are far.
       group: G, the number of tokens that share a far position.
 
+    Raises:
+      ValueError: for a window or group below one, and as `RoPE`.
+
     >>> q = k = v = jnp.ones((1, 9, 1, 4))
     >>> scheme = SelfExtend(head_dim=4, window=4, group=2)
     >>> pe.scheme_attention(scheme, {}, q, k, v, is_causal=True)[0].shape

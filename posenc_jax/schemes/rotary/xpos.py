@@ -52,6 +52,9 @@ class XPos(Rotary):
       gamma: the larger, the more alike the decay of the pairs.
       layout: the dimensions of a pair; see `posenc_jax.schemes.rotary.layouts`.
 
+    Raises:
+      ValueError: for an odd head dim, an unknown layout, or numbers that are not positive.
+
     >>> positions, x = jnp.array([[10**6, 10**6 + 512]]), jnp.ones((1, 2, 1, 2))
     >>> k = XPos(head_dim=2).key({}, x, positions)  # The older key has 0.2857 of the norm.
     >>> round(float(jnp.linalg.norm(k[0, 0]) / jnp.linalg.norm(k[0, 1])), 4)

@@ -38,6 +38,10 @@ class DynamicNTK(PerSequenceMap):
       original_max_position: L, the trained length.
       length: T, for all sequences; None: the length of each sequence.
 
+    Raises:
+      ValueError: for a factor below one, a missing length, or fewer than four rotary
+        dimensions.
+
     >>> DynamicNTK(2.0, 2048, 4096)(np.array([1.0, 0.01]), head_dim=4, theta=1e4)[0].round(6)
     array([1.      , 0.003333])
     """

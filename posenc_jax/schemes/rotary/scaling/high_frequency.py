@@ -32,6 +32,9 @@ class HighFrequenciesOnly(FrequencyMap):
     Attributes:
       original_max_position: L, the trained length.
 
+    Raises:
+      ValueError: for a length below one.
+
     >>> HighFrequenciesOnly(original_max_position=512)(
     ...     np.array([1.0, 0.01]), head_dim=4, theta=1e4
     ... )[0]

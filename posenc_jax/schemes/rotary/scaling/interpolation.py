@@ -29,6 +29,9 @@ class PI(FrequencyMap):
     Attributes:
       factor: new length divided by trained length; at least 1.
 
+    Raises:
+      ValueError: for a factor below one, or infinite.
+
     >>> PI(factor=4.0)(np.array([1.0]), head_dim=2, theta=1e4)[0]
     array([0.25])
     """
@@ -49,6 +52,9 @@ class NTK(FrequencyMap):
 
     Attributes:
       factor: new length divided by trained length; at least 1.
+
+    Raises:
+      ValueError: for a factor below one or infinite, or fewer than four rotary dimensions.
 
     >>> NTK(factor=4.0)(np.array([1.0, 0.01]), head_dim=4, theta=1e4)[0]
     array([1.    , 0.0025])

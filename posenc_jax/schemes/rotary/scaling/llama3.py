@@ -34,6 +34,9 @@ class Llama3(FrequencyMap):
       low_freq_factor: pairs with fewer rotations within L are divided by s.
       high_freq_factor: pairs with more rotations within L are unchanged.
 
+    Raises:
+      ValueError: for a factor below one, no trained length, or low above high.
+
     >>> Llama3(factor=8.0)(np.array([1.0, 1e-4]), head_dim=4, theta=1e8)[0]
     array([1.00e+00, 1.25e-05])
     """

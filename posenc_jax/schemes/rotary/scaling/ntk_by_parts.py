@@ -83,6 +83,10 @@ class NTKByParts(FrequencyMap):
       beta: rotations between which NTK-aware scaling is blended with interpolation.
       gamma: rotations between which the original frequencies are blended with the result.
 
+    Raises:
+      ValueError: for a factor below one, no trained length, rotations out of order, or sizes
+        that leave no pair on a ramp.
+
     >>> NTKByParts(factor=2.0, original_max_position=2048)(np.array([1.0, 1e-2]), 4, 1e4)[0]
     array([1.    , 0.0075])
     """

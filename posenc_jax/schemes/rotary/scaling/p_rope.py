@@ -30,6 +30,9 @@ class Proportional(FrequencyMap):
     Attributes:
       fraction: the part of the pairs that rotates, in [0, 1].
 
+    Raises:
+      ValueError: for a fraction out of range.
+
     >>> Proportional(fraction=0.5)(np.array([1.0, 0.01]), head_dim=4, theta=1e4)[0]
     array([1., 0.])
     """

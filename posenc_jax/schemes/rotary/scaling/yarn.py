@@ -74,6 +74,10 @@ class YaRN(FrequencyMap):
       mscale: m of the numerator of g.
       mscale_all_dim: m of its denominator; see `yarn_logit_scale`.
 
+    Raises:
+      ValueError: for a factor below one, no trained length, rotations out of order, options
+        that contradict each other, or sizes that leave no pair on the index ramp.
+
     >>> YaRN(factor=4.0, original_max_position=2048)(np.array([1.0, 1e-2]), 4, 1e4)[0]
     array([1.     , 0.00625])
     """
