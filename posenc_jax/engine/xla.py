@@ -659,9 +659,9 @@ class Tiles:
             return body(interior=see.all_interior)(jnp.int32(0), carry)
         row, tiles = index, see.known_tiles(self.blocks, x.plan.length, x.plan.keys)
         if tiles is None:
-            ranges = [see.summary(x.queries, self.blocks.q), see.summary(x.keys, self.blocks.k)]
-            ranges[axis] = take_block(ranges[axis], 1, index, 1)
-            live, interior = see.classify(*ranges, x.prefix_length)
+            q, k = see.summary(x.queries, self.blocks.q), see.summary(x.keys, self.blocks.k)
+            q, k = (take_block(y, 1, index, 1) if n == axis else y for n, y in enumerate((q, k)))
+            live, interior = see.classify(q, k, x.prefix_length)
             row, live, interior = None, jnp.any(live, 0), jnp.all(interior, 0)
         else:
             live, interior = (np.moveaxis(y, axis, 0) for y in tiles)

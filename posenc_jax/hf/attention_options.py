@@ -105,7 +105,7 @@ def attention_options(
     model_type = MODEL_TYPES[config.model_type]
     biases = model_type.biases
     if biases is None:
-        biases = [key for key in _BIAS_KEYS if key in config.defaults][:1] or [False]
+        biases = next(((key,) for key in _BIAS_KEYS if key in config.defaults), (False,))
     require(
         not isinstance(biases, str),
         f"the attention of {config.model_type} has {biases}, which Attention does not have.",
