@@ -39,17 +39,22 @@ def array_of_rank(caller: str, name: str, x, rank: int, axes: str) -> None:
         raise ValueError(f"{caller}: {name} must be {axes}, got shape {jnp.shape(x)}.")
 
 
-def positive_integers(caller: str, **sizes) -> None:
-    """Raises unless all named sizes are integers of at least one.
+def integers_from(least: int, caller: str, **sizes) -> None:
+    """Raises unless all named sizes are integers of at least `least`.
 
     Raises:
       TypeError: for a size that is not an integer.
-      ValueError: for a size below one.
+      ValueError: for a size below `least`.
     """
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int | np.integer):
             raise TypeError(f"{caller}: {name} must be an integer, got {size!r}.")
-        require(size >= 1, f"{caller}: {name} must be >= 1, got {size}.")
+        require(size >= least, f"{caller}: {name} must be >= {least}, got {size}.")
+
+
+def positive_integers(caller: str, **sizes) -> None:
+    """Raises unless all named sizes are integers of at least one; see `integers_from`."""
+    integers_from(1, caller, **sizes)
 
 
 def positive_fields(scheme, *names: str) -> None:

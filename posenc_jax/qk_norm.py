@@ -21,7 +21,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import array_of_rank, not_negative, one_of, positive, require
+from posenc_jax.checks import array_of_rank, finite, not_negative, one_of, positive, require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +41,9 @@ class QKNorm:
       threshold: the largest norm of a vector, for "clip".
 
     Raises:
-      ValueError: for unknown words, a negative epsilon, a bias of a clip, one scale shared by the
-        heads of a projection, and a threshold that is not positive, is missing for a clip or is
-        given for another kind.
+      ValueError: for unknown words, a negative epsilon, a bias without a scale or of a clip, one
+        scale shared by the heads of a projection, and a threshold that is not positive, is
+        missing for a clip or is given for another kind.
 
     >>> norm = QKNorm(epsilon=0.0)
     >>> norm(norm.init(num_heads=1, head_dim=2), jnp.array([[[[1.0, 7.0]]]]))
@@ -63,7 +63,12 @@ class QKNorm:
         one_of("QKNorm", ("rms", "layer", "clip"), kind=self.kind)
         one_of("QKNorm", ("head", "projection"), over=self.over)
         one_of("QKNorm", ("shared", "per_head", "none"), scale=self.scale)
+        finite("QKNorm", scale_offset=self.scale_offset)
         not_negative("QKNorm", epsilon=self.epsilon)
+        require(
+            not (self.use_bias and self.scale == "none"),
+            "QKNorm: use_bias=True needs a scale, got scale='none'.",
+        )
         require(
             (self.kind == "clip") == (self.threshold is not None),
             f"QKNorm: kind='clip' alone has a threshold, got kind={self.kind!r} and "

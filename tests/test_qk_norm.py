@@ -191,6 +191,8 @@ ERRORS = [
     (pe.QKNorm, {"kind": "batch"}, "kind must be one of .*, got 'batch'"),
     (pe.QKNorm, {"threshold": 3.0}, "kind='clip' alone has a threshold, got kind='rms' and"),
     (pe.QKNorm, {"kind": "clip", "threshold": -1.0}, "threshold must be positive, got -1"),
+    (pe.QKNorm, {"scale_offset": float("nan")}, "scale_offset must be finite, got nan"),
+    (pe.QKNorm, {"use_bias": True, "scale": "none"}, "use_bias=True needs a scale"),
     (pe.QKNorm, {"over": "projection"}, "over='projection' has one scale per head"),
     (NORM, {"params": {}, "x": X}, r"x must be \[B, T, N, H\], got shape \(2, 9, 20\)"),
 ]

@@ -23,7 +23,7 @@ from posenc_jax.cache.slots import (
     write_slots,
 )
 from posenc_jax.cache.storage import Ring, Slots, order
-from posenc_jax.checks import integer_positions, require
+from posenc_jax.checks import array_of_rank, integer_positions, integers_from, require
 from posenc_jax.engine.mask import Window, add_saturated
 from posenc_jax.schemes.combinators.chain import parts
 from posenc_jax.schemes.scheme import Acts, Scheme
@@ -125,8 +125,12 @@ class KVCache:
           num_sink_tokens: number of first tokens of a row that a ring does not overwrite.
 
         Raises:
-          ValueError: if a ring has no slot to overwrite.
+          TypeError: if `capacity` or `max_rewind` is not an integer.
+          ValueError: if `capacity` is below one, `max_rewind` is negative, or a ring has no slot
+            to overwrite.
         """
+        integers_from(1, "KVCache", capacity=capacity)
+        integers_from(0, "KVCache", max_rewind=max_rewind)
         require(
             0 <= num_sink_tokens < (capacity if ring else 1),
             f"KVCache: num_sink_tokens must be below the {capacity} slots of a ring, else 0, "
@@ -297,6 +301,7 @@ class KVCache:
           ValueError: for rows that are known to be out of range; under `jit` they are lost.
         """
         rows = integer_positions("KVCache.take", rows, "rows")
+        array_of_rank("KVCache.take", "rows", rows, 1, "[any]")
         inside = self._inside("take", rows)
         new = self._each(lambda x: x.at[rows].get(mode="clip", **same_sharding(x)))
         return dataclasses.replace(new, lost=new.lost | ~inside)

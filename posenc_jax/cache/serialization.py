@@ -33,12 +33,17 @@ def from_bytes(data: bytes) -> Any:
 def _encode(x: Any) -> Any:
     if isinstance(x, np.generic):
         x = x.item()
+    if x is None or isinstance(x, bool | int | float | str):
+        return x
     if type(x) is tuple:
         return [_encode(y) for y in x]
     if _is_frozen(type(x)):
         fields = {f.name: _encode(getattr(x, f.name)) for f in dataclasses.fields(x) if f.init}
         return {"class": f"{type(x).__module__}:{type(x).__qualname__}", "fields": fields}
-    return x  # JSON has numbers, strings and None, and refuses the rest.
+    raise TypeError(  # JSON would make a plain list of a named tuple.
+        f"KVCache: {x!r} in the settings of a scheme cannot be written by jax.export; numbers, "
+        "strings, tuples and frozen dataclasses can."
+    )
 
 
 def _decode(x: Any) -> Any:

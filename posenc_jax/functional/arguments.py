@@ -54,8 +54,13 @@ def check_pipeline(caller: str, pipeline: Pipeline) -> None:
     """Raises unless the scheme, its parameters and the norms fit together."""
     scheme = pipeline.scheme
     check_params(caller, scheme, pipeline.params)
+    norms = pipeline.norms
+    if norms is None:
+        return
+    if not (isinstance(norms, tuple) and len(norms) == 2 and all(map(callable, norms))):
+        raise TypeError(f"{caller}: norms must be two functions, (of q, of k), got {norms!r:.100}.")
     in_attention = Acts.ATTENTION in scheme.acts
-    if pipeline.norms is not None and (in_attention or not scheme.traits.norm_after):
+    if in_attention or not scheme.traits.norm_after:
         how = "rotates q and k within its attention" if in_attention else "scales q and k by call"
         raise NotImplementedError(f"{caller}: {scheme!r} {how}, so that no norm can come after it.")
 

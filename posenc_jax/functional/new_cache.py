@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from posenc_jax.cache.kv_cache import KVCache
-from posenc_jax.checks import positive_integers
+from posenc_jax.checks import integers_from, positive_integers
 from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.schemes.scheme import Params, Scheme, check_scheme, check_sizes
 
@@ -75,6 +75,7 @@ def new_cache(
     sizes = {"capacity": capacity, "num_heads": num_heads, "head_dim": head_dim}
     sizes |= {name: size for name, size in optional.items() if size is not None}
     positive_integers("new_cache", **sizes)
+    integers_from(0, "new_cache", batch=batch, max_rewind=max_rewind, value_dim=value_dim or 0)
     heads_of = {"num_heads": num_heads, "num_kv_heads": num_kv_heads or num_heads}
     check_sizes("new_cache", scheme, head_dim=head_dim, model_dim=model_dim, **heads_of)
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads

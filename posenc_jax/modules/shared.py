@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import (
     divides,
+    positive_integers,
     refuse_unknown,
     require,
     token_integers,
@@ -233,7 +234,9 @@ class AttentionLayer:
     def heads(self) -> dict[str, int]:
         """Returns the number of heads of each projection."""
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        divides("Attention", num_heads=self.num_heads, num_kv_heads=kv_heads)
+        sizes = {"num_heads": self.num_heads, "num_kv_heads": kv_heads}
+        positive_integers("Attention", **sizes, head_dim=self.head_dim)
+        divides("Attention", **sizes)
         return {"query": self.num_heads, "key": kv_heads, "value": kv_heads}
 
     def drops(self, deterministic: bool | None) -> bool:

@@ -128,6 +128,7 @@ SCHEME = {
     | {"params": {"table": np.zeros((6, 16), "f4")}},
     "tables must be scheme_tables of coord.*(2, 7)": {"scheme": ROPE, "tables": (X[..., 0],) * 2},
     "tables must be scheme_tables": {"scheme": pe.NoPE(), "tables": REAL},
+    "norms must be two functions, (of q, of k), got (": {"norms": (np.asarray,) * 3},
     "the cache must be that of one layer with 2 rows, got (5,)": lambda: {"cache": cache(batch=5)},
     "the cache must be that of one layer with 2 rows, got (3, 2)": lambda: {"cache": stacked()},
     "contiguous has no meaning with a cache, got .*True": lambda: {
@@ -152,7 +153,13 @@ EMBEDDING = {
 }
 CALLS = {
     "new_cache: num_heads must be >= 1, got 0": lambda: cache(num_heads=0),
+    "new_cache: batch must be an integer, got True": lambda: cache(batch=True),
+    "new_cache: max_rewind must be >= 0, got -1": lambda: cache(max_rewind=-1),
+    "new_cache: value_dim must be an integer, got True": lambda: cache(value_dim=True),
     "new_cache: dtype must be a floating type, got": lambda: cache(dtype=jnp.int8),
+    "KVCache: capacity must be >= 1, got 0": lambda: pe.KVCache.empty(Q, V, 0),
+    "KVCache: max_rewind must be >= 0, got -1": lambda: pe.KVCache.empty(Q, V, 9, max_rewind=-1),
+    "KVCache.take: rows must be [any], got shape (1, 2)": lambda: cache().take([[0, 1]]),
     "DenseBias: pairs must be an array": lambda: pe.DenseBias([[1.0]]),
     "score_mod: arrays must be arrays, got 'x'": lambda: pe.score_mod(max, Q, "x"),
     "XLA: forward must be Blocks(q, k) or None, got (32, 32)": lambda: XLA((32, 32)),

@@ -1,5 +1,6 @@
 """`jax.export`: sizes that are unknown, and decode steps written to a file."""
 
+import collections
 import dataclasses
 
 import jax
@@ -70,5 +71,7 @@ def test_reading_a_cache_imports_nothing():
         from_bytes(data)
     with pytest.raises(ValueError, match="has Case"):  # It is imported, and not frozen.
         from_bytes(b'{"class": "test_export:Case", "fields": {}}')
-    with pytest.raises(TypeError, match="function is not JSON serializable"):
-        to_bytes(pe.with_positions(pe.RoPE(8), lambda positions: positions))
+    axes = collections.namedtuple("Axes", "row column")(0, 1)  # JSON would lose the names.
+    for scheme in (pe.AxialRoPE(8, axes=axes), pe.with_positions(pe.RoPE(8), lambda p: p)):
+        with pytest.raises(TypeError, match=r"cannot be written by jax\.export"):
+            to_bytes(scheme)

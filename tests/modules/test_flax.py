@@ -193,6 +193,17 @@ NOPE = pn.Attention(D, N, head_dim=H, rngs=RNGS)
 ZEROS = np.zeros((1, 2, D), np.float32)
 ERRORS = [
     (pn.Attention, {"model_dim": D, "num_heads": N, "rngs": RNGS}, "multiple of num_heads=6"),
+    (
+        pn.Attention,
+        {"model_dim": D, "num_heads": True, "head_dim": H, "rngs": RNGS},
+        "Attention: num_heads must be an integer, got True",
+        TypeError,
+    ),
+    (
+        pn.Attention,
+        {"model_dim": D, "num_heads": N, "head_dim": 0, "rngs": RNGS},
+        "Attention: head_dim must be >= 1, got 0",
+    ),
     (NOPE, {"inputs_q": ZEROS[..., 1:]}, r"got \(19,\) and \(20,\)", TypeError),  # JAX's own.
     (NOPE, {"inputs_q": ZEROS[0]}, r"q must be \[B, T, N, H\], got shape \(2, 6, 8\)"),
     (NOPE, {"inputs_q": ZEROS, "postions": 0}, "unknown argument 'postions'; it tak", TypeError),

@@ -43,6 +43,7 @@ def query_temperature(
     >>> query_temperature(jnp.array([8190, 8191]), "llama4", 8192)
     Array([1.       , 1.0693147], dtype=float32)
     """
+    one_of("temperature", _FORMS, form=form)
     positions = coordinate_values("temperature", positions, "positions")
     count = positions.astype(jnp.float32) + 1.0
     if form in _LOG_N:

@@ -95,5 +95,6 @@ ERRORS = [
         {"form": "beam", "strength": float("nan")},
         "strength must be finite, got nan",
     ),
+    (query_temperature, {"positions": 0, "form": "log-n", "length": 4}, "form must be one of"),
     (pe.QueryTemperature, {"strength": 0.2}, "'log_n' has no strength, got strength=0.2"),
 ]
