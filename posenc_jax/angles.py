@@ -138,13 +138,15 @@ def cos_sin(
       Two float32 arrays [..., P].
 
     Raises:
-      TypeError: for coordinates of another dtype.
+      TypeError: for coordinates of another dtype, and frequencies that are no array.
       ValueError: for concrete integers outside int32.
 
     >>> cos, sin = cos_sin(jnp.array([1_000_000]), np.array([1.0]))
     >>> bool(abs(cos[0, 0] - np.float32(np.cos(1e6))) < 2e-7)
     True
     """
+    if not isinstance(frequencies, np.ndarray | jax.Array) or not frequencies.ndim:
+        raise TypeError(f"cos_sin: frequencies must be an array [..., P], got {frequencies!r:.60}.")
     coordinates = coordinate_values("cos_sin", coordinates)[..., None]
     shape = (1,) * (coordinates.ndim - frequencies.ndim) + frequencies.shape
     frequencies = frequencies.reshape(shape)

@@ -160,6 +160,9 @@ CALLS = {
     "KVCache: capacity must be >= 1, got 0": lambda: pe.KVCache.empty(Q, V, 0),
     "KVCache: max_rewind must be >= 0, got -1": lambda: pe.KVCache.empty(Q, V, 9, max_rewind=-1),
     "KVCache.take: rows must be [any], got shape (1, 2)": lambda: cache().take([[0, 1]]),
+    "cos_sin: frequencies must be an array [..., P], got array(1.": lambda: pe.cos_sin(
+        AT, np.array(1.0)
+    ),
     "DenseBias: pairs must be an array": lambda: pe.DenseBias([[1.0]]),
     "score_mod: arrays must be arrays, got 'x'": lambda: pe.score_mod(max, Q, "x"),
     "XLA: forward must be Blocks(q, k) or None, got (32, 32)": lambda: XLA((32, 32)),
