@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import require, token_integers
+from posenc_jax.checks import array_of_rank, require, token_integers
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.mask import Window
 from posenc_jax.engine.problem import Implementation
@@ -106,6 +106,7 @@ def cross_attention(
     q, k, v = tokens.q, tokens.k, tokens.v
     queries, keys = tokens.replace(k=q, v=q), Projections(k, k, v, memory)
     queries.check(caller)
+    array_of_rank(caller, "k", k, 4, "[B, S, K, H]")
     keys.check(caller)
     check_pipeline(caller, pipeline)
     q_ids, k_ids = call.q_segment_ids, call.k_segment_ids

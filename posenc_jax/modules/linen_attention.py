@@ -170,7 +170,8 @@ class Attention(AttentionLayer, nn.Module):
             `k_positions`, `k_coordinates` and `k_segment_ids`.
 
         Raises:
-          ValueError: for arguments that do not fit, and dropout without `deterministic` or key.
+          ValueError: for arguments that do not fit, and dropout without `deterministic`.
+          flax.errors.InvalidRngError: for dropout without a key.
         """
         inputs = self.inputs(inputs_q, inputs_k, inputs_v)
         heads, spec = self.heads(), self.spec()

@@ -114,8 +114,9 @@ class Scheme:
     sizes that the model supplies, from one vocabulary: `num_heads`, `num_kv_heads`,
     `head_dim`, `model_dim`, `max_length`, `trained_length`.
 
-    Every scheme raises `ValueError`, when it is made, for sizes below one, unknown words, numbers
-    out of range, and settings that contradict each other; the message names them.
+    The schemes of this package raise `ValueError`, when they are made, for sizes below one, unknown
+    words, numbers out of range, and settings that contradict each other, and `TypeError` for sizes
+    that are not integers; the message names them.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Shouting(Scheme):

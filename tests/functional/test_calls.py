@@ -163,6 +163,9 @@ CALLS = {
     "cos_sin: frequencies must be an array [..., P], got array(1.": lambda: pe.cos_sin(
         AT, np.array(1.0)
     ),
+    "scheme_cross_attention: k must be [B, S, K, H], got shape (7, ": lambda: (
+        pe.scheme_cross_attention(pe.NoPE(), {}, Q, K[0], V)
+    ),
     "DenseBias: pairs must be an array": lambda: pe.DenseBias([[1.0]]),
     "score_mod: arrays must be arrays, got 'x'": lambda: pe.score_mod(max, Q, "x"),
     "XLA: forward must be Blocks(q, k) or None, got (32, 32)": lambda: XLA((32, 32)),
