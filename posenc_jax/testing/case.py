@@ -299,7 +299,7 @@ class Case:
         return np.concatenate(outs, 1), cache
 
 
-def jit_fast(function: Callable, **options: Any) -> jax.stages.Wrapped:
+def jit_fast(function: Callable, **options: Any) -> Any:
     """Returns `jax.jit(function)` that compiles fast, for programs that run a few times."""
     if jax.default_backend() == "cpu":
         level = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
