@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from posenc_jax.cache.kv_cache import KVCache
-from posenc_jax.checks import integers_from, positive_integers
+from posenc_jax.checks import integers_from, positive_integers, require
 from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.schemes.scheme import Params, Scheme, check_scheme, check_sizes
 
@@ -95,6 +95,11 @@ def new_cache(
 
     lead, real = (), False
     if coordinates is not None:
+        shape = coordinates.shape
+        require(
+            1 <= len(shape) <= 3,
+            f"new_cache: coordinates must be [T], [B, T] or [A, B, T], got shape {shape}.",
+        )
         lead, real = coordinates.shape[:-2], jnp.issubdtype(coordinates.dtype, jnp.floating)
     dtype_of_coordinates = jnp.float32 if real else jnp.int32
     encoded = array((*lead, batch, 1), dtype_of_coordinates, (*(None,) * len(lead), *spec[:1]))
