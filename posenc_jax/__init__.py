@@ -186,9 +186,11 @@ if not TYPE_CHECKING:  # A type checker would take every name for a module.
         if name in ("linen", "nnx", "testing"):
             return importlib.import_module(f"posenc_jax.{name}")
         hint = "; it is in posenc_jax.contrib" if name in contrib.__all__ else ""
+        if name in ("Attention", "AttentionFn", "PositionEncoding"):
+            hint = "; it is in posenc_jax.nnx and in posenc_jax.linen"
         message = f"module {__name__!r} has no attribute {name!r}{hint}"
-        # Python looks for a similar name of the module.
-        raise AttributeError(message, name=name, obj=sys.modules[__name__])
+        # Without a hint, Python looks for a similar name of the module.
+        raise AttributeError(message, name=None if hint else name, obj=sys.modules[__name__])
 
     def __dir__() -> list[str]:
         """Returns the public names, including modules that are imported on first use."""

@@ -161,7 +161,8 @@ class Attention(AttentionLayer, nn.Module):
           inputs_k, inputs_v: [B, S, any], for attention to another sequence; see
             `posenc_jax.scheme_cross_attention`. Default: `inputs_q`, and `inputs_k`.
           cache: keys and values of earlier tokens; see `new_cache`.
-          deterministic: whether to drop no weights; if not, the "dropout" key is used.
+          deterministic: whether to drop no weights; if not, the "dropout" key is used, without
+            which Flax raises `InvalidRngError`.
           out_sharding, qkv_sharding: on explicit mesh axes, how the result [B, T, D] and q, k and
             v [B, T, heads, H] are sharded.
           kv_sharding: of k and v, where fewer devices share their heads. Default: `qkv_sharding`.
@@ -171,7 +172,6 @@ class Attention(AttentionLayer, nn.Module):
 
         Raises:
           ValueError: for arguments that do not fit, and dropout without `deterministic`.
-          flax.errors.InvalidRngError: for dropout without a key.
         """
         inputs = self.inputs(inputs_q, inputs_k, inputs_v)
         heads, spec = self.heads(), self.spec()
