@@ -18,7 +18,7 @@ from posenc_jax.positions.packing import count_up
 from posenc_jax.schemes.scheme import Scheme
 
 BATCH, LENGTH = 2, 19  # 19 tokens are no multiple of a tile.
-LONG = 130  # Tokens for tiles: several blocks, and rules evaluated once per distance.
+LONG = 130  # Tokens for tiles: no multiple of a block, and rules evaluated once per distance.
 FIRST = 5  # Tokens of first calls; B, T, N, K, H and D differ by default.
 PADDING = 4  # Padding tokens before the first row in checks of tiles.
 
