@@ -740,6 +740,8 @@ def run(folder, tests):
     if result.returncode in (0, 5):  # 5: none was selected.
         return None
     lines = (result.stdout + result.stderr).splitlines()
+    if missing := [x for x in lines if x.startswith("ERROR: not found")]:
+        return f"not applied: {missing[0]}"
     failed = [x for x in lines if x.startswith(("FAILED", "ERROR"))]
     return failed[0] if failed else lines[-1]
 

@@ -1,7 +1,7 @@
 """The report's plots, as inline SVG: text stays text, equal numbers give equal bytes.
 
-A scheme has the same colour and marker in every plot. The colours suit colour-blind readers
-(after Okabe and Ito) and light and dark pages; lines are labelled at their ends, without a legend.
+A scheme has the same colour and marker in every plot of a page. The colours suit colour-blind
+readers (after Okabe and Ito) and light and dark pages; lines are labelled at their ends.
 """
 
 import io

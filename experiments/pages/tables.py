@@ -451,6 +451,7 @@ def _mark_best(rows: list[Row], labels: Labels, count: int) -> tuple[Row, ...]:
 def as_text(results: Results) -> str:
     """Returns the scores for a terminal: a table per task, and the errors."""
     lines = []
+    results = [row for row in results if not row.waiting]
     for section in sections(results):
         shown = grid(results, section)
         if shown is None:
@@ -464,7 +465,8 @@ def as_text(results: Results) -> str:
         for name, *cells in table:
             padded = (f"{x:>{width}}" for x, width in zip(cells, widths[1:], strict=True))
             lines.append("  ".join([f"{name:{widths[0]}}", *padded]))
-        labels, seeds = shown.labels, max(len(row.seeds) for row in results)
+        labels = shown.labels
+        seeds = max(len(row.seeds) for row in results if row.section == section)
         text = f"{labels.unit} at each length, {labels.better} is better; * the training length"
         lines += [text + (f"; means of {seeds} seeds" if seeds > 1 else ""), ""]
     unfitted = [row.first for row in results if row.done and not row.fitted]

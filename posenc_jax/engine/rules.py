@@ -871,7 +871,10 @@ class DenseBias(Rule):
 
     def __post_init__(self):
         if isinstance(self.pairs, list | tuple):  # Of a pytree, it may be anything else.
-            raise TypeError("DenseBias: pairs must be an array [B or 1, N or 1, T, S], got a list.")
+            kind = type(self.pairs).__name__
+            raise TypeError(
+                f"DenseBias: pairs must be an array [B or 1, N or 1, T, S], got a {kind}."
+            )
 
     def check(self, sizes):
         super().check(sizes)

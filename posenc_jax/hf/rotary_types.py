@@ -1,4 +1,4 @@
-"""Model types with rotary attention in all layers or in some, in one table.
+"""Model types with rotary attention in all layers, in some or, in a family, in none: one table.
 
 Readers that only one row or one family needs precede the table: of layers with attention, of models
 that have linear attention, convolutions or Mamba in some layers, and of latent attention.

@@ -29,13 +29,13 @@ def test_local_layers_are_those_of_transformers(count, every):
 
 
 def test_the_last_layer_of_gemma_4_is_global():
-    slow = pe.RoPE(head_dim=8, theta=1e6, scaling=pe.Proportional(0.25))
-    layers = pe.layer_pattern(8, *[pe.LayerSpec(LOCAL, window=4)] * 5, slow, last=slow)
-    assert [i for i, layer in enumerate(layers) if layer.scheme == slow] == [5, 7]
+    long = pe.RoPE(head_dim=8, theta=1e6, scaling=pe.Proportional(0.25))
+    layers = pe.layer_pattern(8, *[pe.LayerSpec(LOCAL, window=4)] * 5, long, last=long)
+    assert [i for i, layer in enumerate(layers) if layer.scheme == long] == [5, 7]
     assert layers[-1].window is None
-    windowed = pe.layer_pattern(2, LOCAL, last=pe.LayerSpec(slow, window=9))
+    windowed = pe.layer_pattern(2, LOCAL, last=pe.LayerSpec(long, window=9))
     assert windowed[-1].window == 9
-    assert hash(layers) == hash(pe.layer_pattern(8, *layers[:6], last=slow))
+    assert hash(layers) == hash(pe.layer_pattern(8, *layers[:6], last=long))
 
 
 class Stack(nnx.Module):

@@ -21,7 +21,7 @@ SEGMENTS = np.repeat([0, 1], [SPLIT, Q.shape[1] - SPLIT])[None].astype(np.int32)
 
 
 def shifted(k, starts, start=H // 2):
-    """Keys [B, T, K, H] as a loop shifts them; tokens of `own` keep their own."""
+    """Keys [B, T, K, H] as a loop shifts them; tokens of `starts` keep theirs."""
     out = np.array(k)
     for t in range(1, k.shape[1]):
         if t not in starts:
