@@ -184,7 +184,8 @@ def test_nan_that_nobody_sees_reaches_no_output_and_no_gradient(name, implementa
         return jnp.sum(jnp.sin(out)), out
 
     hidden = (segments[0] < 0)[:, None, None]
-    of_keys = hidden | (POSITIONS == 12)[:, None, None]
+    # A running sum reads every key that is no padding.
+    of_keys = hidden | ((POSITIONS == 12) & (name != "grape_a"))[:, None, None]
     bad, good = (
         outcome(
             *(
