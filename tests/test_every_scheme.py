@@ -21,9 +21,10 @@ from posenc_jax.testing.case import BATCH, LENGTH
 from posenc_jax.testing.properties import mirrored_change
 from tests.support import KINDS, build, close, make_batch, output, slow
 
-# Large enough for 130 tokens, the most that `posenc_jax.testing` uses, or small enough that some
-# keys are far.
-WINDOWS = {
+# Windows are large enough for 130 tokens, the most that `posenc_jax.testing` uses, or small enough
+# that some keys are far. With the offsets of zero that it begins with, PoPE is mirrored.
+SETTINGS = {
+    "pope": {"uniform": True},
     "swin": {"window": (16, 16)},
     "swin_v2": {"window": (16, 16), "width": 16},
     "rerope": {"window": 7, "leak": 1.0, "restart": 2},
@@ -96,7 +97,7 @@ def is_quick(kind, name):
 @functools.lru_cache(2)
 def case_of(kind, tiles):
     """All properties of a scheme share what it compiles."""
-    case = testing.Case(build(pe.SCHEMES[kind], **WINDOWS.get(kind, {})))
+    case = testing.Case(build(pe.SCHEMES[kind], **SETTINGS.get(kind, {})))
     if not tiles:
         case.implementations = ("reference",)
     return case
