@@ -78,7 +78,7 @@ class Checkpoints:
     ):
         self.path, self.deadline, self.say = path, deadline, say
         self.every, self.lines = every, lines
-        self.written = self.said = time.monotonic()
+        self.written = self.printed = time.monotonic()
 
     def load(self, state: Any) -> tuple[Any, dict[str, list], tuple[float, float]] | None:
         """Returns a state like `state`, its curve and its times; None if there is none.
@@ -103,10 +103,10 @@ class Checkpoints:
     def save(self, state: Any, curve: dict[str, list], times: tuple[float, float]) -> None:
         """Is called after each compiled call; may show the progress, and write the state."""
         now, over = time.monotonic(), self.deadline.over()
-        if now >= self.said + self.lines:
+        if now >= self.printed + self.lines:
             loss = np.mean(curve["loss"][-1])
             self.say(f"{self.path.parent.name}: step {curve['step'][-1]}, loss {loss:.3f}")
-            self.said = now
+            self.printed = now
         if not over and now < self.written + self.every:
             return
         arrays = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(state))}

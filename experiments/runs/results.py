@@ -134,7 +134,7 @@ def pack(folder: Path) -> int:
     """
     with locked(folder):
         files = sorted(folder.glob(f"*/{FILE}"))
-        for start in range(0, len(files), 100):  # A process may hold only so many files.
+        for start in range(0, len(files), 100):  # The open files of a process are limited.
             _pack(folder, files[start : start + 100])
         return len(packed(folder))
 

@@ -155,8 +155,8 @@ class Lines:
             words = f"{result.status}: {result.error}"
         took, waiting = duration(ended.seconds), self._count - self._ended
         if waiting:
-            left = (time.monotonic() - self._began) / self._ended * waiting
-            took += f" (about {duration(left)} left)"
+            remaining = (time.monotonic() - self._began) / self._ended * waiting
+            took += f" (about {duration(remaining)} left)"
         say(f"[{self._ended}/{self._count}] {ended.run}: {words:.200}; {took}")
 
     def message(self, text: str) -> None:

@@ -441,8 +441,8 @@ class KVCache:
         """Rows that lost tokens which later tokens may see, bool [B]; their outputs are NaN.
 
         A row with more tokens than slots recovers when tokens are taken back; `rewind` begins with
-        those that were not stored. A row where a ring,
-        `take` or `rewind` was used beyond its limits recovers in `reset`.
+        tokens that were not stored. A row where a ring, `take` or `rewind` was used beyond its
+        limits recovers in `reset`.
         """
         return self.lost | self.storage.overflowed(self.length, self.capacity)
 

@@ -7,10 +7,10 @@
     pe.attention(q, k, v, rules=rule, is_causal=True)
 
 PyTorch's functions capture arrays by closing over them; here they are arguments behind the others,
-so that they have gradients. What is known of the function makes it faster, and a number that is
-added is inside of `softcap`, for which attention refuses a function of which nothing is known:
+so that they have gradients. Claims about the function make it faster. `softcap` includes numbers
+that a function adds, and attention refuses it with a function without a claim:
 
-    nothing             `LogitsTransform`, on whole rows of logits
+    none                `LogitsTransform`, on whole rows of logits
     adds=True           `LogitBias`, evaluated for pairs of tiles; `ContentBias` if it reads b
     relative=True       `LogitBias`, evaluated once per distance
 
@@ -89,7 +89,7 @@ def score_mod(
       adds: whether the function returns the score plus a number that does not depend on it, or
         -inf. Where its slope at one of nine scores from -1000 to 1000 is not one, logits are NaN.
       relative: whether it adds, and the number goes by q_idx - kv_idx alone. If the claim is false,
-        results are wrong, as those of a `LogitBias`.
+        results are wrong, as with a `LogitBias`.
 
     Returns:
       The rule; see the top of the file. `q_idx` and `kv_idx` are coordinates of `attention`, which

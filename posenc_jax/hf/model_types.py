@@ -1,4 +1,4 @@
-"""Every model type that `from_hf` reads, and those that it does not read with the reasons.
+"""Model types that `from_hf` reads, and the reasons for which it refuses others.
 
 A model type is one row in the `ROWS` of `rotary_types.py` or `other_types.py`. A row is a
 `ModelType`, made of the readers that its family shares; its key has one or several names. Biases,
@@ -6,7 +6,7 @@ scale and QK-norm need no setting where the config class has a key for them. To 
 
 1. Copy the row of the model type that is most alike, and change the settings that its modeling file
    changes: layout, layers that rotate or have a window, biases, norms of queries and keys, scale.
-   Write a reader only for what no setting says. A key that is new goes into `keys.toml`.
+   Write a reader only where no setting fits. A new key goes into `keys.toml`.
 2. `python -m tests.makers hf_configs` writes `defaults.json`, which has bases, sizes and windows
    that a config leaves out, and the cases of raw configs; `python -m tests.makers hf_layers CONFIG`
    adds layers of a small model of transformers. The tests compare both.

@@ -41,7 +41,7 @@ FIT = "for this chip"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs all steps, or those of one process, and returns the exit status."""
+    """Runs all steps, or the steps of one process, and returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m posenc_jax.kernels",
         description=__doc__,
@@ -97,7 +97,7 @@ def passed(rows: list[dict[str, Any]]) -> tuple[str, ...]:
 
 
 def chip_of(about: dict[str, Any], dtypes: tuple[str, ...]) -> Chip | None:
-    """Returns the row of a machine, of which `machine` tells; None without a chip for kernels."""
+    """Returns the row for the result of `machine`; None without a chip for kernels."""
     if about["kernels"] != FIT or about["jax"] != about["jaxlib"]:
         return None
     kind = about["device"].partition(": ")[2]

@@ -1,6 +1,6 @@
 """Problems of attention and their results.
 
-The expected numbers are those of implementation="reference" on the CPU, in float32: it has neither
+implementation="reference" computes the expected numbers on the CPU, in float32: it has neither
 tiles nor lowered rules, and the tests compare it with NumPy in float64.
 """
 
