@@ -45,6 +45,7 @@ class ModelConfig:
       logit_softcap: of the output.
       is_causal: whether tokens see only those before them.
       experts: the number of experts and how many a token uses. Default: an MLP.
+      dtype, param_dtype: of activations and of parameters, as in `nnx.Linear`.
     """
 
     layers: tuple[pe.LayerSpec, ...]
@@ -68,13 +69,24 @@ class ModelConfig:
     logit_softcap: float | None = None
     is_causal: bool = True
     experts: tuple[int, int] | None = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+
+    @property
+    def dtypes(self) -> dict[str, Any]:
+        """Arguments of modules."""
+        return {"dtype": self.dtype, "param_dtype": self.param_dtype}
 
     def new_norm(self, rngs: nnx.Rngs) -> nnx.Module:
         """Returns a norm over D."""
         if self.norm == "rms":
-            return nnx.RMSNorm(self.model_dim, epsilon=self.epsilon, rngs=rngs)
+            return nnx.RMSNorm(self.model_dim, epsilon=self.epsilon, **self.dtypes, rngs=rngs)
         return nnx.LayerNorm(
-            self.model_dim, epsilon=self.epsilon, use_fast_variance=False, rngs=rngs
+            self.model_dim,
+            epsilon=self.epsilon,
+            use_fast_variance=False,
+            **self.dtypes,
+            rngs=rngs,
         )
 
     def new_attention(self, layer: pe.LayerSpec, rngs: nnx.Rngs) -> Any:
@@ -87,6 +99,7 @@ class ModelConfig:
             head_dim=self.head_dim,
             use_bias=self.attention_bias,
             is_causal=self.is_causal,
+            **self.dtypes,
             rngs=rngs,
         )
 
@@ -100,7 +113,7 @@ class MLP(nnx.Module):
     """Two projections, or three with a gate."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        linear = functools.partial(nnx.Linear, use_bias=config.mlp_bias, rngs=rngs)
+        linear = functools.partial(nnx.Linear, use_bias=config.mlp_bias, **config.dtypes, rngs=rngs)
         wide, narrow = config.mlp_dim, config.model_dim
         self.up = linear(narrow, wide)
         self.gate = linear(narrow, wide) if config.gated else None
@@ -119,10 +132,11 @@ class Experts(nnx.Module):
 
     def __init__(self, count: int, config: ModelConfig, rngs: nnx.Rngs):
         narrow, wide, init = config.model_dim, config.mlp_dim, nnx.initializers.lecun_normal()
-        self.gate_up_proj = nnx.Param(init(rngs.params(), (count, narrow, 2 * wide)))
-        self.gate_up_proj_bias = nnx.Param(jnp.zeros((count, 2 * wide)))
-        self.down_proj = nnx.Param(init(rngs.params(), (count, wide, narrow)))
-        self.down_proj_bias = nnx.Param(jnp.zeros((count, narrow)))
+        kind = config.param_dtype
+        self.gate_up_proj = nnx.Param(init(rngs.params(), (count, narrow, 2 * wide), kind))
+        self.gate_up_proj_bias = nnx.Param(jnp.zeros((count, 2 * wide), kind))
+        self.down_proj = nnx.Param(init(rngs.params(), (count, wide, narrow), kind))
+        self.down_proj_bias = nnx.Param(jnp.zeros((count, narrow), kind))
 
     def __call__(self, x):
         """Returns [B, T, E, D] for x [B, T, D]."""
@@ -139,7 +153,7 @@ class MixtureOfExperts(nnx.Module):
 
     def __init__(self, config: ModelConfig, experts: tuple[int, int], rngs: nnx.Rngs):
         count, self.per_token = experts
-        self.router = nnx.Linear(config.model_dim, count, rngs=rngs)
+        self.router = nnx.Linear(config.model_dim, count, **config.dtypes, rngs=rngs)
         self.experts = Experts(count, config, rngs)
 
     def __call__(self, x):
@@ -180,7 +194,8 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.embedding = nnx.Embed(config.vocabulary, config.model_dim, rngs=rngs)
+        sizes = config.vocabulary, config.model_dim
+        self.embedding = nnx.Embed(*sizes, **config.dtypes, rngs=rngs)
         self.embedding_norm = config.new_norm(rngs) if config.embedding_norm else None
         first = config.layers[0].scheme
         at_input = pe.Acts.EMBEDDING in first.acts
@@ -190,18 +205,44 @@ class Decoder(nnx.Module):
             layers = [dataclasses.replace(layer, scheme=pe.NoPE()) for layer in layers]
         self.blocks = nnx.List(Block(config, i, layer, rngs) for i, layer in enumerate(layers))
         self.norm = config.new_norm(rngs)
-        linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
-        self.output = None if config.tied else linear(config.model_dim, config.vocabulary)
+        linear = functools.partial(nnx.Linear, use_bias=False, **config.dtypes, rngs=rngs)
+        self.output = None if config.tied else linear(*sizes[::-1])
 
-    def new_caches(self, batch: int, capacity: int, **options: Any) -> list[pe.KVCache]:
-        """Returns an empty cache for each layer."""
+    def new_caches(
+        self, batch: int, capacity: int, tokens_per_call: int | None = None, **options: Any
+    ) -> list[pe.KVCache]:
+        """Returns an empty cache for each layer.
+
+        Args:
+          batch, capacity: B and the number of slots for the tokens of a row.
+          tokens_per_call: the most tokens of a call; caches of layers with a window are then
+            rings, and take no more slots than they need. Default: any number.
+          **options: as in `Attention.new_cache`.
+        """
+        options |= {"tokens_per_call": tokens_per_call}
         return [block.attention.new_cache(batch, capacity, **options) for block in self.blocks]
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Returns token embeddings [B, T, D], before positions and norms."""
         return self.embedding(tokens) * self.config.embedding_scale
 
-    def __call__(self, tokens, caches=None, *, inputs=None, positions=None, **options):
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Returns logits [B, T, V] for the result of a call with `hidden=True`."""
+        logits = self.embedding.attend(hidden) if self.output is None else self.output(hidden)
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        caches: list[pe.KVCache] | None = None,
+        *,
+        inputs: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        last: int | None = None,
+        hidden: bool = False,
+        **options: Any,
+    ) -> Any:
         """Returns logits [B, T, V], and with caches also the new caches.
 
         Args:
@@ -209,6 +250,9 @@ class Decoder(nnx.Module):
           caches: caches of earlier tokens; see `new_caches`.
           inputs: [B, T, D] instead of `embed(tokens)`, as with images in the text.
           positions: integers [B, T]. Default: 0, 1, ... after the tokens in the caches.
+          last: the number of last tokens of each row that are returned. Default: T.
+          hidden: whether to return hidden states [B, T, D] after the last norm; `logits` takes
+            them, a part at a time where T logits would be too large.
           **options: `segment_ids` and `coordinates`, as in `posenc_jax.scheme_attention`.
         """
         x = self.embed(tokens) if inputs is None else inputs
@@ -220,47 +264,70 @@ class Decoder(nnx.Module):
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
             x, cache = block(x, cache, positions=positions, **options)
             new.append(cache)
+        if last is not None:
+            if not 1 <= last <= x.shape[1]:
+                raise ValueError(f"Decoder: last must be from 1 to T = {x.shape[1]}, got {last}.")
+            x = x[:, x.shape[1] - last :]
         x = self.norm(x)
-        logits = self.embedding.attend(x) if self.output is None else self.output(x)
-        if self.config.logit_softcap is not None:
-            logits = self.config.logit_softcap * jnp.tanh(logits / self.config.logit_softcap)
-        return logits if caches is None else (logits, new)
+        x = x if hidden else self.logits(x)
+        return x if caches is None else (x, new)
 
 
-def greedy(
+def generate(
     model: Decoder,
     tokens: jax.Array,
-    mask: jax.Array,
     steps: int,
+    *,
+    mask: jax.Array | None = None,
+    key: jax.Array | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
     delta: jax.Array | None = None,
+    with_logits: bool = False,
     **options: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Greedy decoding of a padded batch: one prefill, and a scan over steps.
+) -> Any:
+    """Continues a padded batch: one prefill, and a scan over steps.
 
     Args:
       model: a `Decoder`.
       tokens: prompts [B, T], padded on the left.
-      mask: bool [B, T], true for tokens.
       steps: number of new tokens.
+      mask: bool [B, T], true for tokens. Default: no padding.
+      key: for samples. Default: the token of the greatest logit.
+      temperature, top_k: of samples: the divisor of logits, and how many tokens are drawn from.
       delta: coordinates minus positions of new tokens, [B]. Default: zero.
+      with_logits: whether to return logits, too.
       **options: `inputs` and `coordinates` of the prompts, as calls of a `Decoder` take them.
 
     Returns:
-      The new tokens [B, steps], and the logits [B, T + steps - 1, V] that chose them, after those
-      of the prompt.
+      The new tokens [B, steps]. With logits also those that chose them, after those of the
+      prompt, [B, T + steps - 1, V].
     """
-    positions, segment_ids = pe.positions.from_padding_mask(mask)
-    caches = model.new_caches(tokens.shape[0], tokens.shape[1] + steps - 1)
-    options |= {"positions": positions, "segment_ids": segment_ids}
-    first, caches = model(tokens, caches, **options)
+    batch, length = tokens.shape
+    if mask is not None:
+        positions, segment_ids = pe.positions.from_padding_mask(mask)
+        options |= {"positions": positions, "segment_ids": segment_ids}
+    caches = model.new_caches(batch, length + steps - 1, tokens_per_call=length)
+    first, caches = model(tokens, caches, last=None if with_logits else 1, **options)
 
-    def step(carry, _):
+    def choose(logits, step):
+        if key is None:
+            return jnp.argmax(logits, -1)
+        logits /= temperature
+        if top_k is not None:
+            least = jax.lax.top_k(logits, top_k)[0][:, -1:]
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        return jax.random.categorical(jax.random.fold_in(key, step), logits)
+
+    def advance(carry, step):
         token, caches = carry
         moved = None if delta is None else (caches[0].next_positions + delta)[:, None]
         logits, caches = model(token[:, None], caches, coordinates=moved)
-        return (jnp.argmax(logits[:, 0], -1), caches), (token, logits[:, 0])
+        return (choose(logits[:, 0], step), caches), (token, logits if with_logits else None)
 
-    start = jnp.argmax(first[:, -1], -1), caches
-    (last, _), (new, logits) = jax.lax.scan(step, start, length=steps - 1)
+    start = choose(first[:, -1], 0), caches
+    (last, _), (new, logits) = jax.lax.scan(advance, start, jnp.arange(1, steps))
     new = jnp.concatenate([new, last[None]]).T
-    return new, jnp.concatenate([first, jnp.moveaxis(logits, 0, 1)], 1)
+    if not with_logits:
+        return new
+    return new, jnp.concatenate([first, jnp.moveaxis(logits[:, :, 0], 0, 1)], 1)

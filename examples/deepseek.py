@@ -110,9 +110,11 @@ class LatentAttention(nnx.Module):
             (heads, config.value_dim), dim, axis=(-2, -1), use_bias=bias, rngs=rngs
         )
 
-    def new_cache(self, batch: int, capacity: int, **options: Any) -> pe.KVCache:
+    def new_cache(
+        self, batch: int, capacity: int, tokens_per_call: int | None = None, **options: Any
+    ) -> pe.KVCache:
         """Returns an empty cache of `latent_dim + rope_dim` numbers per token."""
-        config = self.config
+        config = self.config  # Without a window, a cache of any `tokens_per_call` is a full one.
         return pe.new_cache(
             self.latent_scheme,
             batch,

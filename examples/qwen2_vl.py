@@ -110,10 +110,10 @@ class Qwen2VL(nnx.Module):
         return {"inputs": x, "coordinates": coordinates, "delta": delta}
 
 
-def greedy(model: Qwen2VL, tokens, mask, steps: int, patches, grids):
-    """Greedy decoding, as `decoder.greedy`; other arguments as `Qwen2VL.inputs`."""
-    options = model.inputs(tokens, mask, patches, grids)
-    return decoder.greedy(model.language, tokens, mask, steps, **options)
+def generate(model: Qwen2VL, tokens, steps: int, mask, patches, grids, **options):
+    """Continues text, as `decoder.generate`; other arguments as `Qwen2VL.inputs`."""
+    options |= model.inputs(tokens, mask, patches, grids)
+    return decoder.generate(model.language, tokens, steps, mask=mask, **options)
 
 
 _VISION = {

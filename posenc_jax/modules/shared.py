@@ -324,6 +324,7 @@ class AttentionLayer:
         batch: int,
         capacity: int,
         *,
+        tokens_per_call: int | None = None,
         shared_encoding: "EncodingLayer | None" = None,
         model_dim: int | None = None,
         dtype: Any = None,
@@ -332,7 +333,10 @@ class AttentionLayer:
         """Returns an empty cache for this layer.
 
         Args:
-          batch, capacity: B and the number of slots.
+          batch, capacity: B and the number of slots for the tokens of a row.
+          tokens_per_call: the most tokens of a call. A layer with a window has a ring of as many
+            slots as it then needs, if these are fewer than `capacity`. Default: any number of
+            tokens, and a full cache.
           shared_encoding: the argument of that name in calls of an NNX layer.
           model_dim: D, which Linen layers need for schemes that read their input.
           dtype: of k and v. Default: the layer's.
@@ -341,6 +345,7 @@ class AttentionLayer:
 
         Raises:
           NotImplementedError: for a ring of a layer with chunks.
+          ValueError: for `tokens_per_call` below one, and beside `ring`, whose capacity has it.
         """
         spec, encoding = self.spec(), shared_encoding
         if encoding is None:  # A Linen layer has its parameters in `apply` only.
@@ -351,8 +356,22 @@ class AttentionLayer:
             )
         if dtype is None:
             dtype = self.param_dtype if self.dtype is None else self.dtype
+        scheme = spec.scheme if encoding is None else encoding.scheme
+        sides = window_sides(spec.window)
+        if tokens_per_call is not None:
+            positive_integers("Attention.new_cache", tokens_per_call=tokens_per_call)
+            require(
+                not options.get("ring"),
+                "Attention.new_cache: a ring=True of `capacity` slots and tokens_per_call, which "
+                "chooses their number; give one of them.",
+            )
+            if sides is not None and sides[0] >= 0 and spec.chunk_size is None:
+                count = max(tokens_per_call, options.get("max_rewind", 0))
+                slots = scheme.traits.num_sink_tokens + sides[0] + count
+                if slots < capacity:
+                    capacity, options["ring"] = slots, True
         return new_cache(
-            spec.scheme if encoding is None else encoding.scheme,
+            scheme,
             batch,
             capacity,
             num_heads=self.num_heads,

@@ -101,15 +101,17 @@ def agreement(name):
     if name == "qwen2_vl":
         *_, patches, grids = images()
         model = qwen2_vl.load(config, state)
-        run = nnx.jit(qwen2_vl.greedy, static_argnums=(3, 5))
-        return compare(arrays, *run(model, tokens, mask, steps, jnp.asarray(patches), grids), mask)
+        run = nnx.jit(qwen2_vl.generate, static_argnums=(2, 5), static_argnames="with_logits")
+        inputs = tokens, steps, mask, jnp.asarray(patches), grids
+        return compare(arrays, *run(model, *inputs, with_logits=True), mask)
     if name.startswith("t5"):
         run = nnx.jit(t5.greedy, static_argnums=3)
         outputs = run(t5.load(config, state), tokens, mask, steps)
         return compare(arrays, *outputs, mask[:, -1:])  # One token before the first.
-    run = nnx.jit(decoder.greedy, static_argnums=3)
+    run = nnx.jit(decoder.generate, static_argnums=2, static_argnames="with_logits")
     load = deepseek.load if name.startswith("deepseek") else families.load
-    return compare(arrays, *run(load(config, state), tokens, mask, steps), mask)
+    outputs = run(load(config, state), tokens, steps, mask=mask, with_logits=True)
+    return compare(arrays, *outputs, mask)
 
 
 def compare(arrays, new, logits, mask):

@@ -68,6 +68,28 @@ def test_the_first_call_of_linen_makes_a_cache_that_a_ring_may_replace():
         np.testing.assert_allclose(y[:, 0], expected[:, t], atol=1e-5)
 
 
+def test_a_cache_has_the_slots_that_the_window_needs():
+    def new_cache(position, **options):
+        layer = pn.Attention(D, N, position=position, rngs=nnx.Rngs(0), **LAYER)
+        cache = layer.new_cache(1, 40, **options)
+        return cache.capacity, cache.ring
+
+    rope = pe.RoPE(H)
+    window = pe.LayerSpec(rope, window=8)
+    assert new_cache(window) == (40, False)
+    assert new_cache(window, tokens_per_call=5) == (7 + 5, True)
+    assert new_cache(window, tokens_per_call=5, max_rewind=6) == (7 + 6, True)
+    assert new_cache(window, tokens_per_call=33) == (40, False)
+    sinks = pe.LayerSpec(pe.streaming(rope, 2), window=8)
+    assert new_cache(sinks, tokens_per_call=5) == (2 + 7 + 5, True)
+    chunks = pe.LayerSpec(rope, window=8, chunk_size=16)
+    for layer in (rope, pe.LayerSpec(rope, window=(-1, 0)), chunks):
+        assert new_cache(layer, tokens_per_call=5) == (40, False)
+    for options, message in (({}, "must be >= 1, got 0"), ({"ring": True}, "give one of")):
+        with pytest.raises(ValueError, match=message):
+            new_cache(window, tokens_per_call=5 if options else 0, **options)
+
+
 def test_views_of_a_model_decode():
     """`nnx.view` makes the caches of all layers; the model itself has none."""
     model = nnx.Sequential(pn.Attention(D, N, position=pe.T5(N), rngs=nnx.Rngs(0), **LAYER))

@@ -1,0 +1,54 @@
+"""Calls of `Decoder` that return less, and caches of layers with a window."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples import families
+from posenc_jax.testing import jit_fast
+from tests.models.agreement import read
+
+ROWS, LENGTH, CHUNK, WINDOW = 2, 23, 4, 7
+TOKENS = jnp.asarray(np.random.RandomState(0).randint(1, 44, (ROWS, LENGTH)))
+
+
+@functools.cache
+def gemma():
+    """Gemma 2, with a softcap, and a window in every other layer; and its logits."""
+    about, _, state = read("gemma2")
+    model = families.load(about["config"], state)
+    assert [block.attention.window for block in model.blocks] == [WINDOW, None]
+    return model, jit_fast(lambda: model(TOKENS))()
+
+
+def test_logits_of_the_last_tokens_and_of_hidden_states():
+    model, logits = gemma()
+
+    def run():
+        hidden = model(TOKENS, hidden=True)
+        return model(TOKENS, last=3), hidden, model.logits(hidden[:, 5:9])
+
+    last, hidden, some = jit_fast(run)()
+    assert hidden.shape == (ROWS, LENGTH, model.config.model_dim)
+    np.testing.assert_allclose(last, logits[:, -3:], atol=1e-5)
+    np.testing.assert_allclose(some, logits[:, 5:9], atol=1e-5)
+    for last in (0, LENGTH + 1):
+        with pytest.raises(ValueError, match=f"last must be from 1 to T = {LENGTH}, got {last}"):
+            model(TOKENS, last=last)
+
+
+def test_chunks_and_steps_with_rings_equal_one_pass():
+    model, logits = gemma()
+    caches, parts, start = model.new_caches(ROWS, 64, tokens_per_call=CHUNK), [], 0
+    assert [(c.capacity, c.ring) for c in caches] == [(WINDOW - 1 + CHUNK, True), (64, False)]
+    step = jit_fast(lambda *arrays: model(*arrays))
+    for count in [CHUNK] * 4 + [1] * (LENGTH - 4 * CHUNK):
+        part, caches = step(TOKENS[:, start : start + count], caches)
+        parts, start = [*parts, part], start + count
+    np.testing.assert_allclose(jnp.concatenate(parts, 1), logits, atol=1e-5)
+    with pytest.raises(
+        ValueError, match="5 tokens at a time with window 7 need a ring of 11 slots"
+    ):
+        model(TOKENS[:, :5], caches)
