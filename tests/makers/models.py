@@ -112,6 +112,7 @@ CASES = {
     "t5": ("t5", T5, 4),
     "t5_gated": ("t5", T5 | dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False), 1),
     "deberta_v2": ("deberta-v2", DEBERTA, 0),
+    "bert": ("bert", SIZES | dict(pad_token_id=0), 0),
     "qwen2_vl": ("qwen2_vl", QWEN_VL, 0),
     "swin": ("swin", SWIN, 0),
 }
@@ -207,6 +208,17 @@ def encoder(model_type, settings, seed):
     return config, shapes, None, logits
 
 
+def hidden_states(model_type, settings, seed):
+    """The last hidden states as logits; BERT takes pads for tokens where it counts positions."""
+    config = transformers.CONFIG_MAPPING[model_type](**settings)
+    model = transformers.AutoModel.from_config(config, add_pooling_layer=False).eval()
+    shapes = load(model, seed)
+    tokens, mask = (torch.from_numpy(x) for x in prompts())
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    x = model(input_ids=tokens, attention_mask=mask.long(), position_ids=positions)
+    return config, shapes, None, x.last_hidden_state.numpy()
+
+
 def classifier(model_type, settings, seed):
     config = transformers.CONFIG_MAPPING[model_type](**settings)
     model = transformers.AutoModelForImageClassification.from_config(config).eval()
@@ -227,7 +239,7 @@ def make(name):
     """{"about": json, array name: array} of a case."""
     model_type, settings, seed = CASES[name]
     runs = {"t5": encoder_decoder, "deberta-v2": encoder, "qwen2_vl": with_images}
-    runs["swin"] = classifier
+    runs |= {"swin": classifier, "bert": hidden_states}
     run = runs.get(model_type, decoder)
     with in_double(), torch.no_grad():
         config, shapes, whole, logits = run(model_type, settings, seed)

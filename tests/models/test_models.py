@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from examples import deepseek, families
+from examples import bert, deepseek, families
 from tests.models.agreement import FOLDER, NAMES, agreement, read
 from tests.support import slow
 
@@ -19,7 +19,7 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
 
 
 # One of each loop of greedy decoding; `ONE_PASS` has decoders of other kinds.
-GREEDY = "gemma2", "deepseek_v3", "qwen2_vl", "t5", "deberta_v2", "swin"
+GREEDY = "gemma2", "deepseek_v3", "qwen2_vl", "t5", "deberta_v2", "bert", "swin"
 ONE_PASS = "ministral3", "gpt_oss"
 
 
@@ -67,6 +67,18 @@ def test_latent_attention_caches_latents_alone():
     about, _, state = read("deepseek_v3")
     caches = deepseek.load(about["config"], state).new_caches(3, 7)
     assert [(c.k.shape, c.v.size) for c in caches] == [((3, 7, 1, 20 + 6), 0)] * 2
+
+
+def test_sentence_embeddings_are_means_of_hidden_states_on_either_side_of_padding():
+    about, arrays, state = read("bert")
+    tokens, mask = arrays["tokens"], arrays["mask"]
+    means = [row[is_token].mean(0) for row, is_token in zip(arrays["logits"], mask, strict=True)]
+    expected = np.stack(means) / np.linalg.norm(means, axis=1, keepdims=True)
+    model = bert.load(about["config"], state | {"pooler.dense.bias": np.zeros(48)})
+    embed = nnx.jit(bert.embed)
+    right = [np.stack([*map(np.roll, x, mask.sum(1))]) for x in (tokens, mask)]
+    for inputs in ((tokens, mask), right):
+        np.testing.assert_allclose(embed(model, *inputs), expected, atol=1e-5)
 
 
 def test_weights_that_do_not_fit_are_refused():

