@@ -1,0 +1,128 @@
+"""Released checkpoints: a config, weights and a tokenizer from GGUF or safetensors files."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from examples import gguf
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A released model.
+
+    Attributes:
+      config: the settings, as config.json of transformers has them.
+      state: {name in transformers: float32 array}, read when asked for; `dict(state)` reads all.
+      tokenizer: of the `tokenizers` package, or None.
+      tokenizer_error: why there is no tokenizer, or None.
+    """
+
+    config: dict[str, Any]
+    state: Mapping[str, np.ndarray]
+    tokenizer: "Tokenizer | None"
+    tokenizer_error: str | None = None
+
+
+class LazyState(Mapping[str, np.ndarray]):
+    """Arrays by name, each read from its file when asked for."""
+
+    def __init__(self, readers: Mapping[str, Callable[[], np.ndarray]]):
+        self.readers = readers
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.readers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.readers)
+
+    def __len__(self) -> int:
+        return len(self.readers)
+
+
+def read(path: str | pathlib.Path) -> Checkpoint:
+    """Reads a checkpoint.
+
+    Args:
+      path: a .gguf file; or a folder with config.json, *.safetensors and perhaps tokenizer.json; or
+        a .safetensors file in such a folder.
+
+    Returns:
+      Its config, weights and tokenizer. Rows of weights are in the order of transformers, and norms
+      of Gemma lack the 1 that llama.cpp adds.
+
+    Raises:
+      ValueError: if the file is damaged, or has settings, tensors or types that are not supported.
+    """
+    path = pathlib.Path(path)
+    if not path.exists():
+        raise ValueError(f"read: there is no file or folder {str(path)!r}.")
+    if path.is_dir() or path.suffix == ".safetensors":
+        config, readers, new_tokenizer = _read_safetensors(path)
+    else:
+        config, readers, new_tokenizer = gguf.read(path)
+    tokenizer, error = None, None
+    try:
+        tokenizer = new_tokenizer()
+    except ImportError:
+        error = "read: a tokenizer needs the package tokenizers."
+    except ValueError as reason:
+        error = str(reason)
+    return Checkpoint(config, LazyState(readers), tokenizer, error)
+
+
+def _read_safetensors(path):
+    """As `gguf.read`."""
+    from safetensors import SafetensorError, safe_open
+
+    folder, files = (path, None) if path.is_dir() else (path.parent, [path])
+    settings = folder / "config.json"
+    if not settings.exists():
+        raise ValueError(f"read: {str(folder)!r} has no config.json.")
+    index = folder / "model.safetensors.index.json"
+    if files is None and index.exists():
+        names = {*json.loads(index.read_text())["weight_map"].values()}
+        files = [folder / name for name in sorted(names)]
+    files = files or sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"read: {str(folder)!r} has no *.safetensors.")
+    readers = {}
+
+    def reader(file, name):
+        def array():
+            with safe_open(file, "np") as arrays:
+                return np.asarray(arrays.get_tensor(name), np.float32)
+
+        return array
+
+    for file in files:
+        if not file.exists():
+            raise ValueError(f"read: {index.name} names {file.name!r}, which is not there.")
+        try:
+            with safe_open(file, "np") as arrays:
+                readers |= {name: reader(file, name) for name in arrays.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"read: {str(file)!r} is damaged: {error}.") from None
+    config = json.loads(settings.read_text())
+    if config.get("tie_word_embeddings") and "model.embed_tokens.weight" in readers:
+        readers.pop("lm_head.weight", None)  # Some files repeat the embedding.
+    return config, readers, lambda: _tokenizer_json(folder)
+
+
+def _tokenizer_json(folder):
+    from tokenizers import Tokenizer
+
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        raise ValueError(f"read: {str(folder)!r} has no tokenizer.json.")
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises Exception itself.
+        raise ValueError(f"read: {str(file)!r} is damaged: {error}.") from None
