@@ -35,7 +35,7 @@ FORMULA = ("posenc_jax.schemes.", "posenc_jax.contrib.")
 PICTURES = """8 heads of 64, and 128 tokens, with windows and chunks within them. Tokens have equal
 content unless the caption says otherwise, so that keys differ by position only; parameters are the
 initial ones. `python -m experiments gallery` draws more."""
-INTERNAL = {"attention_call", "drops", "heads", "inputs", "norms_around"}
+INTERNAL = {"attention_call", "drops", "heads", "inputs", "norms_around", "size_of_heads"}
 """Methods of the Flax layers that are steps of a call."""
 
 

@@ -7,8 +7,8 @@
                  the first, about 130 bytes back
     music21      tunes in ABC notation (https://abcnotation.com): bars of equal length, phrases that
                  return, no words
-    a path       .txt, .gz or .xz (held out: the last twentieth), or a folder of such files
-                 (held out: every 20th file)
+    a path       .txt, .md, .rst, .gz or .xz (held out: the last twentieth), or a folder of such
+                 files (held out: every 20th file)
 
 `SOURCES` has the packages, their versions and licences, and the documents that are held out.
 Packages are found without importing them.
@@ -33,7 +33,7 @@ from experiments.errors import CorpusError
 Documents = list[tuple[str, bytes]]
 """Names and texts."""
 
-_SUFFIXES = (".txt", ".gz", ".xz")
+_SUFFIXES = (".txt", ".md", ".rst", ".gz", ".xz")
 
 
 @dataclasses.dataclass(frozen=True)

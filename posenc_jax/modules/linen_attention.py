@@ -48,7 +48,7 @@ class Attention(AttentionLayer, nn.Module):
 
     Attributes:
       num_heads: the number of query heads, N.
-      head_dim: the head dim, H.
+      head_dim: the head dim, H. Default: D / N.
       position: a scheme; or a `LayerSpec`, which also has `window`, `chunk_size`, `softcap`,
         `scale`, `qk_norm` and `sinks`. Default: the scheme of `shared_encoding`, or `NoPE`.
       shared_encoding: parameters of the scheme that layers share. Default: the layer's own.
@@ -83,7 +83,7 @@ class Attention(AttentionLayer, nn.Module):
     """
 
     num_heads: int
-    head_dim: int
+    head_dim: int | None = None
     position: Scheme | LayerSpec | None = None
     num_kv_heads: int | None = None
     is_causal: bool = False
@@ -174,7 +174,8 @@ class Attention(AttentionLayer, nn.Module):
           ValueError: for arguments that do not fit, and dropout without `deterministic`.
         """
         inputs = self.inputs(inputs_q, inputs_k, inputs_v)
-        heads, spec = self.heads(), self.spec()
+        heads, spec, model_dim = self.heads(), self.spec(), inputs_q.shape[-1]
+        head_dim = self.size_of_heads(model_dim)
         check_axis_names("Attention", self.axis_names)
 
         def dense(name, features, axis, kernel_init, bias_init, sharding):
@@ -196,16 +197,14 @@ class Attention(AttentionLayer, nn.Module):
             )
 
         def project(name, x, norm, sharding):
-            features = heads[name], self.head_dim
+            features = heads[name], head_dim
             y = dense(name, features, -1, self.kernel_init, self.bias_init, sharding)(x)
             # The names that MaxText's policies of rematerialisation use.
             return checkpoint_name(y if norm is None else norm(y), f"{name}_proj")
 
         check_acts_in_attention("Attention", spec.scheme)
-        sizes = {"num_kv_heads": heads["key"], "model_dim": inputs_q.shape[-1]}
-        check_sizes(
-            "Attention", spec.scheme, num_heads=self.num_heads, head_dim=self.head_dim, **sizes
-        )
+        sizes = {"num_kv_heads": heads["key"], "model_dim": model_dim}
+        check_sizes("Attention", spec.scheme, num_heads=self.num_heads, head_dim=head_dim, **sizes)
         encoding = self.shared_encoding
         if encoding is None:
             encoding = PositionEncoding(spec.scheme, self.axis_names, name="encoding")
@@ -229,7 +228,7 @@ class Attention(AttentionLayer, nn.Module):
             init, sizes, shape = nn.initializers.zeros, ("num_heads",), (self.num_heads,)
             if spec.sinks == "projected":
                 init = init_of_projection("kernel_init", self.kernel_init, "sinks", _kernel_init)
-                sizes, shape = ("model_dim", *sizes), (inputs_q.shape[-1], *shape)
+                sizes, shape = ("model_dim", *sizes), (model_dim, *shape)
             init = named(init, self.axis_names, sizes)
             sinks = sinks_of(self.param("sinks", init, shape, jnp.float32), inputs_q)
         if self.decode:
@@ -257,8 +256,7 @@ class Attention(AttentionLayer, nn.Module):
             out = cross_attention(pipeline, tokens, inputs_k, call)
         kernel_init = self.kernel_init if self.out_kernel_init is None else self.out_kernel_init
         bias_init = self.bias_init if self.out_bias_init is None else self.out_bias_init
-        width = inputs_q.shape[-1]
-        project_out = dense("out", width, (-2, -1), kernel_init, bias_init, out_sharding)
+        project_out = dense("out", model_dim, (-2, -1), kernel_init, bias_init, out_sharding)
         out = checkpoint_name(project_out(checkpoint_name(out, "context")), "out_proj")
         if variable is not None and new is not None:
             variable.value = new

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from posenc_jax.cache.kv_cache import KVCache
-from posenc_jax.checks import divides, require
+from posenc_jax.checks import require
 from posenc_jax.engine.mask import Window
 from posenc_jax.engine.problem import Implementation
 from posenc_jax.functional.attention import self_attention
@@ -148,12 +148,9 @@ class Attention(AttentionLayer, nnx.Module):
         # An array would be a part of the state.
         self.scale, self.softcap = (x and float(x) for x in (spec.scale, spec.softcap))
         check_axis_names("Attention", axis_names)
-        if head_dim is None:
-            divides("Attention", model_dim=model_dim, num_heads=num_heads)
-            head_dim = model_dim // num_heads
-        self.model_dim, self.head_dim = model_dim, head_dim
+        self.model_dim, self.num_heads, self.head_dim = model_dim, num_heads, head_dim
+        self.head_dim = head_dim = self.size_of_heads(model_dim)
         self.in_kv_features = model_dim if in_kv_features is None else in_kv_features
-        self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         heads = self.heads()
 

@@ -138,7 +138,7 @@ def layer_spec(caller: str, position: Any, shared_encoding: Any, **settings: Any
     return position
 
 
-def check_use(scheme: Scheme, spec: LayerSpec, is_causal: bool, head_dim: int) -> None:
+def check_use(scheme: Scheme, spec: LayerSpec, is_causal: bool, head_dim: int | None) -> None:
     """Raises `ValueError` for a scheme that does not suit the settings of a layer.
 
     Args:
@@ -150,7 +150,7 @@ def check_use(scheme: Scheme, spec: LayerSpec, is_causal: bool, head_dim: int) -
     sides = window_sides(spec.window)
     if not is_causal and (sides is None or sides[1] != 0):
         check_direction("Attention", scheme)
-    if spec.scale is None and scheme != spec.scheme:
+    if spec.scale is None and scheme != spec.scheme and head_dim is not None:
         before, after = (Pipeline(s, None).scale(head_dim) for s in (spec.scheme, scheme))
         require(
             before == after,
@@ -204,7 +204,7 @@ class AttentionLayer:
 
     num_heads: int
     num_kv_heads: int | None
-    head_dim: int
+    head_dim: int | None
     model_dim: int | None = None
     dtype: Any
     param_dtype: Any
@@ -235,9 +235,21 @@ class AttentionLayer:
         """Returns the number of heads of each projection."""
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         sizes = {"num_heads": self.num_heads, "num_kv_heads": kv_heads}
-        positive_integers("Attention", **sizes, head_dim=self.head_dim)
+        positive_integers("Attention", **sizes)
         divides("Attention", **sizes)
         return {"query": self.num_heads, "key": kv_heads, "value": kv_heads}
+
+    def size_of_heads(self, model_dim: int | None) -> int:
+        """Returns H: `head_dim`, or D / N."""
+        if self.head_dim is not None:
+            positive_integers("Attention", head_dim=self.head_dim)
+            return self.head_dim
+        if model_dim is None:
+            raise ValueError("Attention.new_cache: without head_dim it needs model_dim=.")
+        sizes = {"model_dim": model_dim, "num_heads": self.num_heads}
+        positive_integers("Attention", **sizes)
+        divides("Attention", **sizes)
+        return model_dim // self.num_heads
 
     def drops(self, deterministic: bool | None) -> bool:
         """Returns whether a call drops weights.
@@ -338,7 +350,8 @@ class AttentionLayer:
             slots as it then needs, if these are fewer than `capacity`. Default: any number of
             tokens, and a full cache.
           shared_encoding: the argument of that name in calls of an NNX layer.
-          model_dim: D, which Linen layers need for schemes that read their input.
+          model_dim: D, which Linen layers need without `head_dim`, and for schemes that read their
+            input.
           dtype: of k and v. Default: the layer's.
           **options: `coordinates`, `ring`, `max_rewind` and `qkv_sharding`, as in
             `posenc_jax.new_cache`.
@@ -370,14 +383,15 @@ class AttentionLayer:
                 slots = scheme.traits.num_sink_tokens + sides[0] + count
                 if slots < capacity:
                     capacity, options["ring"] = slots, True
+        model_dim = self.model_dim if model_dim is None else model_dim
         return new_cache(
             scheme,
             batch,
             capacity,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            model_dim=self.model_dim if model_dim is None else model_dim,
+            head_dim=self.size_of_heads(model_dim),
+            model_dim=model_dim,
             dtype=dtype,
             params=None if encoding is None else encoding.values(),
             **options,

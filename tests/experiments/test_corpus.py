@@ -129,7 +129,8 @@ def test_single_file_is_split_at_its_end(tmp_path, name, write):
 
 def test_folder_is_split_by_files(tmp_path):
     for i in range(10):
-        (tmp_path / f"{i}.txt").write_bytes(bytes([i]) * 50)
+        suffix = (".txt", ".md", ".rst")[i % 3]
+        (tmp_path / f"{i}{suffix}").write_bytes(bytes([i]) * 50)
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "10.txt.gz").write_bytes(gzip.compress(b"\x0a" * 50, mtime=0))
     loaded = load_corpus(str(tmp_path))
@@ -183,7 +184,7 @@ def test_wrong_paths(tmp_path):
     (tmp_path / "empty").mkdir()
     for name, message in (
         ("none.txt", "none.txt: no such file"),
-        ("a.zip", "needs .txt, .gz, .xz"),
+        ("a.zip", "needs .txt, .md, .rst, .gz, .xz"),
         ("empty", "needs .txt"),
     ):
         with pytest.raises(CorpusError, match=re.escape(message)) as error:

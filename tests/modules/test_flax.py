@@ -188,6 +188,20 @@ def test_a_cache_for_other_sizes_than_those_of_its_scheme():
         pe.new_cache(scheme, 1, 4, num_heads=3, head_dim=8, model_dim=8)
 
 
+def test_the_head_dim_of_a_linen_layer_follows_from_its_input():
+    x = jax.random.normal(KEY, (2, 5, 48))
+    layer = pl.Attention(num_heads=6, position=pe.RoPE(8), is_causal=True)
+    y, variables = layer.init_with_output(KEY, x)
+    assert (y == layer.clone(head_dim=8).apply(variables, x)).all()
+    cache = layer.new_cache(2, 5, model_dim=48)
+    assert cache.k.shape == layer.clone(head_dim=8).new_cache(2, 5).k.shape
+    np.testing.assert_allclose(layer.apply(variables, x, cache=cache)[0], y, atol=1e-5)
+    with pytest.raises(ValueError, match="multiple of num_heads=6"):
+        layer.init(KEY, x[..., :47])
+    with pytest.raises(ValueError, match="without head_dim it needs model_dim="):
+        layer.new_cache(2, 5)
+
+
 RNGS = nnx.Rngs(0)
 NOPE = pn.Attention(D, N, head_dim=H, rngs=RNGS)
 ZEROS = np.zeros((1, 2, D), np.float32)
