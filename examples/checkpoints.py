@@ -23,12 +23,14 @@ class Checkpoint:
       state: {name in transformers: float32 array}, read when asked for; `dict(state)` reads all.
       tokenizer: of the `tokenizers` package, or None.
       tokenizer_error: why there is no tokenizer, or None.
+      about: name and licence, as far as the file states them.
     """
 
     config: dict[str, Any]
     state: Mapping[str, np.ndarray]
     tokenizer: "Tokenizer | None"
     tokenizer_error: str | None = None
+    about: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class LazyState(Mapping[str, np.ndarray]):
@@ -66,8 +68,9 @@ def read(path: str | pathlib.Path) -> Checkpoint:
         raise ValueError(f"read: there is no file or folder {str(path)!r}.")
     if path.is_dir() or path.suffix == ".safetensors":
         config, readers, new_tokenizer = _read_safetensors(path)
+        about = {}
     else:
-        config, readers, new_tokenizer = gguf.read(path)
+        config, readers, new_tokenizer, about = gguf.read(path)
     tokenizer, error = None, None
     try:
         tokenizer = new_tokenizer()
@@ -75,11 +78,11 @@ def read(path: str | pathlib.Path) -> Checkpoint:
         error = "read: a tokenizer needs the package tokenizers."
     except ValueError as reason:
         error = str(reason)
-    return Checkpoint(config, LazyState(readers), tokenizer, error)
+    return Checkpoint(config, LazyState(readers), tokenizer, error, about)
 
 
 def _read_safetensors(path):
-    """As `gguf.read`."""
+    """As `gguf.read`, without name and licence."""
     from safetensors import SafetensorError, safe_open
 
     folder, files = (path, None) if path.is_dir() else (path.parent, [path])

@@ -53,12 +53,14 @@ _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "ou
 _IGNORED = ("vocab_size", "pooling_type", "tensor_data_layout", "rope.scaling.finetuned")
 
 
-def read(path: pathlib.Path) -> tuple[dict, dict[str, Callable[[], np.ndarray]], Callable]:
+def read(
+    path: pathlib.Path,
+) -> tuple[dict, dict[str, Callable[[], np.ndarray]], Callable, dict[str, str]]:
     """Reads a GGUF file.
 
     Returns:
       The config as a dict of transformers; {name in transformers: function that reads the float32
-      array}; and a function that makes the tokenizer.
+      array}; a function that makes the tokenizer; and the name and licence that are stated.
 
     Raises:
       ValueError: if the file is damaged, or has settings, tensors or types that are not supported.
@@ -100,7 +102,9 @@ def read(path: pathlib.Path) -> tuple[dict, dict[str, Callable[[], np.ndarray]],
                 raise file.error(f"lacks the tensor 'blk.{i}.{stem}.weight'")
     if "output_norm.weight" not in file.tensors:
         raise file.error("lacks the tensor 'output_norm.weight'")
-    return config, readers, lambda: _tokenizer(file)
+    stated = {"name": file.get("general.name", None), "licence": file.get("general.license", None)}
+    about = {key: str(value) for key, value in stated.items() if value}
+    return config, readers, lambda: _tokenizer(file), about
 
 
 class _File:
