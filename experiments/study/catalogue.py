@@ -12,7 +12,7 @@ from experiments.pages import plots
 from experiments.pages.page import as_csv, fill
 from experiments.pages.tables import Lookup, in_words, label, mean
 from experiments.study.clock import Clock
-from experiments.study.comparison import FLAT
+from experiments.study.comparison import FLAT, holm, t_tests
 from experiments.study.numbers import ratio
 from experiments.study.page import origin
 from experiments.study.plan import Study
@@ -86,9 +86,14 @@ def _summary(screen: Mapping[str, Row], finalists: list, baseline: str) -> dict[
     longest = {scheme: mean(_longest(row)) for scheme, row in screen.items()}
     score = mean(reference.at_trained_length)
     ahead = [s for s in screen if s != baseline and sign * trained[s] < sign * score]
-    flat = [s for s in ahead if sign * (longest[s] - trained[s]) <= FLAT]
-    steps = {s: step for s in flat if (step := screen[s].step)}
-    cheapest = 1.1 * min(steps.values(), default=0.0)
+    scores = {s: row.at_trained_length for s, row in screen.items() if row.at_trained_length}
+    p_values, spread = t_tests(scores, reference.at_trained_length)
+    p_values.pop(baseline, None)
+    rejected = holm(p_values)
+    resolved = [scheme for scheme in ahead if scheme in rejected]
+    flat = [s for s in resolved if sign * (longest[s] - trained[s]) <= FLAT]
+    rates = {s: row.run.task.train.learning_rate for s, row in screen.items()}
+    greatest = max(screen[baseline].cell.about.rates)
 
     def best(scores: Mapping[str, float], count: int = 6) -> list[str]:
         names = sorted(scores, key=lambda scheme: sign * scores[scheme])[:count]
@@ -96,12 +101,16 @@ def _summary(screen: Mapping[str, Row], finalists: list, baseline: str) -> dict[
 
     return {
         "ahead": ahead,
-        "flat": flat,
+        "tests": len(p_values),
+        "pooled": f"{spread:.3f}",
+        "resolved": [label(scheme) for scheme in resolved],
+        "flat": [label(scheme) for scheme in flat],
         "score": f"{score:.3f}",
         "exact_seeds": len(reference.results),
-        "best": best(trained),
         "best_beyond": best(longest),
-        "cheap": [label(s) for s, step in steps.items() if step <= cheapest],
+        "highest": sum(rate == greatest for rate in rates.values()),
+        "greatest": f"{greatest:g}",
+        "rate": f"{reference.run.task.train.learning_rate:g}",
     }
 
 

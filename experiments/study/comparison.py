@@ -1,8 +1,11 @@
 """Differences of a study side by side: at its sizes, on its corpora, and in a repeated study."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from scipy import special
 
 from experiments.pages.tables import interval, label
 from experiments.study.plan import Study
@@ -130,6 +133,46 @@ def repetition(study: Study, rows: Rows, earlier: Rows) -> dict[str, Any]:
                 out["both" if all(signs) else "here" if signs[0] else "there"].append(name)
         out["tables"].append(lines)
     return out
+
+
+def t_tests(
+    scores: Mapping[str, Sequence[float]], reference: Sequence[float]
+) -> tuple[dict[str, float], float]:
+    """Returns two-sided p values of differences to a reference, and the standard deviation.
+
+    Args:
+      scores: of each scheme, one per seed; their standard deviation is pooled over schemes.
+      reference: scores of the scheme that the others are compared with.
+
+    Returns:
+      p values by scheme and the pooled standard deviation; none and NaN for one seed per scheme.
+    """
+    degrees = sum(len(x) - 1 for x in scores.values())
+    if degrees < 1:
+        return {}, math.nan
+    squares = sum(float(np.var(x)) * len(x) for x in scores.values())
+    spread, p_values = (squares / degrees) ** 0.5, {}
+    for scheme, x in scores.items():
+        error = spread * (1 / len(x) + 1 / len(reference)) ** 0.5
+        t = abs(float(np.mean(x)) - float(np.mean(reference))) / error
+        p_values[scheme] = 2 * float(special.stdtr(degrees, -t))
+    return p_values, spread
+
+
+def holm(p_values: Mapping[str, float], level: float = 0.05) -> set[str]:
+    """Returns the tests that Holm's correction for their number rejects.
+
+    >>> sorted(holm({"a": 0.01, "b": 0.04, "c": 0.02, "d": 0.6}))
+    ['a']
+    >>> sorted(holm({"a": 0.01, "b": 0.02, "c": 0.03}))
+    ['a', 'b', 'c']
+    """
+    rejected: set[str] = set()
+    for name in sorted(p_values, key=lambda name: p_values[name]):
+        if p_values[name] > level / (len(p_values) - len(rejected)):
+            break
+        rejected.add(name)
+    return rejected
 
 
 def sign(difference: Bounds) -> int:

@@ -23,6 +23,7 @@ from experiments.study import clock, plan
 from experiments.study.catalogue import catalogue_page, catalogue_picture, screen_numbers
 from experiments.study.clock import Clock
 from experiments.study.command import pages
+from experiments.study.comparison import holm, t_tests
 from experiments.study.numbers import numbers
 from experiments.study.page import drawing, page
 from experiments.study.rows import curve_of, gain, rows_of
@@ -394,7 +395,9 @@ def test_a_catalogue_is_one_table(study_of):
     pictures = {"": "mine.svg"}
     text = " ".join(catalogue_page(study, rows, results, CLOCK, pictures, **PLACES).split())
     assert "0 of 3 have a better mean than rope's 0.901 over 2 seeds at the trained length" in text
-    assert "Best at the trained length: rope 0.901, kerple 0.409, none 0.300." in text
+    assert (
+        "Best at 1.5 times the length, by their means: rope 0.601, kerple 0.273, none 0.200" in text
+    )
     (rope, kerple, none) = csv.DictReader(screen_numbers(rows["small"]).splitlines())
     assert [x["scheme"] for x in (rope, kerple, none)] == ["rope", "kerple", "none"]
     expected = {"32": "0.409", "48": "0.273", "step": "2.00", "parameters": "1,000"}
@@ -402,6 +405,25 @@ def test_a_catalogue_is_one_table(study_of):
     assert ":file: mine.csv" in text
     svg = catalogue_picture(study, rows)
     assert ">rope<" in svg and "rise at 1.5 times the length" in svg
+
+
+def test_leads_are_corrected_for_their_number():
+    """Adjusted p values as cumulative maxima, of t tests with a variance pooled by numpy."""
+    random = np.random.default_rng(52)
+    means = np.array([-4.0, -2.5, -2.2, -2.0, -1.5, 0.0, 0.3, 3.0])
+    scores = {str(i): (m + random.standard_normal(3)).tolist() for i, m in enumerate(means)}
+    reference = random.standard_normal(5).tolist()
+    p_values, spread = t_tests(scores, reference)
+    table = np.array(list(scores.values()))
+    assert spread == pytest.approx(table.var(1, ddof=1).mean() ** 0.5)
+    t = (table.mean(1) - np.mean(reference)) / (spread * (1 / 3 + 1 / 5) ** 0.5)
+    expected = 2 * stats.t.sf(np.abs(t), 2 * len(means))
+    np.testing.assert_allclose(list(p_values.values()), expected, rtol=1e-9)
+    order = np.argsort(expected)
+    adjusted = np.maximum.accumulate(expected[order] * np.arange(len(means), 0, -1))
+    rejected = {str(i) for i in order[adjusted <= 0.05]}
+    assert holm(p_values) == rejected and len(rejected) == 4 and (expected <= 0.05).sum() == 5
+    assert t_tests({"a": [1.0]}, reference)[0] == {}
 
 
 def test_the_best_run_with_more_seeds(study_of):
