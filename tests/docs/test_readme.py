@@ -46,8 +46,9 @@ def test_pages_count_what_there_is():
     tested = len(outcomes) - outcomes.count("not run")
     assert f"{tested} claims of papers that ran" in " ".join(readme.split())
     decided = sum(outcome in ("reproduced", "not reproduced") for outcome in outcomes)
-    counts = f"{len(outcomes)} claims of papers ({tested} ran, {decided} were decided)"
-    assert counts in prose("docs/choose.md")
+    claims = f"[{len(outcomes)} claims of papers](results.md)"
+    counts = f"Of {claims}, {tested} ran and {decided} were decided"
+    assert counts in prose("docs/evidence.md")
     rows = [b for b in pages.blocks("docs/cheat_sheet.md") if b.code.count("\n") == 0]
     assert len(rows) == 27 and "27 tasks in a line each" in prose("docs/cheat_sheet.md")
     assert "27 tasks in a line each" in readme
