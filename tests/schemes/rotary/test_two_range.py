@@ -73,14 +73,12 @@ def test_softcap_is_refused(scheme, tokens):
         scheme.attend({}, tokens.q, tokens.k, tokens.v, positions, positions, None, None, call)
 
 
-@pytest.mark.parametrize(
-    "scheme, window", zip(KINDS, [(11, 0), (3, 0), None], strict=True), ids=lambda x: str(x)[:10]
-)
-def test_ranges_are_the_same_by_position_and_by_coordinate(scheme, window, tokens):
+@pytest.mark.parametrize("i, window", [(0, (11, 0)), (1, (3, 0)), (2, None)])
+def test_ranges_are_the_same_by_position_and_by_coordinate(i, window, tokens):
     """Coordinates that are given are compared by a rule, positions by masks that skip tiles."""
     by_rule = {"coordinates": jnp.arange(tokens.q.shape[1])}
     out, expected = (
-        output(scheme, {}, tokens, implementation="xla", window=window, **more)
+        output(KINDS[i], {}, tokens, implementation="xla", window=window, **more)
         for more in ({}, by_rule)
     )
     close(out, expected, 1e-5)
