@@ -164,7 +164,7 @@ EVIDENCE = [
     f"{SMALL['rope', TRAINED]:.3f} at 128 bytes, {SMALL['rope', 'nonoverlapping 256']:.3f} at 256",
     f"it loses {min(of_corpora):.2f} to {max(of_corpora):.2f} on [four corpora](study_corpora.md) "
     f"and {min(of_sizes):.2f} to {max(of_sizes):.2f} at [four sizes]",
-    f"With windows of 32 bytes it goes from {SCREEN['local_rope', '128']:.3f} to "
+    f"In windows of 32 bytes it goes from {SCREEN['local_rope', '128']:.3f} to "
     f"{SCREEN['local_rope', '1024']:.3f}",
     f"NTK undoes {undone(256)} % of the loss at twice the length, {undone(1024)} % at eight times",
     f"code ({on('code', 'alibi')}) and scripture ({on('wordings', 'alibi')}), and ahead on tunes "
@@ -172,11 +172,11 @@ EVIDENCE = [
     f"from {at_size('0.1', 't5')} at 0.1 million parameters to {at_size('2.5', 't5')} at 2.5",
     f"On code it is not resolved ({on('code', 't5')})",
     f"of {SCHEMES} schemes and chains are ahead of RoPE** after Holm's correction, of {AHEAD} with",
-    f"BAM, which takes {SCREEN['bam', 'step']:.2f} times the time of no encoding",
+    f"BAM, in {SCREEN['bam', 'step']:.2f} times the time of no encoding",
     "RoPE has {:.3f} on bytes 16 to 32 of a row and {:.3f} on bytes 64 to 128".format(*places()),
     f"KERPLE {SMALL['kerple', 'sliding 128']:.3f} with at least 64 bytes before each and "
     f"{SMALL['kerple', 'sliding 512']:.3f} with 448",
-    f"RoPE has {TWICE} after 2,000 steps",
+    f"RoPE has {TWICE} after 2,000",
     f"so have {GREATEST} of the {SCHEMES} schemes of the catalogue",
     f"{int(AHEAD) - int(RESOLVED)} of the {AHEAD} leads may be chance",
 ]
@@ -249,6 +249,6 @@ def test_constraints_are_the_versions_of_all_results():
     lines = pages.read("results/constraints.txt").splitlines()[1:]
     versions = ", ".join(line.replace("==", " ") for line in lines)
     results = [path for path in pages.ROOT.glob("docs/*.md") if "* Versions: " in path.read_text()]
-    for path in [*results, pages.ROOT / "docs/results.md"]:
+    for path in results:
         assert re.findall(r"Versions: (.*), device", path.read_text()) == [versions], path
-    assert len(results) == 5
+    assert len(results) == 6
