@@ -194,7 +194,8 @@ NAMES = {
 
 def table():
     """The scores of the study, best first."""
-    text = "| scheme | difference to RoPE at 128 | change to 1024 | step time |\n|---|---:|---:|---:|\n"
+    heads = "scheme", "difference to RoPE at 128", "change to 1024", "step time"
+    text = f"| {' | '.join(heads)} |\n|---|---:|---:|---:|\n"
     differences = cells_of("study", "small")
     for name in (n for n, column in SMALL if column == TRAINED):
         cells = differences.get((name, DIFFERENCE), ""), f"{change(name):+.3f}"
