@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
+
 import posenc_jax as pe
 from examples.decoder import Decoder, ModelConfig
 from examples.weights import State, Weights, fill
@@ -45,6 +47,7 @@ _GEMMA = _LLAMA | {
     "mlp_norm": "pre_feedforward_layernorm",
     "post_mlp_norm": "post_feedforward_layernorm",
 }
+_PHI3 = _LLAMA | {"qkv": "qkv_proj", "gate_up": "gate_up_proj"}
 _NEOX = {
     "embedding": "gpt_neox.embed_in",
     "norm": "gpt_neox.final_layer_norm",
@@ -134,6 +137,7 @@ FAMILIES = {
     "qwen2": Family(_LLAMA, biases=(True, False), out_bias=False),
     "qwen2_vl_text": Family(_QWEN_VL, biases=(True, False), out_bias=False),
     "qwen3": Family(_LLAMA, derived=()),
+    "phi3": Family(_PHI3, qkv="concatenated"),
     "gpt_oss": Family(_LLAMA, biases=(True, False), derived=()),
     "deepseek_v3": Family(_DEEPSEEK),
     "gemma2": _GEMMA_2,
@@ -207,17 +211,27 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Decoder:
+def load(
+    config: Mapping[str, Any],
+    state: Mapping[str, Any],
+    *,
+    dtype: Any = None,
+    param_dtype: Any = jnp.float32,
+) -> Decoder:
     """The decoder of a Hugging Face config, with the weights of a state dict.
 
     Args:
       config: see `model_config`.
       state: {name: array} of the parameters, tied ones once.
+      dtype: of activations and cache. Default: `param_dtype`.
+      param_dtype: of the parameters; norms that add a number to their scale have float32.
 
     Raises:
       ValueError: as `model_config`, and for weights that are missing, of another shape, or left.
     """
     settings, family = model_config(config), FAMILIES[config["model_type"]]
+    dtypes = {"dtype": param_dtype if dtype is None else dtype, "param_dtype": param_dtype}
+    settings = dataclasses.replace(settings, **dtypes)
     return fill(lambda rngs: Decoder(settings, rngs=rngs), weights(family, settings, State(state)))
 
 

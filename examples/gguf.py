@@ -162,101 +162,240 @@ class _File:
 
 def _config(file):
     """The config of transformers."""
-    kind = file.architecture
+    kind, tensors = file.architecture, file.tensors
 
     def get(key, *default):
         value = file.get(f"{kind}.{key}", *default)
         if isinstance(value, list):
-            if len({*value}) != 1:
+            if len({*value}) > 1:
                 raise file.error(f"has {kind}.{key}={value}, which differs by layer")
             value = value[0]
         return value
 
-    if "token_embd.weight" not in file.tensors:
+    def only(key, expected):
+        value = get(key, expected)
+        if value != expected:
+            raise file.error(f"has {kind}.{key}={value}; supported: {expected}")
+
+    if "token_embd.weight" not in tensors:
         raise file.error("lacks the tensor 'token_embd.weight'")
-    dim, heads = get("embedding_length"), get("attention.head_count")
+    dim, heads, layers = get("embedding_length"), get("attention.head_count"), get("block_count")
     head_dim = get("attention.key_length", dim // heads)
+    only("attention.value_length", head_dim)
+    only("attention.causal", True)
     config = {
-        "model_type": {"gemma3": "gemma3_text"}.get(kind, kind),
+        "model_type": kind,
         "hidden_size": dim,
-        "num_hidden_layers": get("block_count"),
+        "num_hidden_layers": layers,
         "intermediate_size": get("feed_forward_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": get("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "vocab_size": int(file.tensors["token_embd.weight"].shape[1]),
+        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "max_position_embeddings": get("context_length"),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-        "hidden_act": "silu",
-        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "hidden_act": "gelu_pytorch_tanh" if kind.startswith("gemma") else "silu",
+        "tie_word_embeddings": "output.weight" not in tensors,
         "rope_theta": get("rope.freq_base", 10000.0),
     }
-    _check_value(file, "attention.value_length", head_dim)
-    _check_value(file, "rope.dimension_count", head_dim)
-    _check_value(file, "attention.causal", True)
+    rotated = get("rope.dimension_count", head_dim)
+    if kind == "phi3":
+        config["partial_rotary_factor"] = rotated / head_dim
+        config["original_max_position_embeddings"] = get(
+            "rope.scaling.original_context_length", config["max_position_embeddings"]
+        )
+        config["sliding_window"] = get("attention.sliding_window") or None
+    else:
+        only("rope.dimension_count", head_dim)
+    if kind == "llama":
+        config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+        if window := get("attention.sliding_window", 0):
+            config |= {"model_type": "mistral", "sliding_window": window}
+    if kind.startswith("gemma"):
+        config |= _gemma(file, get, config)
+    config["rope_scaling"] = _rope_scaling(file, get, only, rotated)
+    for key in file.fields.keys() - file.used:
+        unknown = key.startswith(f"{kind}.") and key.removeprefix(f"{kind}.") not in _IGNORED
+        if unknown and (value := file.get(key)):
+            raise file.error(f"has {key}={value}, which is not supported")
     return config
 
 
-def _check_value(file, key, expected):
-    value = file.get(f"{file.architecture}.{key}", expected)
-    if value != expected:
-        raise file.error(f"has {file.architecture}.{key}={value}; supported: {expected}")
+def _gemma(file, get, config):
+    """The settings of Gemma 2 and 3."""
+    two, layers = file.architecture == "gemma2", config["num_hidden_layers"]
+    window = get("attention.sliding_window", 4096 if two else 0)
+    pattern = f"{file.architecture}.attention.sliding_window_pattern"
+    local = file.get(pattern, 2 if two else 6)
+    if not isinstance(local, list):
+        local = [(i + 1) % local > 0 for i in range(layers)]
+    scale = config["head_dim"]
+    if layers == (46 if two else 62):  # 27B.
+        scale = config["hidden_size"] // config["num_attention_heads"]
+    settings = {
+        "sliding_window": window or None,
+        "layer_types": [f"{'sliding' if x and window else 'full'}_attention" for x in local],
+        "query_pre_attn_scalar": scale,
+        "final_logit_softcapping": get("final_logit_softcapping", 30.0 if two else None),
+    }
+    if two:
+        return settings | {"attn_logit_softcapping": get("attn_logit_softcapping", 50.0)}
+    theta = get("rope.freq_base_swa", 10000.0)
+    return settings | {"model_type": "gemma3_text", "rope_local_base_freq": theta}
 
 
-# {tokenizer.ggml.pre: pattern of the words that merges do not cross}.
+def _rope_scaling(file, get, only, rotated):
+    """The scaling of rotary frequencies, or None."""
+
+    def factors(name):
+        tensor = file.tensors.pop(f"rope_{name}.weight", None)
+        if tensor is None:
+            return None
+        if tensor.shape.tolist() != [rotated // 2]:
+            raise file.error(f"has rope_{name} of {tensor.shape}, and {rotated // 2} frequencies")
+        return [float(str(x)) for x in tensor.data]
+
+    kind, factor = get("rope.scaling.type", "linear"), get("rope.scaling.factor", 0.0)
+    factor = factor or get("rope.scale_linear", 0.0)
+    length = get("rope.scaling.original_context_length", get("context_length"))
+    if file.architecture in ("llama", "phi3") and "rope_factors_long.weight" in file.tensors:
+        return {
+            "rope_type": "longrope",
+            "short_factor": factors("factors_short"),
+            "long_factor": factors("factors_long"),
+            "attention_factor": get("rope.scaling.attn_factor", 1.0),
+            "original_max_position_embeddings": length,
+        }
+    only("rope.scaling.attn_factor", 1.0)
+    if file.architecture == "llama" and "rope_freqs.weight" in file.tensors:
+        only("rope.scaling.factor", 0.0)
+        return _llama3(factors("freqs"), get("rope.freq_base", 10000.0), length)
+    if kind == "yarn":
+        only("rope.scaling.yarn_ext_factor", 1.0)
+        scaling = {ours: get(f"rope.scaling.yarn_{theirs}", None) for ours, theirs in _YARN.items()}
+        scaling = {name: value for name, value in scaling.items() if value is not None}
+        scaling |= {"factor": get("rope.scaling.factor"), "rope_type": "yarn"}
+        return scaling | {"original_max_position_embeddings": length}
+    if kind not in ("none", "linear"):
+        raise file.error(f"has rope.scaling.type={kind!r} and no tensors with its factors")
+    return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor else None
+
+
+_YARN = {"attention_factor": "attn_factor", "beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+
+
+def _llama3(factors, theta, length):
+    """The scaling that divides frequencies by these factors; Llama 3's, if they are its."""
+    frequencies = theta ** -(np.arange(len(factors)) / len(factors))
+    llama3 = pe.Llama3(max(1.0, *factors))  # 8192, 1 and 4, as in all releases of Meta.
+    scaled, _ = llama3(frequencies, 2 * len(factors), theta)
+    if np.allclose(frequencies / scaled, factors, 1e-5, 0.0):
+        return pe.to_hf(pe.RoPE(2 * len(factors), theta=theta, scaling=llama3))
+    return {
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": length,
+    }
+
+
+# Patterns of the words that merges do not cross, and the values of tokenizer.ggml.pre.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
+)
 _PATTERNS = {
-    "gpt-2": (_GPT2,),
-    "smollm": (r"\p{N}", _GPT2),
-    "qwen2": (_WORDS + r"\p{N}" + _REST,),
-    "llama-bpe": (_WORDS + r"\p{N}{1,3}" + _REST,),
+    "gpt-2 phi-2 mpt olmo": [_GPT2],
+    "smollm starcoder refact command-r codeshell exaone": [r"\p{N}", _GPT2],
+    "qwen2 deepseek-r1-qwen stablelm2": [_SHORT + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST],
+    "llama-bpe llama3 llama-v3 falcon3 pixtral dbrx smaug-bpe": [
+        _SHORT + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _REST
+    ],
+    "tekken": [_CASED % ("", "") + r"|\p{N}" + _REST.replace("n]*", "n/]*")],
+    "gpt-4o": [
+        _CASED % (_SHORT + "?", _SHORT + "?") + r"|\p{N}{1,3}" + _REST.replace("n]*", "n/]*")
+    ],
+    "default": [r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"],
 }
+_PATTERNS = {name: patterns for names, patterns in _PATTERNS.items() for name in names.split()}
+# Vocabularies whose words need no merges, and which begin texts with a token.
+_WHOLE_WORDS = "llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"
 _CONTROL, _USER_DEFINED = 3, 4
 
 
 def _tokenizer(file):
     """The tokenizer in the metadata."""
     import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, processors
+    from tokenizers import processors
 
     def get(key, *default):
         return file.get(f"tokenizer.ggml.{key}", *default)
 
-    kind, tokens = get("model"), get("tokens")
-    if kind != "gpt2":
-        raise file.error(f"has a tokenizer of the kind {kind!r}; supported: ['gpt2']")
+    kind, tokens, kinds = get("model"), get("tokens"), get("token_type", [])
+    if kind not in ("gpt2", "llama"):
+        raise file.error(f"has a tokenizer of the kind {kind!r}; supported: ['gpt2', 'llama']")
+    tokenizer = (_byte_level if kind == "gpt2" else _sentencepiece)(file, get, tokens)
+    for which in (_CONTROL, _USER_DEFINED):
+        texts = [token for token, kind in zip(tokens, kinds, strict=False) if kind == which]
+        special = which == _CONTROL
+        tokenizer.add_tokens(
+            [tokenizers.AddedToken(text, normalized=False, special=special) for text in texts]
+        )
+    defaults = {"bos": kind == "llama" or get("pre", None) in _WHOLE_WORDS, "eos": False}
+    bos, eos = (
+        tokens[get(f"{name}_token_id")] if get(f"add_{name}_token", default) else None
+        for name, default in defaults.items()
+    )
+    if bos or eos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[text for text in (bos, "$A", eos) if text],
+            special_tokens=[(text, tokens.index(text)) for text in (bos, eos) if text],
+        )
+    return tokenizer
+
+
+def _byte_level(file, get, tokens):
+    """Byte-level BPE, as of GPT-2."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
     pre = get("pre", "default")
     if pre not in _PATTERNS:
         raise file.error(f"has a tokenizer with pre={pre!r}; supported: {[*_PATTERNS]}")
-    merges = [tuple(pair.split(" ", 1)) for pair in get("merges")]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = tokenizers.Tokenizer(
-        models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            *(pre_tokenizers.Split(tokenizers.Regex(x), "isolated") for x in _PATTERNS[pre]),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    merges = [tuple(pair.split(" ", 1)) for pair in get("merges")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_WORDS))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PATTERNS[pre]]
+    whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, whole])
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = get("token_type", [])
-    for which in (_CONTROL, _USER_DEFINED):
-        added = [
-            tokenizers.AddedToken(token, normalized=False, special=which == _CONTROL)
-            for token, kind in zip(tokens, kinds, strict=False)
-            if kind == which
-        ]
-        tokenizer.add_tokens(added)
-    ends = [""] * 2
-    for i, (name, default) in enumerate((("bos", pre == "llama-bpe"), ("eos", False))):
-        if get(f"add_{name}_token", default):
-            ends[i] = tokens[get(f"{name}_token_id")]
-    if any(ends):
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=" ".join(filter(None, [ends[0], "$A", ends[1]])),
-            special_tokens=[(token, tokens.index(token)) for token in ends if token],
-        )
+    return tokenizer
+
+
+def _sentencepiece(file, get, tokens):
+    """SentencePiece's BPE, whose merges follow from the scores of tokens."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    scores = get("scores")
+    merges = [
+        (-scores[i], -cut, token[:cut], token[cut:])
+        for token, i in vocabulary.items()
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+    merges = [pair for *_, left, right in sorted(merges) for pair in [(left, right)]]
+    unknown = tokens[get("unknown_token_id", 0)]
+    model = models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    space = normalizers.Replace(" ", "\u2581")
+    after = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if get("add_space_prefix", True):
+        space = normalizers.Sequence([normalizers.Prepend("\u2581"), space])
+        after.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer, tokenizer.decoder = space, decoders.Sequence(after)
     return tokenizer

@@ -44,7 +44,8 @@ def fill(make: Callable[[nnx.Rngs], Any], weights: "Weights") -> Any:
         array = weights(path)
         if array.shape != variable.shape:
             raise ValueError(f"load: {path} must be {variable.shape}, got {array.shape}.")
-        leaves.append((path, variable.replace(jnp.asarray(array, jnp.float32))))
+        dtype = jnp.float32 if weights.offset(path) else variable.dtype  # 1 + w has few bits left.
+        leaves.append((path, variable.replace(jnp.asarray(array, dtype))))
     unused = sorted(set(weights.state.arrays) - weights.state.used)
     if unused:
         raise ValueError(f"load: the model has no place for {unused}.")
@@ -63,6 +64,8 @@ class Weights:
       inputs_first: whether the weights of projections have their inputs first.
       out_bias: whether the output of attention has a bias where its inputs have one.
     """
+
+    norm_offset = 0.0
 
     def __init__(
         self,
@@ -92,6 +95,9 @@ class Weights:
         if modules[-1] in ("query", "key", "value"):
             heads = self.num_heads if modules[-1] == "query" else self.num_kv_heads
             return pe.heads_from_linear(self._projection(modules, leaf), heads)
+        if modules[-1] in ("gate", "up") and "gate_up" in self.names:
+            both = self._linear(self.name(*modules[:-1], "gate_up") + ".weight")
+            return np.split(both, 2)[modules[-1] == "up"].T
         if leaf == "kernel":
             x = self._linear(f"{name}.weight")
             is_out = modules[-1] == "out"
@@ -101,8 +107,12 @@ class Weights:
         if leaf not in ("bias", "scale", "embedding", "table"):
             return self.state.take(f"{name}.{leaf}")  # A parameter of its own, as sinks.
         x = self.state.take(f"{name}.{'bias' if leaf == 'bias' else 'weight'}")
-        over_model = leaf == "scale" and modules[-1] not in ("query_norm", "key_norm")
-        return x + self.norm_offset if over_model else x
+        return x + self.offset(path)
+
+    def offset(self, path: tuple[Any, ...]) -> float:
+        """The number that a parameter has added."""
+        over_model = path[-1] == "scale" and path[-2] not in ("query_norm", "key_norm")
+        return self.norm_offset if over_model else 0.0
 
     def _linear(self, name):
         """The weight of a projection, [outputs, inputs]; inputs of a patch are one axis."""

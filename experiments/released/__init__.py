@@ -1,1 +1,0 @@
-"""Released checkpoints: their text, speed, and loss beyond the trained length."""
