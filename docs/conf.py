@@ -70,7 +70,7 @@ html_static_path = ["_static"]
 html_extra_path = ["explorer.html"]
 Path(__file__).with_name("explorer.html").write_text(explorer.render())
 html_css_files = ["site.css"]
-html_js_files = ["sort.js"]
+html_js_files = ["sort.js", "search.js"]
 html_favicon = "_static/favicon.svg"
 html_copy_source = False
 html_context = {"default_mode": "auto"}
@@ -97,3 +97,13 @@ def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
     except (TypeError, OSError, ValueError):
         return None
     return f"{repository}/blob/main/{file}#L{start}-L{start + len(lines) - 1}"
+
+
+def setup(app) -> None:
+    """Lists the recipes in the menu below the page about them, on which GitHub shows no list."""
+
+    def add(app, docname: str, source: list[str]) -> None:
+        if docname == "recipes/README":
+            source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
+
+    app.connect("source-read", add)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from experiments.errors import ConfigError, ExperimentError
 
-HELP = """Tiny language models that differ only in the position encoding.
+HELP = """Language models that differ only in the position encoding: tiny ones, and a released one.
 
 python -m experiments <command> [file.toml] [changes]
 
+  released   a released model: its text, speed, and loss beyond
+             the trained length                              model.gguf (or none)
   compare    train every scheme on every task, evaluate at and beyond the training
              length, and write a report                      configs/compare.toml
   train      the same, and keep the trained parameters       configs/kback.toml
@@ -52,6 +54,7 @@ _OTHERS = {
     "study": "experiments.study.command",
     "scoreboard": "experiments.scoreboard.command",
     "bench": "experiments.bench",
+    "released": "experiments.released.command",
     "gallery": "experiments.gallery.page",
     "drawn": "experiments.gallery.drawn",
 }

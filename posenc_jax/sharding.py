@@ -79,7 +79,7 @@ def sequence_parallel_attention(
         prefix_length, scale, softcap, sinks, implementation: as in `attention`, for this device's
         tokens. What goes by slots, such as `mask` and dropout, is not supported: a shard does not
         know its slots in the whole sequence.
-      method: "ring" or "all_gather"; see the top of the file.
+      method: "ring" or "all_gather"; see the module's docstring.
 
     Returns:
       [B, T, N, V] in q's dtype.
@@ -140,7 +140,7 @@ class SequenceParallel(Implementation):
 
     Attributes:
       axis: the mesh axis; its size divides T and S.
-      method: "ring" or "all_gather"; see the top of the file. Default: "ring", but "all_gather"
+      method: "ring" or "all_gather"; see the module's docstring. Default: "ring", but "all_gather"
         for rules on whole rows of logits.
       implementation: the implementation of attention within shards, as in `attention`.
 

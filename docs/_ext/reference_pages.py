@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from scheme_facts import facts, is_map, is_scheme, picture
+from scheme_use import use
 from sphinx.errors import ExtensionError
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util import inspect as sphinx_inspect
@@ -131,18 +132,17 @@ def is_ours(thing: Any) -> bool:
 
 def directive(module: str, name: str, thing: Any) -> list[str]:
     """Returns the lines that document a thing by autodoc."""
-    lines, after = [f".. autofunction:: {module}.{name}"], []
+    lines = [f".. autofunction:: {module}.{name}"]
     if inspect.isclass(thing):
         lines = [f".. autoclass:: {module}.{name}"]
         if issubclass(thing, enum.Enum):
             lines += ["   :members:", "   :undoc-members:"]
         else:
-            members, overridden = documented(thing)
+            members, _ = documented(thing)
             special = [m for m in members if m.startswith("__")]
             members = [m for m in members if not m.startswith("__")]
             lines += [f"   :members: {', '.join(members)}"] if members else []
             lines += [f"   :special-members: {', '.join(special)}"] if special else []
-            after = [f"Overrides {', '.join(overridden)}.", ""] if overridden else []
     elif not inspect.isroutine(thing):
         lines = [
             f".. py:data:: {name}",
@@ -150,7 +150,7 @@ def directive(module: str, name: str, thing: Any) -> list[str]:
             "",
             f"   {data_doc(module, name)}",
         ]
-    return ["```{eval-rst}", *lines, "```", "", *after]
+    return ["```{eval-rst}", *lines, "```", ""]
 
 
 def data_doc(module: str, name: str) -> str:
@@ -165,17 +165,21 @@ def page(name: str, thing: Any) -> list[str]:
     """Returns the page of a public name."""
     module = inspect.getmodule(thing)
     home = "posenc_jax" if name in pe.__all__ else "posenc_jax.contrib"
-    lines = [f"# {name}", "", *directive(home, name, thing)]
+    is_encoding = inspect.isclass(thing) and (is_scheme(thing) or is_map(thing))
+    head = use(thing) if is_encoding else []
+    lines = [f"# {name}", "", *head, *directive(home, name, thing)]
     if name == "SCHEMES":
         rows = [
             f"| `{key}` | [{cls.__name__}]({cls.__name__}.md) |" for key, cls in pe.SCHEMES.items()
         ]
         return [*lines, "| name | class |", "|---|---|", *rows, ""]
-    if inspect.isclass(thing) and (is_scheme(thing) or is_map(thing)):
+    if is_encoding:
         lines += ["## Formula and sources", "", *formula(module)]
         lines += ["## Pictures", "", PICTURES if is_scheme(thing) else "", "", *picture(thing)]
         lines += ["## Facts", "", "| | |", "|---|---|"]
-        lines += [f"| {label} | {text} |" for label, text in facts(thing)] + [""]
+        _, overridden = documented(thing)
+        rows = facts(thing) + [("Overrides", ", ".join(overridden))] * bool(overridden)
+        lines += [f"| {label} | {text} |" for label, text in rows] + [""]
     elif module is not None and module.__name__.startswith(FORMULA):
         others = [n for n in pe.__all__ if inspect.getmodule(getattr(pe, n)) is module]
         others = [n for n in others if is_scheme(getattr(pe, n)) or is_map(getattr(pe, n))]

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from PIL import Image
+from scheme_use import CHAINED
 
 import posenc_jax as pe
 from experiments.models.schemes import with_sizes
@@ -77,10 +78,11 @@ def _of_scheme(cls: type[pe.Scheme]) -> list[Fact]:
     ]
     if words := scale_words(scheme):
         rows.append(("Logit scale", f"{words}, unless attention is given `scale`; not 1/sqrt(H)"))
-    if traits.mirrored:
-        rows.append(("Without causality", "past and future are alike"))
     if traits.causal_only:
-        rows.append(("Without causality", f"refused by layers: {traits.causal_only}"))
+        rows.append(("In an encoder", f"refused by layers: {traits.causal_only}"))
+    elif cls.__name__ not in CHAINED:
+        tells = "does not tell" if traits.mirrored else "tells"
+        rows.append(("In an encoder", f"{tells} past from future"))
     if traits.num_axes > 1:
         rows.append(("Axes of coordinates", str(traits.num_axes)))
     if traits.reads_x:

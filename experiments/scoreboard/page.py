@@ -4,7 +4,6 @@ import dataclasses
 import math
 import os
 import shlex
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -44,20 +43,31 @@ def of_folder(folder: Path) -> Files:
 LIBRARY = Files(Path("configs/scoreboard"), Path("results/scoreboard"), Path("docs/results.md"))
 
 
+_UNDECIDED = "not fitted", "not run"
+"""Outcomes that say nothing about the claim."""
+
+
 def page(outcomes: Sequence[Outcome], files: Files = LIBRARY) -> str:
     """Returns the page for the outcomes of all claims of a folder."""
     minutes = [outcome.claim.about.minutes for outcome in outcomes]
     results = [r for outcome in outcomes for row in outcome.results.values() for r in row]
-    counts = Counter(outcome.word for outcome in outcomes)
     return fill(
         Path(__file__).with_name("results.md.jinja"),
         command=files.command,
         folder=files.folder,
         results=files.results,
         numbers=files.page.with_suffix(".csv").name,
-        is_library=files.folder == LIBRARY.folder,
-        claims=[_row(outcome, files) for outcome in outcomes],
-        total=", ".join(f"{count} {word}" for word, count in sorted(counts.items())),
+        methods=os.path.relpath("docs/methods.md", files.page.parent),
+        claims=[
+            [_link(outcome, files), outcome.claim.about.claim.replace("|", "\\|"), outcome.word]
+            for outcome in outcomes
+            if outcome.word not in _UNDECIDED
+        ],
+        others=[
+            (word, names)
+            for word in _UNDECIDED
+            if (names := [_link(o, files) for o in outcomes if o.word == word])
+        ],
         criteria=sum(len(outcome.criteria) for outcome in outcomes if outcome.seeds),
         shared=_shared(outcomes),
         origin=provenance(results) if results else None,
@@ -68,14 +78,9 @@ def page(outcomes: Sequence[Outcome], files: Files = LIBRARY) -> str:
     )
 
 
-def _row(outcome: Outcome, files: Files) -> list[str]:
-    """The row of a claim, with the criterion that holds in the fewest seeds."""
-    claim = outcome.claim
-    file = os.path.relpath(files.folder / f"{claim.name}.toml", files.page.parent)
-    check = min(outcome.criteria, key=lambda check: check.held)
-    text = claim.about.claim.replace("|", "\\|")
-    word = f"{outcome.word}: {outcome.reason}"
-    return [f"[{claim.name}]({file})", text, word, f"`{check.condition.text}`", _margin(check)]
+def _link(outcome: Outcome, files: Files) -> str:
+    name = outcome.claim.name
+    return f"[{name}]({os.path.relpath(files.folder / f'{name}.toml', files.page.parent)})"
 
 
 def _margin(check: Check) -> str:

@@ -1,7 +1,6 @@
 """The page of a study with many schemes: a picture, a summary and the best with more seeds."""
 
 import math
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from experiments.pages import plots
 from experiments.pages.page import as_csv, fill
 from experiments.pages.tables import Lookup, in_words, label, mean
 from experiments.study.clock import Clock
-from experiments.study.comparison import FLAT
+from experiments.study.comparison import FLAT, holm, t_tests
 from experiments.study.numbers import ratio
 from experiments.study.page import origin
 from experiments.study.plan import Study
@@ -49,7 +48,6 @@ def catalogue_page(
     baseline, (first, *further) = study.about.baseline, study.cells
     cell, screen = study.cells[first][baseline], rows[first]
     task, about = cell.task, cell.about
-    spreads = [_spread(row.at_trained_length) for row in screen.values()]
     runs = list({run.name: run for run in study.runs(results, clock)}.values())
     validated = task.selection_view != task.views[0]
     return fill(
@@ -67,7 +65,6 @@ def catalogue_page(
         seeds=about.seeds,
         unit=task.labels.unit,
         on="validation text" if validated else "data of the report",
-        spread=f"{statistics.median_high(spreads) if spreads else math.nan:.3f}",
         limit=f"{FLAT:g}",
         shown=f"{_SHOWN:g}",
         picture=pictures.get("", ""),
@@ -86,22 +83,26 @@ def _summary(screen: Mapping[str, Row], finalists: list, baseline: str) -> dict[
     longest = {scheme: mean(_longest(row)) for scheme, row in screen.items()}
     score = mean(reference.at_trained_length)
     ahead = [s for s in screen if s != baseline and sign * trained[s] < sign * score]
-    flat = [s for s in ahead if sign * (longest[s] - trained[s]) <= FLAT]
-    steps = {s: step for s in flat if (step := screen[s].step)}
-    cheapest = 1.1 * min(steps.values(), default=0.0)
-
-    def best(scores: Mapping[str, float], count: int = 6) -> list[str]:
-        names = sorted(scores, key=lambda scheme: sign * scores[scheme])[:count]
-        return [f"{label(scheme)} {scores[scheme]:.3f}" for scheme in names]
+    scores = {s: row.at_trained_length for s, row in screen.items() if row.at_trained_length}
+    p_values, spread = t_tests(scores, reference.at_trained_length)
+    p_values.pop(baseline, None)
+    rejected = holm(p_values)
+    resolved = [scheme for scheme in ahead if scheme in rejected]
+    flat = [s for s in resolved if sign * (longest[s] - trained[s]) <= FLAT]
+    rates = {s: row.run.task.train.learning_rate for s, row in screen.items()}
+    greatest = max(screen[baseline].cell.about.rates)
 
     return {
         "ahead": ahead,
-        "flat": flat,
+        "tests": len(p_values),
+        "pooled": f"{spread:.3f}",
+        "resolved": [label(scheme) for scheme in resolved],
+        "flat": [label(scheme) for scheme in flat],
         "score": f"{score:.3f}",
         "exact_seeds": len(reference.results),
-        "best": best(trained),
-        "best_beyond": best(longest),
-        "cheap": [label(s) for s, step in steps.items() if step <= cheapest],
+        "highest": sum(rate == greatest for rate in rates.values()),
+        "greatest": f"{greatest:g}",
+        "rate": f"{reference.run.task.train.learning_rate:g}",
     }
 
 
@@ -132,13 +133,9 @@ def _finalists(study: Study, size: str, rows: Mapping[str, Row], results: Lookup
     screen = next(iter(study.cells.values()))[baseline].about.seeds
     lines = []
     for scheme, row in rows.items():
-        differences = [row.against(), row.against()[screen:]]
-        lines.append([label(scheme), in_words(row.at_trained_length, shifts=row.shifts)])
-        lines[-1] += [
-            "" if scheme == baseline else in_words(x, 3, "+", row.shifts_against)
-            for x in differences
-        ]
-        lines[-1] += [in_words(_longest(row)), _rate(row)]
+        difference = in_words(row.against()[screen:], 3, "+", row.shifts_against)
+        lines.append([label(scheme), f"{mean(row.at_trained_length):.3f}"])
+        lines[-1] += ["" if scheme == baseline else difference, f"{mean(_longest(row)):.3f}"]
     about, count = rows[baseline].cell.about, len(study.compared(size, results))
     return {"name": size, "about": about, "rows": lines, "schemes": count}
 
@@ -197,8 +194,3 @@ def _colour(rise: float) -> str:
 
 def _longest(row: Row) -> list[float]:
     return row.values(row.run.task.views[0], row.cell.task.longest)
-
-
-def _spread(values: list[float]) -> float:
-    """Returns the standard deviation, 0 for one value."""
-    return statistics.stdev(values) if len(values) > 1 else 0.0

@@ -102,7 +102,7 @@ def pages(study: Study, file: Path, folder: Path, target: Path) -> dict[Path, st
         "file": str(file),
         "folder": str(folder),
         "numbers": f"{target.stem}.csv",
-        "guide": os.path.relpath("experiments/study/selection.py", target.parent),
+        "methods": os.path.relpath("docs/methods.md", target.parent),
     }
     if is_catalogue:
         text = catalogue_page(study, rows, results, times, files, **places)

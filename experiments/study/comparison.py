@@ -1,10 +1,13 @@
 """Differences of a study side by side: at its sizes, on its corpora, and in a repeated study."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.pages.tables import interval, label
+import numpy as np
+from scipy import special
+
+from experiments.pages.tables import label, mean
 from experiments.study.plan import Study
 from experiments.study.rows import Bounds, Row, Rows
 
@@ -27,40 +30,19 @@ def has_corpora(study: Study) -> bool:
     return len({task.name for task in tasks}) == 1 and len(corpora) > 1
 
 
-def resolved(rows: Mapping[str, Row], baseline: str) -> dict[str, list[str]]:
-    """Returns schemes with their differences: `ahead` of the baseline, `level` or `behind`."""
-    groups: dict[str, list[str]] = {"ahead": [], "level": [], "behind": []}
-    for scheme, row in rows.items():
-        if scheme != baseline:
-            place = sign(row.difference) * row.cell.task.labels.sign
-            group = ("ahead", "level", "behind")[place + 1]
-            groups[group].append(f"{label(scheme)} {row.difference_in_words()}")
-    return groups
-
-
-def losses(rows: Mapping[str, Row], baseline: Row) -> Iterator[dict[str, Any]]:
-    """Yields how scores change from the trained length to the longest, in windows and sliding.
-
-    Each has `times` the length, the `view`, and schemes with their mean losses: the `flat` ones,
-    with an interval up to FLAT, and `others`.
-    """
-    task = baseline.cell.task
+def losses(row: Row) -> dict[str, str]:
+    """Returns what is lost from the trained length to the longest, in windows and sliding ones."""
+    task, out = row.cell.task, {}
     for view in [task.views[0], *(["sliding"] if "sliding" in task.views[1:] else [])]:
-        longest = max(map(int, baseline.results[0].scores.get(view, {})), default=0)
-        if longest <= task.train_length:
-            continue
-        groups: dict[bool, list[str]] = {True: [], False: []}
-        for scheme, row in rows.items():
+        longest = max(map(int, row.baseline[0].scores.get(view, {})), default=0)
+        if longest > task.train_length:
             scores = [result.scores.get(view, {}) for result in row.results]
-            ends = [(x.get(str(task.train_length)), x.get(str(longest))) for x in scores]
-            rises = [task.labels.sign * (b - a) for a, b in ends if a is not None and b is not None]
-            if rises:
-                rise, _, high = interval(rises)
-                is_flat = (rise if math.isnan(high) else high) <= FLAT
-                groups[is_flat].append(f"{label(scheme)} {rise:+.2f}")
-        if any(groups.values()):
-            times = longest / task.train_length
-            yield {"times": times, "view": view, "flat": groups[True], "others": groups[False]}
+            pairs = [(x.get(str(task.train_length)), x.get(str(longest))) for x in scores]
+            rises = [b - a for a, b in pairs if a is not None and b is not None]
+            loss = task.labels.sign * mean(rises)
+            name = f"loss at {longest}" + (", sliding" if view == "sliding" else "")
+            out[name] = "" if math.isnan(loss) else f"{loss:+.2f}"
+    return out
 
 
 def change_with_size(study: Study, rows: Rows) -> tuple[list[str], list[str]]:
@@ -77,16 +59,32 @@ def change_with_size(study: Study, rows: Rows) -> tuple[list[str], list[str]]:
 
 
 def side_by_side(study: Study, rows: Rows) -> list[list[str]]:
-    """Returns differences by scheme, at all sizes; on several corpora, where they are resolved."""
-    lines = []
+    """Returns the baseline's scores, and differences to it, at all sizes.
+
+    On several corpora, the second cell says where a difference is resolved.
+    """
+    baseline, corpora = study.about.baseline, has_corpora(study)
+    scores = [f"{mean(row[baseline].at_trained_length):.3f}" for row in rows.values()]
+    lines = [[label(baseline), *([""] if corpora else []), *scores]]
     for scheme in study.about.schemes:
         of_scheme = {name: of_size[scheme] for name, of_size in rows.items() if scheme in of_size}
-        if scheme == study.about.baseline or len(of_scheme) < len(rows):
+        if scheme == baseline or len(of_scheme) < len(rows):
             continue
-        verdict = [_verdict(of_scheme)] if has_corpora(study) else []
+        verdict = [_verdict(of_scheme)] if corpora else []
         differences = [row.difference_in_words() for row in of_scheme.values()]
         lines.append([label(scheme), *verdict, *differences])
     return lines
+
+
+def losses_side_by_side(study: Study, rows: Rows) -> tuple[list[str], list[list[str]]]:
+    """Returns the lengths of `losses`, and these by scheme at all sizes; none without lengths."""
+    first, *_ = rows.values()
+    views, lines = list(losses(first[study.about.baseline])), []
+    for scheme in study.about.schemes if views else ():
+        if all(scheme in of_size for of_size in rows.values()):
+            cells = [", ".join(losses(of_size[scheme]).values()) for of_size in rows.values()]
+            lines.append([label(scheme), *cells])
+    return views, lines
 
 
 def _verdict(rows: Mapping[str, Row]) -> str:
@@ -130,6 +128,46 @@ def repetition(study: Study, rows: Rows, earlier: Rows) -> dict[str, Any]:
                 out["both" if all(signs) else "here" if signs[0] else "there"].append(name)
         out["tables"].append(lines)
     return out
+
+
+def t_tests(
+    scores: Mapping[str, Sequence[float]], reference: Sequence[float]
+) -> tuple[dict[str, float], float]:
+    """Returns two-sided p values of differences to a reference, and the standard deviation.
+
+    Args:
+      scores: of each scheme, one per seed; their standard deviation is pooled over schemes.
+      reference: scores of the scheme that the others are compared with.
+
+    Returns:
+      p values by scheme and the pooled standard deviation; none and NaN for one seed per scheme.
+    """
+    degrees = sum(len(x) - 1 for x in scores.values())
+    if degrees < 1:
+        return {}, math.nan
+    squares = sum(float(np.var(x)) * len(x) for x in scores.values())
+    spread, p_values = (squares / degrees) ** 0.5, {}
+    for scheme, x in scores.items():
+        error = spread * (1 / len(x) + 1 / len(reference)) ** 0.5
+        t = abs(float(np.mean(x)) - float(np.mean(reference))) / error
+        p_values[scheme] = 2 * float(special.stdtr(degrees, -t))
+    return p_values, spread
+
+
+def holm(p_values: Mapping[str, float], level: float = 0.05) -> set[str]:
+    """Returns the tests that Holm's correction for their number rejects.
+
+    >>> sorted(holm({"a": 0.01, "b": 0.04, "c": 0.02, "d": 0.6}))
+    ['a']
+    >>> sorted(holm({"a": 0.01, "b": 0.02, "c": 0.03}))
+    ['a', 'b', 'c']
+    """
+    rejected: set[str] = set()
+    for name in sorted(p_values, key=lambda name: p_values[name]):
+        if p_values[name] > level / (len(p_values) - len(rejected)):
+            break
+        rejected.add(name)
+    return rejected
 
 
 def sign(difference: Bounds) -> int:

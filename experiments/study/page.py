@@ -12,32 +12,28 @@ from experiments.pages.page import fill, provenance
 from experiments.pages.tables import Lookup, label, mean, ordered
 from experiments.runs.run import Result
 from experiments.study import comparison
-from experiments.study.clock import BUSY, Clock
+from experiments.study.cell import Cell
+from experiments.study.clock import Clock
 from experiments.study.plan import Study
 from experiments.study.rows import Bounds, Row, Rows, curve_of
 
 _CRITERIA = {
-    "resolved": "A difference is resolved if its interval excludes 0.",
-    "time": """\
-Nothing is concluded from time unless other programs had less than {busy:.0%} of the machine
-   while steps were timed.""",
     "sizes": """\
-A difference changes with size if its intervals at the first and the last size do not overlap;
-   otherwise nothing is said about a trend.""",
+a difference changes with size if its intervals at the first and the last size do not overlap;
+otherwise nothing is said about a trend.""",
     "corpora": """\
-A difference holds in general if it is resolved with one sign on all corpora. If it is resolved on
-   some, and with the other sign on none, these are named; with both signs, it depends on the
-   corpus.""",
+a difference holds in general if it is resolved with one sign on all corpora. If it is resolved on
+some, and with the other sign on none, these are named; with both signs, it depends on the
+corpus.""",
     "repetition": """\
-No resolved statement changes: a difference to {baseline} that is resolved in `{repeats}` is not
-   resolved with the other sign here. Differences that are resolved in one of the two alone are
-   named.""",
+no difference to {baseline} that is resolved in `{repeats}` is resolved with the other sign here.
+Differences that are resolved in one of the two alone are named.""",
 }
 """Criteria by what a study has."""
 CAPTIONS = {
     "": "Differences to {baseline} with their intervals",
     "-lengths": "Scores by length",
-    "-maps": "Scores by length and place in the row{last}; lines: where training ended",
+    "-maps": "Scores by length and place in the row{last}",
 }
 """Captions of plots by how their files end."""
 
@@ -61,26 +57,17 @@ def page(
       pictures: files of the plots of `CAPTIONS`, as far as there are any.
       earlier: the rows of the study that this one repeats, if it does.
       **places: `file` and `folder` of the study and its results, and, for links, the file of all
-        `numbers` and the `guide`.
+        `numbers` and the `methods`.
     """
-    about, sizes = study.about, list(study.cells.values())
-    cells = [cell for of_size in sizes for cell in of_size.values()]
-    baselines = [of_size[about.baseline] for of_size in sizes]
-    first, name = baselines[0].about, label(about.baseline)
+    about, name = study.about, label(study.about.baseline)
     runs = list({run.name: run for run in study.runs(results, clock)}.values())
     known = [result for run in runs if (result := results(run))]
     has = {
-        "resolved": True,
-        "time": any(cell.has_equal_time for cell in cells),
         "sizes": comparison.is_ladder(study),
         "corpora": comparison.has_corpora(study),
         "repetition": bool(about.repeats),
     }
-    words = {"busy": BUSY, "baseline": name, "repeats": about.repeats}
-    tasks = [cell.task for cell in baselines]
-    validated = [task for task in tasks if task.selection_view != task.views[0]]
-    scored = [task.eval_bytes // 1024 for task in validated]
-    tokens = [c.task.train.steps * c.task.train.batch * c.task.train_length / 1e6 for c in cells]
+    words = {"baseline": name, "repeats": about.repeats}
     return fill(
         Path(__file__).with_name("study.md.jinja"),
         about=about,
@@ -91,23 +78,10 @@ def page(
         criteria=[text.format(**words) for key, text in _CRITERIA.items() if has[key]],
         differences=_differences(study, rows) if has["sizes"] or has["corpora"] else None,
         sizes=[_size(study, size, rows[size], results, clock) for size in study.cells],
-        flat=f"{comparison.FLAT:g}",
         pictures=list(_captioned(study, pictures)),
         repetition=comparison.repetition(study, rows, earlier)
         if about.repeats and any(rows.values())
         else None,
-        selection_seeds=first.selection_seeds,
-        tries=first.tries or "no",
-        unstable=f"{first.unstable:g}",
-        validated="all" if len(validated) == len(tasks) else bool(validated),
-        corpus=", ".join(
-            ordered(k for r in known for k in r.environment if k.startswith("corpus "))
-        )
-        or "synthetic data",
-        tokens=_range(tokens, ".2g"),
-        steps=_range([cell.task.train.steps for cell in cells], "d"),
-        scored=_range(scored, "d") if scored else "",
-        comparisons=len(sizes) * (len(about.schemes) - 1),
         origin=origin(known, clock),
         **places,
     )
@@ -118,8 +92,15 @@ def _differences(study: Study, rows: Rows) -> dict[str, Any] | None:
     if not all(rows.values()):
         return None
     changed, unchanged = comparison.change_with_size(study, rows)
-    lines = comparison.side_by_side(study, rows)
-    return {"sizes": list(rows), "rows": lines, "changed": changed, "unchanged": unchanged}
+    views, losses = comparison.losses_side_by_side(study, rows)
+    return {
+        "sizes": list(rows),
+        "rows": comparison.side_by_side(study, rows),
+        "changed": changed,
+        "unchanged": unchanged,
+        "views": views,
+        "losses": losses,
+    }
 
 
 def _size(
@@ -136,7 +117,7 @@ def _size(
         "parameters": _range(counts, ".2f") if counts else "",
         "model": f"{task.model.num_layers} layers of width {task.model.model_dim} with "
         f"{task.model.num_heads} heads; {task.train.steps} steps of {task.train.batch} x "
-        f"{task.train_length}; {cell.about.seeds} seeds",
+        f"{task.train_length}; {_seeds(cell)}",
         "settings_of": cell.about.rates_of,
         "edges": [
             label(scheme)
@@ -144,27 +125,30 @@ def _size(
             if each.source is None and each.selection(results).is_at_edge
         ],
         "busy": clock is not None and clock.busy(size),
-        "score": "",
+        "rows": [],
     }
     if not rows:
         return out
     baseline = rows[about.baseline]
     curve = curve_of(baseline, results)
-    groups = comparison.resolved(rows, about.baseline)
-    behind = {words.split()[0] for words in groups["behind"]}
     diverged = {s: sum(r.status != "done" for r in row.results) for s, row in rows.items()}
     spread = {s: sorted(row.at_trained_length) for s, row in rows.items()}
+    losses = {scheme: comparison.losses(row) for scheme, row in rows.items()}
+    timed = any(row.timed for row in rows.values())
+    heads = ["scheme", labels.unit, f"difference to {label(about.baseline)}"]
     return out | {
-        "score": f"{mean(baseline.at_trained_length):.{labels.digits}f} {labels.unit}",
-        **groups,
-        "losses": list(comparison.losses(rows, baseline)),
-        "timed": [
-            f"{label(s)} {row.difference_in_words(row.timed)}"
-            for s, row in rows.items()
-            if row.timed and label(s) not in behind
+        "heads": [*heads, *losses[about.baseline], *(["in equal time"] if timed else [])],
+        "rows": [
+            [
+                label(scheme),
+                f"{mean(row.at_trained_length):.3f}",
+                "" if scheme == about.baseline else row.difference_in_words(),
+                *losses[scheme].values(),
+                *([f"{mean(row.against(row.timed)):+.3f}" if row.timed else ""] if timed else []),
+            ]
+            for scheme, row in rows.items()
         ],
         "curve": ", ".join(f"{budget:g} x: {value:.3f}" for budget, value in curve.items()),
-        "rule": baseline.results[0].fit_rule,
         "unfitted": [
             f"`{label(s)}`" for s, row in rows.items() if not any(r.fitted for r in row.results)
         ],
@@ -180,12 +164,23 @@ def _size(
     }
 
 
+def _seeds(cell: Cell) -> str:
+    """Returns how many runs choose the settings, and how many are reported."""
+    about = cell.about
+    if about.rates_of:
+        return f"{about.seeds} seeds"
+    return (
+        f"{len(about.rates)} rates, {about.tries or 'no'} further tries, {about.selection_seeds} "
+        f"selection seeds, {about.seeds} seeds"
+    )
+
+
 def _captioned(study: Study, pictures: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yields captions with the files of plots."""
     several = len(study.cells) > 1
     words = {
         "baseline": label(study.about.baseline),
-        "last": ", last size that has them" if several else "",
+        "last": ", of the last size" if several else "",
     }
     suffixes = {length_suffix(study, size): f"Scores by length, {size}" for size in study.cells}
     captions = {suffix: text.format(**words) for suffix, text in CAPTIONS.items()}
@@ -237,7 +232,9 @@ def origin(results: Sequence[Result], clock: Clock | None) -> dict[str, Any] | N
             share, processor = clock.others[size], clock.environment["processor"]
             others = "an unknown part" if share is None else f"{share:.1%}"
             clocks.append(dict(size=size, rounds=rounds, processor=processor, others=others))
-    facts = [f"{k}: {v}" for r in results for k, v in r.environment.items() if "corpus" in k]
+    facts = [
+        f"{k}: {v}" for r in results for k, v in r.environment.items() if k.startswith("corpus ")
+    ]
     return provenance(results) | {
         "runs": len(results),
         "wall": sum(result.train_seconds + result.compile_seconds for result in results),

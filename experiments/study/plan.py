@@ -69,8 +69,6 @@ class _File:
     """The seed of the grid, above all that are reported."""
     repeats: str = ""
     """The file, beside this one, of a study that this one repeats with other selection seeds."""
-    protocol: str = ""
-    """A page, beside this one, with the protocol and threats to validity; empty: this one."""
     remark: str = ""
     """A change of the protocol after the first run, shown on the page."""
 

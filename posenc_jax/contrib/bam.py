@@ -54,7 +54,7 @@ class BAM(Scheme):
     Attributes:
       num_heads: the number of query heads, N.
       learn_location: whether heads learn where their prior is centred, from zero.
-      scale_inside: whether the scale is within the power; see the top of the file.
+      scale_inside: whether the scale is within the power; see the formulas.
       initial_shape: the initial shape.
 
     >>> scheme = BAM(num_heads=1)

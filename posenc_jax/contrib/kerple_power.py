@@ -3,7 +3,7 @@ r"""KERPLE's power kernel: a learned power of the distance, one shape per head.
     logits[n, i, j] = q_i . k_j / sqrt(H) - r1[n] * |i - j|^r2[n]       0 < r2 <= 2
 
 With r2 = 1 it is ALiBi with learned slopes. Parameters are projected as in `KERPLELog`, r2 onto
-[0.01, 2], and shared between all layers. The paper's logarithmic kernel extrapolates better.
+[0.01, 2], and shared between all layers. In the paper the logarithmic kernel extrapolates better.
 
 Paper: Chi et al. KERPLE: Kernelized Relative Positional Embedding for Length
 Extrapolation. 2022. https://arxiv.org/abs/2205.09921

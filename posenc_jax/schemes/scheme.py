@@ -132,7 +132,7 @@ class Scheme:
     """Name in configs and tables; empty for a scheme that is not exported."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuses a subclass whose settings would not be compared: all would be equal."""
+        # A subclass whose settings are not compared is refused: all would be equal.
         for base in cls.__mro__[: cls.__mro__.index(Scheme)]:
             kinds = map(str, inspect.get_annotations(base).values())
             settings = "__init__" in vars(base) or any("ClassVar" not in kind for kind in kinds)

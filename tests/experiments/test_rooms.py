@@ -4,7 +4,7 @@ import pathlib
 import re
 
 ROOMS = ("errors", "settings", "models", "tasks", "training", "runs", "pages", "bench", "gallery")
-ROOMS += ("study", "scoreboard", "commands")
+ROOMS += ("study", "scoreboard", "released", "commands")
 FOLDER = pathlib.Path(__file__).parents[2] / "experiments"
 
 

@@ -50,7 +50,7 @@ def sinusoidal_encoding(
       positions: integers or float32 [...].
       dim: D; even, except in the layout "t2t".
       theta: base of the wavelengths.
-      layout: "interleaved", "concat" or "t2t"; see the top of the file.
+      layout: "interleaved", "concat" or "t2t"; see the formulas.
 
     Raises:
       TypeError: for positions of another type.
@@ -88,7 +88,7 @@ class Sinusoidal(Scheme):
     Attributes:
       model_dim: the model dim, D.
       theta: base of the wavelengths.
-      layout: "interleaved", "concat" or "t2t"; see the top of the file.
+      layout: "interleaved", "concat" or "t2t"; see the formulas.
 
     Raises:
       ValueError: as `sinusoidal_encoding`.

@@ -6,7 +6,7 @@ r"""FIRE: a learned function of the distance, normalised by the position of the 
 f has one hidden layer that all heads share. c (initially 0.1) sets where the logarithm bends.
 The multiplier m (initially 1) scales the length L: queries before |m| L are normalised as if
 they were at |m| L, so that short inputs are not stretched. In causal attention the argument of f
-stays in [0, 1] at any length, which is why FIRE extrapolates.
+stays in [0, 1] at any length, which the authors name as the reason that FIRE extrapolates.
 
 FIRE reads the position of the query, so shifting all positions changes the output. Positions
 should restart at 0 in each sequence, as they do for packed sequences here, and decoding needs the

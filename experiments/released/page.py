@@ -1,0 +1,179 @@
+"""The page of a released model: loss by place, text, and speed.
+
+Sentences are computed from the numbers. The page loads nothing.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+
+from experiments.pages import plots
+from experiments.pages.page import as_html, fill
+
+_COLUMNS = 6
+_POINTS = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class ByPlace:
+    """Losses of one text.
+
+    Attributes:
+      text: its name.
+      trained: the trained length L.
+      window: the number of tokens that `window` sees.
+      losses: [N] in nats by method.
+    """
+
+    text: str
+    trained: int
+    window: int
+    losses: Mapping[str, np.ndarray]
+
+    @property
+    def count(self) -> int:
+        """The number of losses N."""
+        return len(next(iter(self.losses.values())))
+
+    @property
+    def edges(self) -> list[int]:
+        """Where columns of the table begin and end: L / 4 apart if that fits, else N / 6."""
+        width = self.trained // 4
+        if not 3 <= self.count / width <= _COLUMNS:
+            width = -(-self.count // _COLUMNS)
+        return [*range(0, self.count, width), self.count]
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Returns the heads of columns, with † beyond the trained length, and a row per method."""
+        pairs = list(itertools.pairwise(self.edges))
+        thousands = all(edge % 1024 == 0 for edge in self.edges)
+        names = [f"{edge // 1024}k" if thousands and edge else f"{edge}" for edge in self.edges]
+        marks = ["†" if edge > self.trained else "" for edge in self.edges]
+        heads = [f"{a}-{b}{m}" for a, b, m in zip(names, names[1:], marks[1:], strict=False)]
+        rows = [
+            [name, *(f"{x[a:b].mean():.3f}" for a, b in pairs)] for name, x in self.losses.items()
+        ]
+        return heads, rows
+
+    def mean(self, method: str, first: int, last: int | None = None) -> float:
+        """Returns the mean loss of a method at places from `first` to before `last`."""
+        return float(self.losses[method][first:last].mean())
+
+    def beside_rope(self, first: int, last: int | None = None) -> str:
+        """Returns the mean of rope at some places and the differences of others, in words."""
+        base = self.mean("rope", first, last)
+        others = {x: self.mean(x, first, last) - base for x in self.losses if x != "rope"}
+        order = sorted(others, key=others.__getitem__)
+        words = ", ".join(f"{name} {_words(others[name])}" for name in order)
+        return f"rope has {base:.3f} nats per token, {words}"
+
+    def sentences(self) -> Iterator[str]:
+        """Yields what follows from the numbers."""
+        trained, window = self.trained, self.window
+        if "rope" in self.losses and len(self.losses) > 1:
+            if self.count > trained:
+                yield f"Beyond the trained {trained:,} tokens {self.beside_rope(trained)}."
+            within = min(self.count, trained)
+            yield f"On the first {within:,} tokens {self.beside_rope(0, within)}."
+        sinks = [name for name in self.losses if name.startswith("sinks_")]
+        if "window" in self.losses and sinks and self.count > window:
+            alone = self.mean("window", window)
+            gains = {name: _words(self.mean(name, window) - alone) for name in sinks}
+            kept = ", ".join(f"{gain} ({name})" for name, gain in gains.items())
+            yield (
+                f"From token {window:,} on, a window of as many tokens has {alone:.3f}; with the "
+                f"first tokens of the text kept in it as sinks, {kept}."
+            )
+        yield "This is one text, without an interval: small differences may be chance."
+
+    def picture(self) -> str:
+        """Returns the plot of loss against place, as <svg>."""
+        width = self.smooth
+        with mpl.rc_context({**plots.STYLE, "svg.hashsalt": "released", "lines.linewidth": 1.5}):
+            figure, axes = plots.new_figure(right=1.3)
+            looks, ends = plots.looks([*self.losses], baseline="rope"), []
+            starts = range(0, self.count - width + 1, width)
+            for name, values in self.losses.items():
+                x = [start + width / 2 for start in starts]
+                y = [float(values[start : start + width].mean()) for start in starts]
+                axes.plot(x, y, color=looks[name][0])
+                ends.append((x[-1], y[-1], looks[name][0], 1.0, name))
+            axes.set_xlim(0, self.count)
+            if self.count > self.trained:
+                axes.axvline(self.trained, color=plots.INK, linestyle=":", linewidth=1.0)
+                axes.annotate(
+                    "trained ",
+                    (self.trained, 1.0),
+                    xycoords=("data", "axes fraction"),
+                    ha="right",
+                    va="top",
+                    fontsize=9.0,
+                )
+            axes.set_xlabel("place in the text, tokens")
+            axes.set_ylabel("nats per token")
+            axes.locator_params(axis="x", nbins=6, integer=True)
+            plots.label_ends(axes, ends)
+            return plots.drawing(figure, "released", f"Loss by place: {', '.join(self.losses)}")
+
+    @property
+    def smooth(self) -> int:
+        """How many tokens a point of the picture has."""
+        return max(1, self.count // _POINTS)
+
+
+def _words(difference: float) -> str:
+    """Returns a difference in words.
+
+    >>> _words(-0.2764), _words(0.0123), _words(0.0)
+    ('0.276 less', '0.012 more', 'the same')
+    """
+    if f"{abs(difference):.3f}" == "0.000":
+        return "the same"
+    return f"{abs(difference):.3f} {'less' if difference < 0 else 'more'}"
+
+
+def as_text(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table for a terminal.
+
+    >>> print(as_text(["nats", "0-2"], [["rope", "3.101"]]))
+    nats    0-2
+    rope  3.101
+    """
+    table = [heads, *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for first, *others in table:
+        padded = (f"{text:>{width}}" for text, width in zip(others, widths[1:], strict=True))
+        lines.append("  ".join([f"{first:{widths[0]}}", *padded]))
+    return "\n".join(lines)
+
+
+def render(by_place: ByPlace | None, **values: object) -> str:
+    """Returns the page.
+
+    Args:
+      by_place: the losses, if they were measured.
+      **values: the other names of the template.
+    """
+    pictures, heads, rows = {}, [], []
+    if by_place is not None:
+        pictures["loss.svg"] = by_place.picture()
+        heads, rows = by_place.table()
+        best = [min(column) for column in list(zip(*rows, strict=True))[1:]]
+        rows = [
+            [name, *(f"**{x}**" if x == b else x for x, b in zip(row, best, strict=True))]
+            for name, *row in rows
+        ]
+    text = fill(
+        Path(__file__).with_name("page.md.jinja"),
+        by_place=by_place,
+        picture="loss.svg",
+        heads=["method", *heads],
+        rows=rows,
+        **values,
+    )
+    return as_html(text, pictures)
