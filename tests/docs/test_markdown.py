@@ -16,7 +16,14 @@ OTHER_WORDS = r"^\{?(py(thon3?|con)?|ipython\w*|code-cell|doctest|testcode)\b(?!
 BUILT = {"docs/explorer.html"}  # By `make docs`.
 WITH_CODE = [p for p in pages.all_pages() if pages.blocks(p) or p in page_checks.CHECKS]
 # README.md, the cheat sheet, concepts, functions, serving and errors call the same functions.
-SLOW = ("docs/recipes/", "docs/coming_from/", "docs/flax", "docs/drawn", "docs/models")
+SLOW = (
+    "docs/recipes/",
+    "docs/coming_from/",
+    "docs/flax",
+    "docs/drawn",
+    "docs/models",
+    "docs/getting",
+)
 
 
 @pytest.mark.parametrize(
