@@ -20,7 +20,7 @@ from experiments.study.rows import Bounds, Row, Rows, curve_of
 _CRITERIA = {
     "sizes": """\
 a difference changes with size if its intervals at the first and the last size do not overlap;
-otherwise nothing is said about a trend.""",
+otherwise nothing is said of a trend.""",
     "corpora": """\
 a difference holds in general if it is resolved with one sign on all corpora. If it is resolved on
 some, and with the other sign on none, these are named; with both signs, it depends on the
@@ -68,6 +68,7 @@ def page(
         "repetition": bool(about.repeats),
     }
     words = {"baseline": name, "repeats": about.repeats}
+    sizes = [_size(study, size, rows[size], results, clock) for size in study.cells]
     return fill(
         Path(__file__).with_name("study.md.jinja"),
         about=about,
@@ -77,7 +78,8 @@ def page(
         expected=len(runs),
         criteria=[text.format(**words) for key, text in _CRITERIA.items() if has[key]],
         differences=_differences(study, rows) if has["sizes"] or has["corpora"] else None,
-        sizes=[_size(study, size, rows[size], results, clock) for size in study.cells],
+        shared=_shared(sizes),
+        sizes=sizes,
         pictures=list(_captioned(study, pictures)),
         repetition=comparison.repetition(study, rows, earlier)
         if about.repeats and any(rows.values())
@@ -114,10 +116,12 @@ def _size(
     out: dict[str, Any] = {
         "name": size,
         "task": f"{task.name}, {labels.about}" if task.name != about.task else "",
-        "parameters": _range(counts, ".2f") if counts else "",
+        "parameters": f"{_range(counts, '.2f')} million parameters" if counts else "",
         "model": f"{task.model.num_layers} layers of width {task.model.model_dim} with "
-        f"{task.model.num_heads} heads; {task.train.steps} steps of {task.train.batch} x "
-        f"{task.train_length}; {_seeds(cell)}",
+        f"{task.model.num_heads} heads",
+        "steps": f"{task.train.steps} steps of {task.train.batch} x {task.train_length}",
+        "rates": "" if cell.about.rates_of else f"{len(cell.about.rates)} rates",
+        "runs": _runs(cell),
         "settings_of": cell.about.rates_of,
         "edges": [
             label(scheme)
@@ -164,15 +168,21 @@ def _size(
     }
 
 
-def _seeds(cell: Cell) -> str:
+def _runs(cell: Cell) -> str:
     """Returns how many runs choose the settings, and how many are reported."""
     about = cell.about
-    if about.rates_of:
-        return f"{about.seeds} seeds"
-    return (
-        f"{len(about.rates)} rates, {about.tries or 'no'} further tries, {about.selection_seeds} "
-        f"selection seeds, {about.seeds} seeds"
-    )
+    choice = f"{about.tries} tries, {about.selection_seeds} selection seeds, "
+    return f"{'' if about.rates_of else choice}{about.seeds} seeds"
+
+
+def _shared(sizes: Sequence[dict[str, Any]]) -> str:
+    """Returns the settings that all sizes have in common, and leaves them out of these."""
+    names = "model", "steps", "rates", "runs"
+    keys = [key for key in names if len({size[key] for size in sizes}) == 1]
+    words = ", ".join(sizes[0][key] for key in keys if sizes[0][key])
+    for size in sizes:
+        size |= dict.fromkeys(keys, "")
+    return words
 
 
 def _captioned(study: Study, pictures: Mapping[str, str]) -> Iterator[tuple[str, str]]:
