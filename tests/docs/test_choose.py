@@ -159,7 +159,8 @@ EVIDENCE = [
     f"by {-SIZES['0.1 million']['t5', DIFFERENCE]:.3f} at 0.1 million parameters to "
     f"{-SIZES['2.5 million']['t5', DIFFERENCE]:.3f} at 2.5",
     f"of {SCHEMES} schemes and chains are ahead of RoPE** after Holm's correction, of {AHEAD} with",
-    f"BAM, in {SCREEN['bam', 'step']:.2f} times the time of no encoding",
+    f"from {SCREEN['bam', 'step']:.2f} times that of no encoding (BAM) to "
+    f"{SCREEN['dape', 'step']:.2f} times (DAPE)",
     "RoPE has {:.3f} on bytes 16 to 32 of a row and {:.3f} on bytes 64 to 128".format(*places()),
     f"KERPLE {SMALL['kerple', 'sliding 128']:.3f} with at least 64 bytes before each and "
     f"{SMALL['kerple', 'sliding 512']:.3f} with 448",
