@@ -63,6 +63,7 @@ class Plan:
       facts: about it, in words.
       trained: its trained length L.
       prompt: tokens to continue, none without a tokenizer.
+      new: the number of tokens to write.
       text: the name of the long text.
       tokens: int32 [N + 1] of it, none without a tokenizer.
       layers: the layer of each method.
@@ -73,6 +74,7 @@ class Plan:
     facts: str
     trained: int
     prompt: list[int]
+    new: int
     text: str
     tokens: np.ndarray
     layers: Mapping[str, pe.LayerSpec]
@@ -100,9 +102,9 @@ def main(arguments: list[str]) -> int:
 
     steps, written = Steps(model), ""
     if plan.prompt:
-        _say(f"\n{NEW} tokens, one by one from the cache:\n")
+        _say(f"\n{plan.new} tokens, one by one from the cache:\n")
         print(options.prompt, end="", flush=True)
-        for part in _text(checkpoint.tokenizer, steps.write(plan.prompt, NEW, SLOTS[0])):
+        for part in _text(checkpoint.tokenizer, steps.write(plan.prompt, plan.new, SLOTS[0])):
             print(part, end="", flush=True)
             written += part
         _say("")
@@ -132,7 +134,7 @@ def main(arguments: list[str]) -> int:
         facts=f"{plan.facts}, {parameters}",
         command=shlex.join(["python", "-m", "experiments", "released", *arguments]),
         notes=plan.notes,
-        new=NEW,
+        new=plan.new,
         prompt=options.prompt,
         written=written,
         speeds=speeds,
@@ -214,6 +216,8 @@ def _one_line() -> Generator[None]:
         raise
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from None
+    except ImportError as error:
+        raise ConfigError(f'{error}: pip install -e ".[released]"') from None
 
 
 def _plan(options: argparse.Namespace, path: Path, checkpoint: Checkpoint) -> Plan:
@@ -232,18 +236,22 @@ def _plan(options: argparse.Namespace, path: Path, checkpoint: Checkpoint) -> Pl
         f"trained at {trained:,} tokens",
     ]
     prompt, text, tokens, layers = [], "", np.zeros(0, np.int32), {}
+    new = min(NEW, trained // 2)
     if checkpoint.tokenizer is None:
         notes.append(f"No text and no losses: {checkpoint.tokenizer_error}")
     else:
         prompt = checkpoint.tokenizer.encode(options.prompt).ids
-        if not 0 < len(prompt) <= (most := min(SLOTS[0], trained) - NEW):
+        most = min(SLOTS[0], trained) - new
+        if not 0 < len(prompt) <= most:
             raise ConfigError(f"--prompt: must have 1 to {most} tokens, has {len(prompt)}")
         count = options.tokens or min(trained * 3 // 2, SHORT if options.quick else LONGEST)
         layers = _layers(options, config, trained, count, notes)
         needed = (count if layers else min(512, trained)) + 1
         text, tokens = _tokens(options.text, checkpoint.tokenizer, needed)
     name = path.stem if path.is_file() else path.resolve().name
-    return Plan(name, ", ".join(filter(None, facts)), trained, prompt, text, tokens, layers, notes)
+    return Plan(
+        name, ", ".join(filter(None, facts)), trained, prompt, new, text, tokens, layers, notes
+    )
 
 
 def _layers(
@@ -320,23 +328,26 @@ def _losses(model: Decoder, plan: Plan) -> dict[str, np.ndarray]:
     costs = {name: _cost(model, layer, count) for name, layer in plan.layers.items()}
     workers = 2 if jax.default_backend() == "cpu" and usable_cores() > 1 else 1
 
-    def losses(layer: pe.LayerSpec) -> np.ndarray:
-        copy = nnx.merge(*nnx.split(model))
+    def losses(layer: pe.LayerSpec) -> tuple[np.ndarray, float]:
+        start, copy = time.monotonic(), nnx.merge(*nnx.split(model))
         set_method(copy, layer)
-        return Losses(copy)(plan.tokens)
+        return Losses(copy)(plan.tokens), time.monotonic() - start
 
-    pool, done = concurrent.futures.ThreadPoolExecutor(workers), {}
+    pool, done, work = concurrent.futures.ThreadPoolExecutor(workers), {}, 0.0
     futures = {pool.submit(losses, layer): name for name, layer in plan.layers.items()}
     try:
         for future in concurrent.futures.as_completed(futures):
             name = futures[future]
-            done[name] = future.result()
-            seconds, share = time.monotonic() - began, sum(costs[name] for name in done)
-            left = seconds * (sum(costs.values()) / share - 1)
-            _say(
-                f"  {name}: {done[name].mean():.3f} nats per token, {duration(seconds)}"
-                + (f", about {duration(left)} left" if len(done) < len(costs) else "")
+            done[name], seconds = future.result()
+            work += seconds
+            passed = time.monotonic() - began
+            total = work * sum(costs.values()) / sum(costs[name] for name in done) / workers
+            left = (
+                f", about {duration(max(total - passed, 1.0))} left"
+                if len(done) < len(costs)
+                else ""
             )
+            _say(f"  {name}: {done[name].mean():.3f} nats per token, {duration(passed)}{left}")
     except KeyboardInterrupt:  # XLA cannot be interrupted, and the end of Python waits for it.
         print("Stopped; no report was written.", file=sys.stderr, flush=True)
         os._exit(130)

@@ -1,0 +1,154 @@
+"""`python -m experiments released` on files that the tests write."""
+
+import json
+import re
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+from tokenizers.pre_tokenizers import ByteLevel
+
+from examples import checkpoints, families
+from experiments.__main__ import main
+from experiments.released import equality
+from experiments.released.losses import Losses
+from experiments.released.methods import Trained, layer_of, set_method
+
+LENGTH, TOKENS = 96, 144
+SHAPES = {
+    **{"token_embd": (257, 24), "output_norm": (24,)},
+    **{"blk.0.attn_norm": (24,), "blk.0.ffn_norm": (24,)},
+    **{"blk.0.attn_q": (24, 24), "blk.0.attn_k": (8, 24), "blk.0.attn_v": (8, 24)},
+    **{"blk.0.attn_output": (24, 24), "blk.0.ffn_gate": (32, 24), "blk.0.ffn_up": (32, 24)},
+    "blk.0.ffn_down": (24, 32),
+}
+
+
+def write(path, kind="llama", skip=""):
+    """Writes a model of one layer with a token for each byte, and one more."""
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_name("Tiny")
+    writer.add_license("cc0-1.0")
+    writer.add_block_count(1)
+    writer.add_context_length(LENGTH)
+    writer.add_embedding_length(24)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(3)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(100.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list([*sorted(ByteLevel.alphabet()), "on"])
+    writer.add_token_merges(["o n"])
+    random = np.random.default_rng(0)
+    for name, shape in SHAPES.items():
+        if name != skip:
+            scale = 1.0 if len(shape) == 1 else 0.6
+            writer.add_tensor(
+                f"{name}.weight", random.normal(1.0, scale, shape).astype("f4") - (len(shape) > 1)
+            )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A folder to work in, with a model and a text."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "tiny.gguf")
+    words = np.random.default_rng(1).choice(["one", "two", "three", "four"], 60)
+    (tmp_path / "text.txt").write_text(" ".join(words))
+    return tmp_path
+
+
+def test_everything(files, capsys):
+    arguments = ["tiny.gguf", "--text", "text.txt", "--methods", "rope,yarn,window,sinks_1"]
+    assert main(["released", *arguments, "--prompt", "one", "--picture", "x.svg"]) == 0
+    shown, page = capsys.readouterr().out, (files / "results/released/report.html").read_text()
+    assert "Tiny, licence cc0-1.0, llama, 1 layers of 3 heads (1 of keys), RoPE theta 100" in shown
+
+    checkpoint = checkpoints.read(files / "tiny.gguf")
+    model = families.load(checkpoint.config, checkpoint.state)
+    tokens = np.array(checkpoint.tokenizer.encode((files / "text.txt").read_text()).ids)
+    for name in ("rope", "yarn", "window", "sinks_1"):
+        set_method(model, layer_of(name, Trained.of(checkpoint.config), TOKENS))
+        losses = Losses(model)(tokens[: TOKENS + 1])
+        means = [f"{x:.3f}" for x in losses.reshape(6, -1).mean(1)]
+        assert re.search(rf"{name} +{' +'.join(means)}\n", shown)
+        cells = rf"<td>{name}</td>" + "".join(rf"\s*<td[^>]*>(<strong>)?{x}.*" for x in means)
+        assert re.search(cells, page)
+
+    set_method(model, layer_of("rope", Trained.of(checkpoint.config), TOKENS))
+    graph, state = nnx.split(model)
+    ids, most = checkpoint.tokenizer.encode("one").ids, 24
+    logits = jax.jit(lambda x: nnx.merge(graph, state)(x)[0])
+    while len(ids) < most:
+        padded = jnp.array([ids + [0] * (most - len(ids))])
+        ids.append(int(logits(padded)[len(ids) - 1].argmax()))
+    assert checkpoint.tokenizer.decode(ids).rstrip("\ufffd") in shown
+    assert (files / "x.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no.gguf"], "there is no file or folder 'no.gguf'"),
+        (["other.gguf"], "has the architecture 'mamba'"),
+        (["lacks.gguf"], "lacks the tensor 'blk.0.ffn_down.weight'"),
+        (["tiny.gguf", "--tokens", "5000"], "text.txt has 261 tokens, 5,001 are needed"),
+        (["tiny.gguf", "--methods", "yam"], "did you mean 'yarn'?"),
+        (["tiny.gguf", "--name", "../x"], "--name: must be letters"),
+    ],
+)
+def test_bad_input_is_one_line(files, capsys, arguments, message):
+    write(files / "other.gguf", kind="mamba")
+    write(files / "lacks.gguf", skip="blk.0.ffn_down")
+    assert main(["released", *arguments, "--text", "text.txt"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not (files / "results").exists()
+
+
+def test_a_model_without_rope_writes_text(files, capsys):
+    """Methods that change RoPE do not apply."""
+    sizes = {"n_embd": 12, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 257}
+    config = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+    config |= sizes | {"num_hidden_layers": 1, "tie_word_embeddings": True}
+    shapes = {"wte.weight": (257, 12), "wpe.weight": (64, 12)}
+    for name in ("ln_f", "h.0.ln_1", "h.0.ln_2"):
+        shapes |= {f"{name}.weight": (12,), f"{name}.bias": (12,)}
+    for name, (a, b) in {
+        **{"attn.c_attn": (12, 36), "attn.c_proj": (12, 12)},
+        **{"mlp.c_fc": (12, 48), "mlp.c_proj": (48, 12)},
+    }.items():
+        shapes |= {f"h.0.{name}.weight": (a, b), f"h.0.{name}.bias": (b,)}
+    folder, random = files / "gpt2", np.random.default_rng(0)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    arrays = {f"transformer.{n}": random.normal(size=x).astype("f4") for n, x in shapes.items()}
+    save_file(arrays, folder / "model.safetensors")
+    checkpoints.read(files / "tiny.gguf").tokenizer.save(str(folder / "tokenizer.json"))
+    assert main(["released", "--checkpoint", "gpt2", "--prompt", "one", "--text", "text.txt"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search("No losses by place: .*RoPE", shown) and "32 tokens, one by one" in shown
+    assert main(["released", "gpt2", "--methods", "ntk", "--text", "text.txt"]) == 2
+
+
+def test_equality_is_that_of_the_next_tokens():
+    random = np.random.default_rng(0)
+    ours, tokens = random.normal(size=(5, 7)), np.array([3, 1, 4, 1, 5])
+    theirs = ours.copy()
+    theirs[2, 0] += 9.0
+    result = equality.compare(ours, theirs, tokens)
+    exps = np.exp(ours)
+    losses = [-np.log(exps[i, tokens[i + 1]] / exps[i].sum()) for i in range(4)]
+    assert result.losses[0] == pytest.approx(np.mean(losses))
+    assert (result.largest, result.same) == (pytest.approx(9.0), 0.8)
