@@ -662,6 +662,9 @@ MUTATIONS = [
              "not (4, 57) <= version < (5, 16)", "True",
              "tests/hf/test_hf.py"),
     # Pages of studies, claims and comparisons.
+    Mutation("a report calls a lower accuracy ahead", "../experiments/pages/report.py",
+             "sorted(labels.sign * bound", "sorted(bound",
+             "tests/experiments/test_report.py"),
     Mutation("intervals of differences leave out the choice", "../experiments/study/rows.py",
              "interval(self.against(), self.shifts_against)", "interval(self.against())",
              "tests/experiments/test_study.py::test_intervals_hold_the_choice"),

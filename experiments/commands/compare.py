@@ -18,7 +18,7 @@ import tomli_w
 
 from experiments.errors import ConfigError, ResultsError
 from experiments.pages import tables
-from experiments.pages.report import render
+from experiments.pages.report import conclusions, render
 from experiments.runs.experiment import Experiment, experiment_of, objects_in
 from experiments.runs.files import locked, write_whole
 from experiments.runs.results import PACK
@@ -71,7 +71,8 @@ def compare(experiment: Experiment, options: argparse.Namespace, keep: bool = Fa
         if not (folder / "config.toml").exists():
             raise
         status = 130
-    print(f"\n{tables.as_text(tables.by_scheme(runs, known(folder), show.errors))}")
+    results = tables.by_scheme(runs, known(folder), show.errors)
+    print(f"\n{tables.as_text(results)}\n", *conclusions(results), "", sep="\n")
     trusted = objects_in(experiment.to_tables())
     print(f"Report: {write_report(folder, errors=show.errors, trusted=trusted)}")
     if status == 130:

@@ -4,6 +4,7 @@ Captions are computed from the results. The page loads nothing; equal results gi
 """
 
 import math
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from typing import Any
 from experiments.pages import plots, tables
 from experiments.pages.page import as_html, fill, plain
 from experiments.pages.tables import Results, SchemeResults, in_words, interval, mean
+from experiments.settings.common import Rates
 from experiments.settings.config_io import flatten
 
 _COSTS = (
     *("task", "scheme", "parameters", "ms a step", "relative to none", "memory MiB"),
     *("compile s", "train s", "CPU s", "final loss in nats"),
 )
+_CONFIGS = [Path(__file__).parents[2] / "configs" / f"{name}.toml" for name in ("compare", "study")]
 
 
 def render(
@@ -37,8 +40,8 @@ def render(
     """
     missing = waiting(results)
     results = [row for row in results if not row.waiting]
-    schemes, sections = tables.schemes(results), tables.sections(results)
-    baseline = baseline or ("rope" if "rope" in schemes else next(iter(schemes), ""))
+    sections = tables.sections(results)
+    baseline = baseline or _baseline(results)
     seeds = max((len(row.seeds) for row in results), default=1)
     everything = [result for row in results for _, result in row.ended]
     environment = everything[0].environment if everything else {}
@@ -70,7 +73,7 @@ def render(
         seeds=seeds,
         fewest=min((len(row.seeds) for row in results if row.done), default=seeds),
         baseline=tables.label(baseline),
-        untuned=_untuned(results),
+        conclusions=conclusions(results, baseline),
         summaries=[
             summary
             for section in sections
@@ -108,6 +111,11 @@ def waiting(results: Results) -> list[str]:
         ]
         texts += [f"{section}: {', '.join(parts)}"] if parts else []
     return texts
+
+
+def _baseline(results: Results) -> str:
+    schemes = tables.schemes(results)
+    return "rope" if "rope" in schemes else next(iter(schemes), "")
 
 
 def _head(column: tables.Column) -> str:
@@ -212,15 +220,62 @@ def _rates(rows: list[SchemeResults]) -> str:
     return f"learning rates: {'; '.join(parts)}" if parts else ""
 
 
-def _untuned(results: Results) -> list[str]:
-    """The sections in which several schemes share one learning rate."""
-
-    def shares(section: str) -> bool:
-        tasks = [row.runs[0].task for row in tables.of_section(results, section).values()]
+def conclusions(results: Results, baseline: str = "") -> list[str]:
+    """Returns what follows from the results, in sentences: a verdict and what was not tuned."""
+    results = [row for row in results if not row.waiting]
+    baseline = baseline or _baseline(results)
+    one_seed = max((len(row.seeds) for row in results), default=0) == 1
+    texts = ["One seed: no ranking follows, the spread between seeds is unknown."] * one_seed
+    shared = []
+    for section in tables.sections(results):
+        rows = tables.of_section(results, section)
+        tasks = [row.runs[0].task for row in rows.values()]
         rates = {(task.train.learning_rate, task.train.scheme_rate) for task in tasks}
-        return len(tasks) > 1 and len(rates) == 1
+        shared += [section] * (len(tasks) > 1 and len(rates) == 1)
+        texts += filter(None, [_verdict(results, section, baseline), *_not_tuned(section, rows)])
+    if shared:
+        texts.append(
+            f"All schemes have one learning rate on {', '.join(shared)}: another rate could change "
+            "their order there."
+        )
+    return texts
 
-    return [section for section in tables.sections(results) if shares(section)]
+
+def _verdict(results: Results, section: str, baseline: str) -> str:
+    """Which schemes differ from the baseline at the trained length, by their intervals."""
+    rows = tables.of_section(results, section)
+    labels, task = next(iter(rows.values())).labels, next(iter(rows.values())).runs[0].task
+    mode = next(iter(tables.modes(results, section)), "")
+    groups: dict[str, list[str]] = {"ahead": [], "behind": [], "not resolved": []}
+    pairs = tables.paired(results, section, mode, task.train_length, baseline)
+    for scheme, (_, differences) in pairs.items():
+        if scheme != baseline and len(differences) > 1:
+            low, high = sorted(labels.sign * bound for bound in interval(differences)[1:])
+            group = "ahead" if high < 0 else "behind" if low > 0 else "not resolved"
+            groups[group].append(tables.label(scheme))
+    words = "; ".join(f"{group}: {', '.join(names)}" for group, names in groups.items() if names)
+    return (
+        words and f"On {section} at {task.train_length}, against {tables.label(baseline)}: {words}."
+    )
+
+
+def _not_tuned(section: str, rows: Mapping[str, SchemeResults]) -> Iterator[str]:
+    """Sentences on rates that the study chose for another text, and on schemes without rates."""
+    task = next(iter(rows.values())).runs[0].task
+    others = [scheme for scheme in rows if scheme not in task.rates]
+    rope = task.rates.get("rope")
+    if others and rope and rope.learning_rate == rows[others[0]].runs[0].task.train.learning_rate:
+        names = ", ".join(map(tables.label, others))
+        yield f"On {section} no rate was tuned for {names}: RoPE's was taken."
+    compare, study = (tomllib.loads(file.read_text()) for file in _CONFIGS)
+    if task.rates == {name: Rates(**table) for name, table in compare["text"]["rates"].items()}:
+        tuned = study["text"]["corpus"], study["sizes"]["small"]["text"]["train"]["steps"]
+        here = task.corpus, task.train.steps
+        if here != tuned:
+            yield (
+                f"The rates on {section} are the study's, chosen with {tuned[1]} steps on "
+                f"{tuned[0]}: with {here[1]} steps on {here[0]} none is tuned."
+            )
 
 
 def _sentence(text: str) -> str:

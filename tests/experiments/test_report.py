@@ -11,7 +11,9 @@ import pytest
 
 from experiments.pages import plots, tables
 from experiments.pages.page import as_html, plain
+from experiments.pages.report import conclusions
 from experiments.pages.report import render as whole_page
+from experiments.runs.experiment import load
 from experiments.settings.common import Rates
 from tests.experiments.result_rows import LENGTHS, make_row
 
@@ -73,7 +75,7 @@ def test_the_page_names_command_and_runs(text):
     for words in ("compare: position", "12 runs done", "1 failed", "kback.k = 4", "jax = 0.10.2"):
         assert words in text
     assert "python -m experiments compare" in text
-    assert "One seed: the spread between seeds is unknown" in text
+    assert "One seed: no ranking follows" in text
     assert "rope 12,345 33.0 1.10 5.0 3.2 9.9 18.0 0.100" in text  # Its costs.
     assert "† rows beyond position 31 were never trained" in text and "position 127" in text
     drawn = text.count("time of a training step, relative to none")
@@ -167,6 +169,41 @@ def test_learning_rates_are_named_and_where_they_are_not_tuned(text):
     assert "one learning rate on kback, kth: another" in text
     assert "Learning rates: 0.003, not tuned (none, MyScheme); 0.002 x 10" in text
     assert "for its own parameters (learned); 0.008 (rope)." in text
+
+
+def test_the_page_says_what_follows(request):
+    results = make_results(seeds=3)
+    for i, row in enumerate(results):
+        if row.scheme == "learned":
+            scores = lambda view, i, n: 0.83 + (0.0, 0.03, 0.02)[n]  # noqa: E731
+            results[i] = make_row(row.section, "learned", 3, scores=scores)
+    texts = conclusions(results)
+    assert not any("One seed" in text for text in texts)
+    # none has RoPE's scores; those of MyScheme are 0.15 lower, which is better for bits per byte.
+    assert texts[1] == "On kth at 32, against rope: behind: MyScheme; not resolved: none, learned."
+    assert texts[2] == "On text at 128, against rope: ahead: MyScheme; not resolved: none, learned."
+    tasks = load(request.config.rootpath / "configs" / "compare.toml").tasks
+
+    def at(steps, corpus, scheme, **rates):
+        (run,) = make_row("text", scheme).runs
+        rates = rates or tasks["text"].rates
+        train = dataclasses.replace(run.task.train, steps=steps, learning_rate=4e-3)
+        task = dataclasses.replace(run.task, train=train, corpus=corpus, rates=rates)
+        return dataclasses.replace(
+            make_row("text", scheme), runs=(dataclasses.replace(run, task=task),)
+        )
+
+    study = "The rates on text are the study's, chosen with 1000 steps on sotu: "
+    assert f"{study}with 400 steps on sotu none is tuned." in conclusions(
+        [at(400, "sotu", "rope"), at(400, "sotu", "alibi")]
+    )
+    texts = conclusions([at(1000, "docs.md", "rope"), at(1000, "docs.md", "mypkg.mine:My")])
+    assert "On text no rate was tuned for My: RoPE's was taken." in texts
+    assert texts[-2].endswith("with 1000 steps on docs.md none is tuned.")
+    texts = conclusions([at(1000, "sotu", "rope"), at(1000, "sotu", "alibi")])
+    assert not any("tuned" in text for text in texts)
+    texts = conclusions([at(400, "sotu", "rope", rope=Rates(4e-3))])
+    assert not any("tuned" in text for text in texts)
 
 
 def test_maps_of_scores_have_the_schemes_that_fitted():
