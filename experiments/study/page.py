@@ -242,13 +242,11 @@ def origin(results: Sequence[Result], clock: Clock | None) -> dict[str, Any] | N
             share, processor = clock.others[size], clock.environment["processor"]
             others = "an unknown part" if share is None else f"{share:.1%}"
             clocks.append(dict(size=size, rounds=rounds, processor=processor, others=others))
-    facts = [
-        f"{k}: {v}" for r in results for k, v in r.environment.items() if k.startswith("corpus ")
-    ]
+    facts = [item for result in results for item in result.environment.items()]
+    corpora = [f"{k}: {v.rpartition(', ')[2]}" for k, v in facts if k.startswith("corpus ")]
     return provenance(results) | {
         "runs": len(results),
         "wall": sum(result.train_seconds + result.compile_seconds for result in results),
-        "cpu": sum(result.cpu_seconds for result in results),
         "clock": clocks,
-        "corpora": ordered(facts),
+        "corpora": ordered(corpora),
     }
