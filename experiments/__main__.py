@@ -6,14 +6,19 @@ from pathlib import Path
 
 from experiments.errors import ConfigError, ExperimentError
 
-HELP = """Language models that differ only in the position encoding: tiny ones, and a released one.
+HELP = """Language models that differ only in the position encoding.
 
-python -m experiments <command> [file.toml] [changes]
+python -m experiments <command> [file] [changes]
 
-  released   a released model: its text, speed, and loss beyond
-             the trained length                              model.gguf (or none)
-  lengths    twelve documents with fourteen such methods,
+With a released model: SmolLM2, which make released installs, or a GGUF or safetensors file.
+
+  released   its text, its speed, and its loss beyond the trained
+             length, in five minutes                         model.gguf (or none)
+  lengths    twelve documents with fourteen methods,
              retrieval and copying                           configs/lengths.toml
+
+With tiny models, trained here:
+
   compare    train every scheme on every task, evaluate at and beyond the training
              length, and write a report                      configs/compare.toml
   train      the same, and keep the trained parameters       configs/kback.toml
@@ -23,12 +28,17 @@ python -m experiments <command> [file.toml] [changes]
   scoreboard test claims of the literature, write their
              outcomes to docs/results.md                     configs/scoreboard/
   report     write report.html again from results of runs    a folder of results
+
+With none:
+
   bench      measure speed as ratios
   gallery    draw the effect of every scheme
   drawn      draw the pictures of docs/drawn.md
 
-A file describes one experiment; any setting of it can be changed on the command line:
+A TOML file describes one experiment; any setting of it can be changed on the command line:
 
+  python -m experiments released
+  python -m experiments released model.gguf --text book.txt --methods rope,yarn,self_extend
   python -m experiments compare configs/compare.toml
   python -m experiments compare configs/compare.toml --quick
   python -m experiments compare --schemes rope,alibi --seeds 3 --name three-seeds

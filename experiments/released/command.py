@@ -140,8 +140,15 @@ def main(arguments: list[str]) -> int:
         speeds=speeds,
         same=same,
         machine=machine,
+        methods=[
+            [
+                name,
+                f"`{as_code(layer.scheme)}`",
+                "" if layer.window is None else f"`{layer.window}`",
+            ]
+            for name, layer in plan.layers.items()
+        ],
         details=[
-            ("Methods", [f"{name}: {_about(layer)}" for name, layer in plan.layers.items()]),
             ("Environment", [f"{name} = {value}" for name, value in machine.items()]),
         ],
     )
@@ -370,5 +377,16 @@ def _seen(layer: pe.LayerSpec | None) -> int:
     return 2**31 if back is None else back + 1
 
 
-def _about(layer: pe.LayerSpec) -> str:
-    return repr(layer.scheme) + ("" if layer.window is None else f", window={layer.window}")
+def as_code(value: Any) -> str:
+    """Returns the call that makes a scheme, without defaults.
+
+    >>> as_code(pe.streaming(pe.RoPE(64, scaling=pe.NTK(1.5)), 4))
+    'streaming(RoPE(head_dim=64, scaling=NTK(factor=1.5)), 4)'
+    """
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    values = {f.name: (getattr(value, f.name), f.default) for f in dataclasses.fields(value)}
+    if isinstance(value, type(pe.streaming(pe.RoPE(2), 1))):
+        return f"streaming({as_code(values['scheme'][0])}, {values['first'][0]})"
+    shown = (f"{name}={as_code(x)}" for name, (x, default) in values.items() if x != default)
+    return f"{type(value).__name__}({', '.join(shown)})"

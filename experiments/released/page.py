@@ -47,13 +47,19 @@ class ByPlace:
             width = -(-self.count // _COLUMNS)
         return [*range(0, self.count, width), self.count]
 
+    @property
+    def names(self) -> list[str]:
+        """The edges in words, as in 0, 2k, 4k."""
+        thousands = all(edge % 1024 == 0 for edge in self.edges)
+        return [f"{edge // 1024}k" if thousands and edge else f"{edge}" for edge in self.edges]
+
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Returns the heads of columns, with † beyond the trained length, and a row per method."""
         pairs = list(itertools.pairwise(self.edges))
-        thousands = all(edge % 1024 == 0 for edge in self.edges)
-        names = [f"{edge // 1024}k" if thousands and edge else f"{edge}" for edge in self.edges]
         marks = ["†" if edge > self.trained else "" for edge in self.edges]
-        heads = [f"{a}-{b}{m}" for a, b, m in zip(names, names[1:], marks[1:], strict=False)]
+        heads = [
+            f"{a}-{b}{m}" for a, b, m in zip(self.names, self.names[1:], marks[1:], strict=False)
+        ]
         rows = [
             [name, *(f"{x[a:b].mean():.3f}" for a, b in pairs)] for name, x in self.losses.items()
         ]
@@ -114,8 +120,8 @@ class ByPlace:
                     fontsize=9.0,
                 )
             axes.set_xlabel("place in the text, tokens")
-            axes.set_ylabel("nats per token")
-            axes.locator_params(axis="x", nbins=6, integer=True)
+            axes.set_ylabel("loss, nats per token")
+            axes.set_xticks(self.edges, self.names)
             plots.label_ends(axes, ends)
             return plots.drawing(figure, "released", f"Loss by place: {', '.join(self.losses)}")
 
