@@ -137,6 +137,7 @@ FAMILIES = {
     "qwen2": Family(_LLAMA, biases=(True, False), out_bias=False),
     "qwen2_vl_text": Family(_QWEN_VL, biases=(True, False), out_bias=False),
     "qwen3": Family(_LLAMA, derived=()),
+    "smollm3": Family(_LLAMA),
     "phi3": Family(_PHI3, qkv="concatenated"),
     "gpt_oss": Family(_LLAMA, biases=(True, False), derived=()),
     "deepseek_v3": Family(_DEEPSEEK),

@@ -73,7 +73,10 @@ def read(
         raise file.error(
             f"has the architecture {file.architecture!r}; supported: {[*ARCHITECTURES]}"
         )
-    config = _config(file)
+    try:
+        config = _config(file)
+    except (TypeError, ZeroDivisionError):
+        raise file.error("has settings that make no model") from None
     readers = {}
 
     def reader(tensor, stem):

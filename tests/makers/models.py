@@ -44,6 +44,11 @@ THREE = dict(
     layer_types=["sliding_attention", "sliding_attention", "full_attention"],
     sliding_window=7,
 )
+PHI3 = dict(
+    num_key_value_heads=2,
+    sliding_window=11,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+)
 T5 = dict(vocab_size=VOCABULARY, d_model=36, d_kv=8, num_heads=6, num_layers=2, d_ff=80)
 DEBERTA = SIZES | dict(
     type_vocab_size=0,
@@ -104,6 +109,8 @@ CASES = {
     "gpt_oss": ("gpt_oss", GROUPED | MIXED, 6),
     "qwen2": ("qwen2", SIZES | dict(num_key_value_heads=2), 6),
     "qwen3": ("qwen3", GROUPED, 5),
+    "smollm3": ("smollm3", SIZES | dict(num_key_value_heads=2, no_rope_layer_interval=2), 5),
+    "phi3": ("phi3", SIZES | PHI3, 5),
     "gemma2": ("gemma2", GROUPED | dict(sliding_window=7, attn_logit_softcapping=5.0), 8),
     "gemma3": ("gemma3_text", GROUPED | THREE | dict(query_pre_attn_scalar=16), 6),
     "bloom": ("bloom", dict(vocab_size=VOCABULARY, hidden_size=48, n_head=6, n_layer=2), 5),

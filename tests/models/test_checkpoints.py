@@ -1,0 +1,251 @@
+"""Checkpoints that are read: files by the rules of llama.cpp's converter, and safetensors."""
+
+import dataclasses
+import json
+
+import gguf
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tokenizers import pre_tokenizers
+
+from examples import families
+from examples.checkpoints import read
+from tests.models import agreement, gguf_files
+
+TYPES = gguf.GGMLQuantizationType
+
+
+@pytest.mark.parametrize("name", "llama3 llama_yarn mistral qwen2 qwen3 phi3 gemma2 gemma3".split())
+def test_gguf_files_have_config_and_weights_of_transformers(name, tmp_path):
+    about, _, state = agreement.read(name)
+    config = about["config"]
+    if name == "gemma2":  # Not in the file, which is of no released size.
+        config["query_pre_attn_scalar"] = config["head_dim"]
+    if name == "gemma3":
+        config["layer_types"] = ["sliding_attention"] * config["num_hidden_layers"]
+        config["query_pre_attn_scalar"] = config["head_dim"]
+    gguf_files.write(tmp_path / "file", config, state)
+    checkpoint = read(tmp_path / "file")
+    atol = 2e-7 if name.startswith("gemma") else 0.0  # Norms with 1 added and subtracted.
+    for weight, x in state.items():
+        np.testing.assert_allclose(checkpoint.state[weight], x, atol=atol, rtol=0)
+    assert set(checkpoint.state) == set(state)
+    expected, settings = (families.model_config(c) for c in (config, checkpoint.config))
+    if name == "llama3":  # Of a trained length that no release has, and so known by its factors.
+        rotations = [s.layers[0].scheme.scaling for s in (expected, settings)]
+        frequencies = 1e4 ** -(np.arange(4) / 4)
+        rotations = [np.asarray(scaling(frequencies, 8, 1e4)[0]) for scaling in rotations]
+        np.testing.assert_allclose(*rotations, rtol=1e-6)
+        settings = dataclasses.replace(settings, layers=expected.layers)
+    assert settings == expected
+
+
+def small(**changes):
+    """The config and state of a small Llama."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": 7,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    block = {"self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32)}
+    block |= {"self_attn.v_proj": (16, 32), "self_attn.o_proj": (32, 32)}
+    block |= {"mlp.gate_proj": (64, 32), "mlp.up_proj": (64, 32), "mlp.down_proj": (32, 64)}
+    block |= {"input_layernorm": (32,), "post_attention_layernorm": (32,)}
+    shapes = {f"model.layers.0.{name}.weight": shape for name, shape in block.items()}
+    shapes |= {"model.embed_tokens.weight": (7, 32), "model.norm.weight": (32,)}
+    return config | changes, agreement.random_state(shapes)
+
+
+def test_llama_3_has_the_settings_of_its_releases(tmp_path):
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config, state = small(max_position_embeddings=131072, rope_parameters=rope)
+    gguf_files.write(tmp_path / "file", config, state)
+    assert read(tmp_path / "file").config["rope_scaling"] == rope
+
+
+def test_long_rope_has_both_lists(tmp_path):
+    config, state = small(rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    path, short, long = tmp_path / "file", [1.0, 1.1, 1.2, 1.5, 2, 3, 4, 5], [*range(1, 9)]
+    state |= {"rope_factors_short.weight": np.array(short, np.float32)}
+    state |= {"rope_factors_long.weight": np.array(long, np.float32)}
+    lists = dict.fromkeys(("rope_factors_short", "rope_factors_long"))
+    gguf_files.OUTSIDE |= {name: name for name in lists}
+    length = {"llama__rope__scaling__original_context_length": 16}
+    gguf_files.write(path, config, state, **length, llama__rope__scaling__attn_factor=1.25)
+    scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    scaling |= {"attention_factor": 1.25, "original_max_position_embeddings": 16}
+    assert read(path).config["rope_scaling"] == scaling
+
+
+def test_gemma_3_of_27b_has_its_own_scale(tmp_path):
+    about, _, state = agreement.read("gemma3")
+    config = about["config"] | {"num_hidden_layers": 62}
+    layer = {n: x for n, x in state.items() if ".layers.0." in n}
+    for i in range(62):
+        state |= {n.replace(".0.", f".{i}.", 1): x for n, x in layer.items()}
+    gguf_files.write(tmp_path / "file", config, state)
+    assert read(tmp_path / "file").config["query_pre_attn_scalar"] == 36 // 6
+
+
+def test_quantised_rows_are_in_order(tmp_path):
+    config, state = small()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    kinds = {"blk.0.attn_q.weight": TYPES.Q8_0, "blk.0.ffn_up.weight": TYPES.BF16}
+    gguf_files.write(tmp_path / "file", config, state, quantize=kinds)
+    new = read(tmp_path / "file").state
+    np.testing.assert_allclose(new[name], state[name], atol=np.abs(state[name]).max() / 127)
+    bf16 = state["model.layers.0.mlp.up_proj.weight"].astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(new["model.layers.0.mlp.up_proj.weight"], bf16.astype(np.float32))
+
+
+REFUSED = {
+    "architecture 'mamba'; supported: .*'gemma3', 'phi3'": {"general__architecture": "mamba"},
+    "has llama.expert_count=8, which is not": {"llama__expert_count": 8},
+    "has llama.logit_scale=0.5, which is not": {"llama__logit_scale": 0.5},
+    "has rope.scaling.type='longrope' and no": {"llama__rope__scaling__type": "longrope"},
+    "rope.scaling.type='dynamic'": {"llama__rope__scaling__type": "dynamic"},
+    "lacks the setting 'llama.block_count'": {"llama__block_count": None},
+    "lacks the tensor 'blk.1.attn_norm.weight'": {"llama__block_count": 2},
+    "'blk.0.attn_q.weight', which 'llama' does": {"llama__block_count": 0},
+    "differs by layer": {"llama__attention__head_count_kv": [1, 2]},
+    "llama.rope.dimension_count=8; supported: 16": {"llama__rope__dimension_count": 8},
+    "one of several parts": {"split__count": 3},
+    "settings that make no model": {"llama__attention__head_count": 0},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_unsupported_files_are_refused_in_one_line(message, tmp_path):
+    changes = {key.replace("__", "."): value for key, value in REFUSED[message].items()}
+    gguf_files.write(tmp_path / "file", *small(), **changes)
+    with pytest.raises(ValueError, match=message) as error:
+        read(tmp_path / "file")
+    assert str(error.value).startswith("read: '") and "\n" not in str(error.value)
+
+
+def test_damaged_files_are_refused_in_one_line(tmp_path):
+    file = tmp_path / "file"
+    gguf_files.write(file, *small(), tokenizer=BYTES)
+    whole = file.read_bytes()
+    for size in (0, 3, 6, 20, 70, 1000, len(whole) // 2, len(whole) - 64):
+        file.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"not a GGUF file|truncated or damaged") as error:
+            read(file)
+        assert "\n" not in str(error.value)
+    file.write_bytes(whole[:4] + whole[4:8][::-1] + whole[8:])
+    with pytest.raises(ValueError, match="big-endian"):
+        read(file)
+    with pytest.raises(ValueError, match="no file or folder"):
+        read(tmp_path / "other")
+    config, state = small()
+    gguf_files.write(file, config, state | {"model.norm.weight": np.zeros(32, np.int8)})
+    with pytest.raises(ValueError, match=r"'output_norm\.weight' of type I8"):
+        read(file)
+
+
+# All bytes, and a few merges.
+_MERGES = "Ġ t,h e,Ġt he,1 2,Ġ 1,Ċ Ċ,Ġ Ġ,' s".split(",")
+_TOKENS = [*pre_tokenizers.ByteLevel.alphabet(), *(m.replace(" ", "") for m in _MERGES), "<|x|>"]
+_TOKENS = sorted(_TOKENS[:256]) + _TOKENS[256:]
+BYTES = {
+    "model": "gpt2",
+    "pre": "smollm",
+    "tokens": _TOKENS,
+    "merges": _MERGES,
+    "token_type": [1] * (len(_TOKENS) - 1) + [3],
+    "bos_token_id": len(_TOKENS) - 1,
+    "add_bos_token": False,
+}
+_PIECES = "▁ t h e 1 2 ▁t he ▁the 12 ▁▁ ▁▁▁▁ ▁▁▁▁▁▁▁▁ ▁1".split()
+_BYTES = [f"<0x{i:02X}>" for i in range(256)]
+_PIECES = ["<unk>", "<s>", *_BYTES, *_PIECES]
+PIECES = {
+    "model": "llama",
+    "tokens": _PIECES,
+    "scores": [0.0] * 258 + [-float(i) for i in range(len(_PIECES) - 258)],
+    "token_type": [2, 3] + [6] * 256 + [1] * (len(_PIECES) - 258),
+    "bos_token_id": 1,
+    "unknown_token_id": 0,
+}
+TEXT = "the 12 the\n\n 1's <|x|>é               1"
+# What llama.cpp makes of them.
+SPACES = [262] * 7
+IDS = {
+    "smollm": [83, 257, 220, 16, 17, 258, 261, 220, 16, 263, 220, 264, 127, 102, *SPACES, 220, 16],
+    "gpt-2": [83, 257, 220, 259, 258, 261, 260, 263, 220, 264, 127, 102, *SPACES, 260],
+    "qwen2": [83, 257, 220, 16, 17, 258, 261, 220, 16, 263, 220, 264, 127, 102, *SPACES, 220, 16],
+    "default": [83, 257, 220, 259, 258, 261, 220, 16, 6, 82, 220, 264, 127, 102, *SPACES, 220, 16],
+    "llama": [
+        *(1, 266, 258, 267, 266, 12, 12, 271, 41, 117, 258),
+        *(62, 126, 122, 126, 64, 197, 171, 270, 269, 268, 271),
+    ],
+}
+
+
+@pytest.mark.parametrize("pre", IDS)
+def test_tokens_are_those_of_llama_cpp(pre, tmp_path):
+    tokenizer = PIECES if pre == "llama" else BYTES | {"pre": pre}
+    gguf_files.write(tmp_path / "file", *small(), tokenizer=tokenizer)
+    tokenizer = read(tmp_path / "file").tokenizer
+    assert tokenizer.encode(TEXT).ids == IDS[pre]
+    assert tokenizer.decode(IDS[pre], skip_special_tokens=pre == "llama") == TEXT
+
+
+def test_a_checkpoint_says_why_it_has_no_tokenizer(tmp_path):
+    gguf_files.write(tmp_path / "file", *small(), tokenizer=BYTES | {"pre": "new"})
+    checkpoint = read(tmp_path / "file")
+    assert checkpoint.tokenizer is None
+    assert "tokenizer with pre='new'; supported: ['gpt-2'" in checkpoint.tokenizer_error
+    gguf_files.write(tmp_path / "file", *small())
+    error = read(tmp_path / "file").tokenizer_error
+    assert "lacks the setting 'tokenizer.ggml.model'" in error
+
+
+def test_folders_of_safetensors(tmp_path):
+    config, state = small()
+    names = sorted(state)
+    half = {n: state[n].astype(ml_dtypes.bfloat16) for n in names[:5]}
+    rest = {n: state[n].astype(np.float16) for n in names[5:]}
+    rest["lm_head.weight"] = state["model.embed_tokens.weight"]
+    parts = {"a.safetensors": half, "b.safetensors": rest}
+    for file, arrays in parts.items():
+        save_file(arrays, tmp_path / file)
+    index = {"weight_map": {n: file for file, arrays in parts.items() for n in arrays}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        read(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint = read(tmp_path)
+    assert checkpoint.config == config and set(checkpoint.state) == set(state)
+    assert "has no tokenizer.json" in checkpoint.tokenizer_error
+    for name in names:
+        expected = (half | rest)[name].astype(np.float32)
+        np.testing.assert_array_equal(checkpoint.state[name], expected, strict=True)
+    assert set(read(tmp_path / "a.safetensors").state) == set(half)
+    (tmp_path / "a.safetensors").write_bytes(b"12345678")
+    with pytest.raises(ValueError, match=r"a\.safetensors' is damaged"):
+        read(tmp_path)
+    (tmp_path / "a.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"names 'a\.safetensors', which is not there"):
+        read(tmp_path)
+
+
+def test_bfloat16_parameters_and_norms_with_an_offset():
+    about, _, state = agreement.read("gemma3")
+    model = families.load(about["config"], state, param_dtype="bfloat16")
+    assert model.blocks[0].mlp.up.kernel.dtype == "bfloat16"
+    scale = state["model.norm.weight"] + np.float32(1.0)
+    np.testing.assert_array_equal(model.norm.scale, scale, strict=True)
