@@ -35,6 +35,7 @@ class Mutation:
 XLA = "tests/engine/test_every_implementation.py tests/engine/test_xla.py"
 SERVING = "tests/cache"
 SUITE = "tests/test_every_scheme.py"
+CHECKPOINTS = "tests/models/test_checkpoints.py"
 
 # fmt: off
 MUTATIONS = [
@@ -690,6 +691,33 @@ MUTATIONS = [
     Mutation("a text may be markup", "../experiments/pages/page.py",
              "\\[\\]<>#|~&$", "\\[\\]#|~&$",
              "tests/experiments/test_report.py"),
+    # Released checkpoints.
+    Mutation("rows of q and k stay in the order of llama.cpp", "../examples/gguf.py",
+             'file.architecture == "llama" and stem in ("attn_q", "attn_k")', "False", CHECKPOINTS),
+    Mutation("rows of q and k of Qwen are put in another order", "../examples/gguf.py",
+             'file.architecture == "llama" and stem in ("attn_q", "attn_k")',
+             'stem in ("attn_q", "attn_k")', CHECKPOINTS),
+    Mutation("norms of Gemma have 1 added twice", "../examples/gguf.py",
+             "return x - 1.0 if plus_one else x", "return x", CHECKPOINTS),
+    Mutation("Gemma 3 27B has the scale of its head dim", "../examples/gguf.py",
+             "layers == (46 if two else 62)", "False", CHECKPOINTS),
+    Mutation("every layer of Gemma has a window", "../examples/gguf.py",
+             "(i + 1) % local > 0", "True", CHECKPOINTS),
+    Mutation("frequencies of Llama 3 are unscaled", "../examples/gguf.py",
+             'return _llama3(factors("freqs"),', 'return factors("freqs") and None and (', CHECKPOINTS),
+    Mutation("short and long factors are swapped", "../examples/gguf.py",
+             '"short_factor": factors("factors_short")', '"short_factor": factors("factors_long")',
+             CHECKPOINTS),
+    Mutation("unknown settings of a file are ignored", "../examples/gguf.py",
+             "if unknown and (value := file.get(key)):", "if False:", CHECKPOINTS),
+    Mutation("digits are not words of their own", "../examples/gguf.py",
+             r'[r"\p{N}", _GPT2]', "[_GPT2]", CHECKPOINTS),
+    Mutation("gates of Phi-3 are its other half", "../examples/weights.py",
+             'modules[-1] == "up"', 'modules[-1] == "gate"',
+             "tests/models/test_models.py::test_models_agree_with_transformers[phi3]"),
+    Mutation("norms with an offset are rounded to bfloat16", "../examples/weights.py",
+             "jnp.float32 if weights.offset(path) else variable.dtype", "variable.dtype",
+             CHECKPOINTS),
     # Files of somebody else.
     Mutation("installed modules are imported", "../experiments/settings/trust.py",
              "if not files or any(is_installed(str(file)) for file in files)", "if not files",

@@ -4,7 +4,9 @@
 the blocks of its page define.
 """
 
+import pathlib
 import re
+import tempfile
 import warnings
 
 import jax
@@ -30,6 +32,13 @@ def check(page):
 
 def setup(page):
     """Returns the names that a page uses without defining them."""
+    if page == "docs/checkpoints.md":
+        from tests.models import gguf_files, test_checkpoints
+
+        path = pathlib.Path(tempfile.mkdtemp()) / "model.gguf"
+        files = test_checkpoints.small()
+        gguf_files.write(path, *files, tokenizer=test_checkpoints.BYTES)
+        return {"path": path}
     if page != "docs/models.md":
         return {}
     from tests.models.agreement import read

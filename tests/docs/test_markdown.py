@@ -22,6 +22,7 @@ SLOW = (
     "docs/flax",
     "docs/drawn",
     "docs/models",
+    "docs/checkpoints",
     "docs/getting",
 )
 

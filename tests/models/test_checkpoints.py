@@ -52,7 +52,7 @@ def small(**changes):
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 16,
-        "vocab_size": 7,
+        "vocab_size": 265,
         "max_position_embeddings": 64,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
@@ -64,7 +64,7 @@ def small(**changes):
     block |= {"mlp.gate_proj": (64, 32), "mlp.up_proj": (64, 32), "mlp.down_proj": (32, 64)}
     block |= {"input_layernorm": (32,), "post_attention_layernorm": (32,)}
     shapes = {f"model.layers.0.{name}.weight": shape for name, shape in block.items()}
-    shapes |= {"model.embed_tokens.weight": (7, 32), "model.norm.weight": (32,)}
+    shapes |= {"model.embed_tokens.weight": (265, 32), "model.norm.weight": (32,)}
     return config | changes, agreement.random_state(shapes)
 
 
