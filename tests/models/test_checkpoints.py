@@ -76,13 +76,13 @@ def test_llama_3_has_the_settings_of_its_releases(tmp_path):
     assert read(tmp_path / "file").config["rope_scaling"] == rope
 
 
-def test_long_rope_has_both_lists(tmp_path):
-    config, state = small(rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+def test_long_rope_has_both_lists(tmp_path, monkeypatch):
+    config, state = small()
     path, short, long = tmp_path / "file", [1.0, 1.1, 1.2, 1.5, 2, 3, 4, 5], [*range(1, 9)]
     state |= {"rope_factors_short.weight": np.array(short, np.float32)}
     state |= {"rope_factors_long.weight": np.array(long, np.float32)}
-    lists = dict.fromkeys(("rope_factors_short", "rope_factors_long"))
-    gguf_files.OUTSIDE |= {name: name for name in lists}
+    for name in ("rope_factors_short", "rope_factors_long"):
+        monkeypatch.setitem(gguf_files.OUTSIDE, name, name)
     length = {"llama__rope__scaling__original_context_length": 16}
     gguf_files.write(path, config, state, **length, llama__rope__scaling__attn_factor=1.25)
     scaling = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
@@ -97,7 +97,10 @@ def test_gemma_3_of_27b_has_its_own_scale(tmp_path):
     for i in range(62):
         state |= {n.replace(".0.", f".{i}.", 1): x for n, x in layer.items()}
     gguf_files.write(tmp_path / "file", config, state)
-    assert read(tmp_path / "file").config["query_pre_attn_scalar"] == 36 // 6
+    config = read(tmp_path / "file").config
+    assert config["query_pre_attn_scalar"] == 36 // 6
+    whole = [i for i, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
+    assert whole == [*range(5, 62, 6)]
 
 
 def test_quantised_rows_are_in_order(tmp_path):
@@ -249,3 +252,11 @@ def test_bfloat16_parameters_and_norms_with_an_offset():
     assert model.blocks[0].mlp.up.kernel.dtype == "bfloat16"
     scale = state["model.norm.weight"] + np.float32(1.0)
     np.testing.assert_array_equal(model.norm.scale, scale, strict=True)
+
+
+def test_projections_of_phi_3_are_divided():
+    about, _, state = agreement.read("phi3")
+    mlp = families.load(about["config"], state).blocks[1].mlp
+    both = state["model.layers.1.mlp.gate_up_proj.weight"].T
+    np.testing.assert_array_equal(mlp.gate.kernel, both[:, :80])
+    np.testing.assert_array_equal(mlp.up.kernel, both[:, 80:])
