@@ -10,7 +10,17 @@ import matplotlib as mpl
 from experiments.lengths import results
 from experiments.lengths.plan import WIDTH, Plan
 from experiments.lengths.results import BIN
-from experiments.lengths.scores import LEAST, NOT_RUN, Outcome, Table, plus_minus
+from experiments.lengths.scores import (
+    FAILS,
+    HOLDS,
+    LEAST,
+    NO_GATE,
+    NOT_RUN,
+    OPEN,
+    Outcome,
+    Table,
+    plus_minus,
+)
 from experiments.pages import plots
 from experiments.pages.page import as_csv, as_html, fill
 from experiments.pages.tables import interval, mean, ordered
@@ -55,10 +65,11 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
         probed=len(table.values("rope", "answer", plan.probe.contexts[0])),
         heads=heads(plan),
         rows=list(rows(table)),
-        outcomes={word: of_word for word in _WORDS if (of_word := _claims(outcomes, word))},
+        outcomes=[(t, of) for word, t in _WORDS.items() if (of := _claims(outcomes, word))],
         not_run=sum(outcome.word == NOT_RUN for outcome in outcomes),
         least=LEAST,
-        rules=[(name, kind.rule, ", ".join(kind.documents)) for name, kind in plan.kinds.items()],
+        documents_of=[(name, ", ".join(kind.documents)) for name, kind in plan.kinds.items()],
+        alone=plus_minus(table.values("window", "at", plan.checkpoint.trained, BASE), ""),
         peak=f"{max((x.peak_mib for x in done), default=0) / 2**10:.1f}",
         versions="; ".join(ordered(_versions(x.environment) for x in done)),
         processor="; ".join(ordered(str(x.environment.get("processor")) for x in done)),
@@ -74,10 +85,10 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
 
 
 _WORDS = {
-    "holds": "Claims that hold",
-    "fails": "Claims that fail",
-    "not resolved": "Not resolved",
-    "gate failed": "Nothing is said, since RoPE fails within the trained length",
+    HOLDS: "Hold",
+    FAILS: "Fail",
+    OPEN: "Not resolved",
+    NO_GATE: "Say nothing, since RoPE fails within the trained length",
 }
 
 
@@ -91,7 +102,7 @@ def _claims(outcomes: list[Outcome], word: str) -> list[str]:
 
 
 def _claim(outcome: Outcome) -> str:
-    shown = outcome.margins if outcome.word in ("fails", "not resolved") else ()
+    shown = outcome.margins if outcome.word in (FAILS, OPEN) else ()
     misses = [
         f"`{condition.text}` is off by {middle:+.3f} [{low:+.3f}, {high:+.3f}]"
         for condition, middle, low, high in shown

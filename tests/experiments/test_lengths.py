@@ -1,12 +1,12 @@
 """The study of lengths: methods, losses, texts with questions, resumption, and the page."""
 
 import dataclasses
+import functools
 import re
 import types
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -59,10 +59,14 @@ def draws(count, seed=0):
     return np.random.default_rng(seed).integers(0, 50, count)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def run_model(graph, state, tokens, last=None):
+    return nnx.merge(graph, state)(tokens, last=last)
+
+
 def logits(model, layer, tokens):
     set_method(model, layer)
-    graph, state = nnx.split(model)
-    return np.asarray(jax.jit(lambda s, x: nnx.merge(graph, s)(x))(state, tokens[None])[0])
+    return np.asarray(run_model(*nnx.split(model), tokens[None])[0])
 
 
 FACTOR = TOKENS / LENGTH
@@ -98,15 +102,14 @@ def test_dynamic_ntk_by_length_is_ntk_for_the_length_of_the_text(model):
     assert np.abs(rope - wanted).max() > 0.01
 
 
-@pytest.mark.parametrize("name, first", [("window", 0), ("sinks_1", 1), ("sinks_4", 4)])
+@pytest.mark.parametrize("name, first", [("window", 0), ("sinks_4", 4)])
 def test_windows_see_a_quarter_of_the_trained_length(name, first, model):
     """In one layer the last logits change with the tokens that are seen, and no others."""
     layer, tokens = layer_of(name, Trained.of(CONFIG), LENGTH), draws(TOKENS)
     texts = np.tile(tokens, (TOKENS, 1))
     texts[np.arange(TOKENS), np.arange(TOKENS)] = (tokens + 1) % 50
     set_method(model, layer)
-    graph, state = nnx.split(model)
-    out = jax.jit(lambda s, x: nnx.merge(graph, s)(x, last=1))(state, np.vstack([tokens, texts]))
+    out = run_model(*nnx.split(model), np.vstack([tokens, texts]), 1)
     changed = np.abs(np.asarray(out[1:] - out[:1])).max((1, 2)) > 1e-6
     seen = [*range(first), *range(TOKENS - (LENGTH // 4 - first), TOKENS)]
     assert np.flatnonzero(changed).tolist() == seen
@@ -126,13 +129,14 @@ def test_methods_refuse_what_they_cannot_change():
 def test_losses_are_those_of_all_logits(model, monkeypatch):
     """Of a text of several chunks, the last of them not full; another text compiles nothing."""
     monkeypatch.setattr(losses, "_CHUNK", 16)
-    set_method(model, layer_of("rope", Trained.of(CONFIG), TOKENS))
+    layer = layer_of("rope", Trained.of(CONFIG), TOKENS)
+    set_method(model, layer)
     measure = losses.Losses(model)
     jitted: Any = losses._scores
     program, before = measure.compiled(TOKENS), jitted._cache_size()
     for seed in (0, 1):
         tokens = draws(TOKENS, seed)
-        rows = np.asarray(model(jnp.asarray(tokens[None, :-1]))[0], np.float64)
+        rows = logits(model, layer, tokens[:-1]).astype(np.float64)
         right = rows[np.arange(TOKENS - 1), tokens[1:]]
         expected = np.log(np.exp(rows).sum(-1)) - right
         out = program(tokens)
@@ -332,7 +336,10 @@ def test_the_page_says_what_is_known(plan, tmp_path):
         in page
     )
     assert "is off by +0.005 [+0.005, +0.005]. **Not resolved:** * Open; `sinks_4" in page
-    assert "**Gate failed:** * Gate." in page and "1 of 5 have too few" in page
+    assert (
+        "**Say nothing, since RoPE fails within the trained length:** * Gate." in page
+        and "1 of 5 have too few" in page
+    )
     assert "score,ntk,at,8192,4,3.6500,-0.5000,-0.5000,-0.5000" in text[target.with_suffix(".csv")]
     assert text[target.with_name("x.svg")].startswith("<svg")
 
@@ -377,4 +384,4 @@ def test_the_committed_page_is_that_of_the_committed_results(monkeypatch):
         if path.suffix in (".md", ".csv"):
             assert path.read_text() == text, "run python -m experiments lengths"
     words = re.sub(r"(?m)^\|.*", "", target.read_text()).split()
-    assert len(words) <= 700
+    assert len(words) <= 560
