@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from scheme_facts import facts, is_map, is_scheme, picture
-from scheme_use import use
+from scheme_use import WHEN, use
 from sphinx.errors import ExtensionError
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util import inspect as sphinx_inspect
@@ -207,12 +207,15 @@ def module_page(name: str) -> list[str]:
 
 
 def table(names: list[str]) -> list[str]:
-    """Returns a table of names with the first sentence of each docstring."""
-    lines = ["| name | what it is |", "|---|---|"]
-    for name in names:
+    """Returns a table of names with the first sentence of each docstring, and when to take them."""
+    uses = [WHEN.get(name, "") for name in names]
+    extra = (" take it |", "---|") if any(uses) else ("", "")
+    lines = [f"| name | what it is |{extra[0]}", f"|---|---|{extra[1]}"]
+    for name, use_of in zip(names, uses, strict=True):
         thing = importlib.import_module(f"posenc_jax.{name}") if name in MODULES else public(name)
         sentence = "Scheme classes by name." if name == "SCHEMES" else first_sentence(thing)
-        lines.append(f"| [{label(name)}]({file(name)}.md) | {sentence} |")
+        last = f" {use_of} |" if any(uses) else ""
+        lines.append(f"| [{label(name)}]({file(name)}.md) | {sentence} |{last}")
     return [*lines, ""]
 
 
