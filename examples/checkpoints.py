@@ -85,15 +85,17 @@ def _read_safetensors(path):
     """As `gguf.read`, without name and licence."""
     from safetensors import SafetensorError, safe_open
 
-    folder, files = (path, None) if path.is_dir() else (path.parent, [path])
-    settings = folder / "config.json"
-    if not settings.exists():
-        raise ValueError(f"read: {str(folder)!r} has no config.json.")
-    index = folder / "model.safetensors.index.json"
-    if files is None and index.exists():
-        names = {*json.loads(index.read_text())["weight_map"].values()}
-        files = [folder / name for name in sorted(names)]
-    files = files or sorted(folder.glob("*.safetensors"))
+    folder = path if path.is_dir() else path.parent
+    config = _json(folder / "config.json")
+    if config.get("quantization_config"):
+        raise ValueError(f"read: {str(folder)!r} is quantised, which is read from GGUF files only.")
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    parts = _json(index).get("weight_map", {}).values() if index.exists() else ()
+    if path.is_dir() or path.name in parts:
+        files = [folder / name for name in sorted({*parts})]
+        files = files or ([whole] if whole.exists() else sorted(folder.glob("*.safetensors")))
+    else:
+        files = [path]
     if not files:
         raise ValueError(f"read: {str(folder)!r} has no *.safetensors.")
     readers = {}
@@ -113,10 +115,24 @@ def _read_safetensors(path):
                 readers |= {name: reader(file, name) for name in arrays.keys()}
         except SafetensorError as error:
             raise ValueError(f"read: {str(file)!r} is damaged: {error}.") from None
-    config = json.loads(settings.read_text())
-    if config.get("tie_word_embeddings") and "model.embed_tokens.weight" in readers:
-        readers.pop("lm_head.weight", None)  # Some files repeat the embedding.
+    # Files of 2023 have frequencies beside the weights, and some repeat a tied embedding.
+    readers = {n: x for n, x in readers.items() if not n.endswith(".rotary_emb.inv_freq")}
+    config.setdefault("tie_word_embeddings", "lm_head.weight" not in readers)
+    if config["tie_word_embeddings"] and "model.embed_tokens.weight" in readers:
+        readers.pop("lm_head.weight", None)
     return config, readers, lambda: _tokenizer_json(folder)
+
+
+def _json(file):
+    if not file.exists():
+        raise ValueError(f"read: {str(file.parent)!r} has no {file.name}.")
+    try:
+        value = json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"read: {str(file)!r} is damaged: {error}.") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"read: {str(file)!r} has no settings.")
+    return value
 
 
 def _tokenizer_json(folder):

@@ -225,7 +225,8 @@ def load(
       config: see `model_config`.
       state: {name: array} of the parameters, tied ones once.
       dtype: of activations and cache. Default: `param_dtype`.
-      param_dtype: of the parameters; norms that add a number to their scale have float32.
+      param_dtype: of the parameters; norms of q and k, and norms that add a number to their
+        scale, have float32.
 
     Raises:
       ValueError: as `model_config`, and for weights that are missing, of another shape, or left.

@@ -143,7 +143,10 @@ class _File:
         """The value of a key."""
         self.used.add(key)
         if key in self.fields:
-            value = self.fields[key].contents()
+            try:
+                value = self.fields[key].contents()
+            except UnicodeDecodeError:
+                raise self.error(f"has a setting {key!r} that is no text") from None
             return float(str(np.float32(value))) if isinstance(value, float) else value
         if not default:
             raise self.error(f"lacks the setting {key!r}")

@@ -223,21 +223,33 @@ def test_folders_of_safetensors(tmp_path):
     half = {n: state[n].astype(ml_dtypes.bfloat16) for n in names[:5]}
     rest = {n: state[n].astype(np.float16) for n in names[5:]}
     rest["lm_head.weight"] = state["model.embed_tokens.weight"]
+    rest["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
     parts = {"a.safetensors": half, "b.safetensors": rest}
     for file, arrays in parts.items():
         save_file(arrays, tmp_path / file)
     index = {"weight_map": {n: file for file, arrays in parts.items() for n in arrays}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "consolidated.safetensors").touch()  # Not in the index.
     with pytest.raises(ValueError, match=r"has no config\.json"):
+        read(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json' is damaged"):
+        read(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"bits": 4}}))
+    with pytest.raises(ValueError, match="is quantised"):
         read(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     checkpoint = read(tmp_path)
-    assert checkpoint.config == config and set(checkpoint.state) == set(state)
+    assert checkpoint.config == config
+    assert set(checkpoint.state) == set(state)
     assert "has no tokenizer.json" in checkpoint.tokenizer_error
     for name in names:
         expected = (half | rest)[name].astype(np.float32)
         np.testing.assert_array_equal(checkpoint.state[name], expected, strict=True)
-    assert set(read(tmp_path / "a.safetensors").state) == set(half)
+    assert set(read(tmp_path / "a.safetensors").state) == set(state)
+    del config["tie_word_embeddings"]  # Configs leave out what is the default of their type.
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read(tmp_path).config["tie_word_embeddings"] is False
     (tmp_path / "a.safetensors").write_bytes(b"12345678")
     with pytest.raises(ValueError, match=r"a\.safetensors' is damaged"):
         read(tmp_path)
