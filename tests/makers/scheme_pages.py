@@ -28,8 +28,9 @@ from tests.support import build
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "posenc_jax"
-PAGE, SERVING, SHEET = (
-    ROOT / "docs" / name for name in ("schemes.md", "serving.md", "gallery.png")
+PAGE, SERVING, SHEET, USE = (
+    ROOT / "docs" / name
+    for name in ("schemes.md", "serving.md", "gallery.png", "_ext/scheme_use.py")
 )
 # The headings of docs/schemes.md.
 FAMILIES = {
@@ -168,6 +169,7 @@ def missing(cls: type[pe.Scheme]) -> list[str]:
         (re.search(rf"\b{name}\b", str(home.__doc__)), f"{init}: {name} in the docstring"),
         (text, f"{test.relative_to(ROOT)}: a test with numbers from outside"),
         (not settings or key in text, f"{test.relative_to(ROOT)}: {options}"),
+        (f'"{name}": ' in USE.read_text(), f"{USE.relative_to(ROOT)}: when to take it, in WHEN"),
     ]
     lines = [line for present, line in checks if not present]
     pages = {
