@@ -17,6 +17,7 @@ import importlib.util
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
@@ -51,6 +52,7 @@ LONGEST, SHORT, LEAST = 12288, 4096, 16
 SLOTS = 512, 8192
 NEW = 64
 PROMPT = "The history of science shows that"
+_CLEAR = "\r\033[K" if sys.stdout.isatty() else ""
 _LENGTHS = "max_position_embeddings", "n_positions", "n_ctx", "seq_length"
 
 
@@ -62,7 +64,7 @@ class Plan:
       name: of the checkpoint.
       facts: about it, in words.
       trained: its trained length L.
-      prompt: tokens to continue, none without a tokenizer.
+      prompt: text to continue, none without a tokenizer.
       new: the number of tokens to write.
       text: the name of the long text.
       tokens: int32 [N + 1] of it, none without a tokenizer.
@@ -73,12 +75,31 @@ class Plan:
     name: str
     facts: str
     trained: int
-    prompt: list[int]
+    prompt: str
     new: int
     text: str
     tokens: np.ndarray
     layers: Mapping[str, pe.LayerSpec]
     notes: list[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What was measured.
+
+    Attributes:
+      parameters: their number, in words.
+      text: what was written.
+      speeds: slots, tokens per second and milliseconds a token, as printed.
+      same: the differences to transformers, in words.
+      by_place: the losses, None where there are none.
+    """
+
+    parameters: str
+    text: str
+    speeds: list[list[str]]
+    same: str
+    by_place: ByPlace | None
 
 
 def main(arguments: list[str]) -> int:
@@ -90,74 +111,55 @@ def main(arguments: list[str]) -> int:
     """
     options, began = _options(arguments), time.monotonic()
     path = options.file or options.checkpoint or packaged(*CHECKPOINT, "the default checkpoint")
-    _say(f"Reading {path} ...")
-    with _one_line():
-        checkpoint = checkpoints.read(path)
-        plan = _plan(options, path, checkpoint)
-        _say("\n".join([plan.facts, *plan.notes]))
-        model = families.load(checkpoint.config, checkpoint.state)
-    count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    parameters = f"{count:,} parameters"
-    _say(f"{parameters}, float32 ({duration(time.monotonic() - began)})")
-
-    steps, written = Steps(model), ""
-    if plan.prompt:
-        _say(f"\n{plan.new} tokens, one by one from the cache:\n")
-        print(options.prompt, end="", flush=True)
-        for part in _text(checkpoint.tokenizer, steps.write(plan.prompt, plan.new, SLOTS[0])):
-            print(part, end="", flush=True)
-            written += part
-        _say("")
-    _say("\nTokens per second, one row, when the cache is full:")
-    speeds = []
-    for slots in sorted({min(slots, plan.trained) for slots in SLOTS}):
-        seconds = steps.seconds(slots)
-        speeds.append([f"{slots:,}", f"{1 / seconds:.1f}", f"{1e3 * seconds:.0f}"])
-        _say("  {} slots: {} ({} ms a token)".format(*speeds[-1]))
-    same = ""
-    if len(plan.tokens):
-        same = _equality(checkpoint, model, plan.tokens[: min(512, plan.trained)])
-        _say(f"\n{same}")
-    by_place = None
-    if plan.layers:
-        by_place = ByPlace(
-            plan.text, plan.trained, _seen(plan.layers.get("window")), _losses(model, plan)
-        )
-        heads, rows = by_place.table()
-        _say(f"\n{as_text(['nats per token', *heads], rows)}\n")
-        for sentence in by_place.sentences():
-            _say(sentence)
+    with _stoppable():
+        _say(f"Reading {path} ...")
+        with _one_line():
+            checkpoint = checkpoints.read(path)
+            plan = _plan(options, path, checkpoint)
+            _say("\n".join([plan.facts, *plan.notes]))
+            model = families.load(checkpoint.config, checkpoint.state)
+        measured = _measure(checkpoint, model, plan)
     machine = environment()
     page = render(
-        by_place,
-        name=plan.name,
-        facts=f"{plan.facts}, {parameters}",
+        measured.by_place,
+        measured=measured,
+        plan=plan,
         command=shlex.join(["python", "-m", "experiments", "released", *arguments]),
-        notes=plan.notes,
-        new=plan.new,
-        prompt=options.prompt,
-        written=written,
-        speeds=speeds,
-        same=same,
         machine=machine,
         methods=[
-            [
-                name,
-                f"`{as_code(layer.scheme)}`",
-                "" if layer.window is None else f"`{layer.window}`",
-            ]
-            for name, layer in plan.layers.items()
-        ],
-        details=[
-            ("Environment", [f"{name} = {value}" for name, value in machine.items()]),
+            [name, f"`{as_code(x.scheme)}`", "" if x.window is None else f"`{x.window}`"]
+            for name, x in plan.layers.items()
         ],
     )
     file = Path("results", options.name, "report.html")
     write_whole(file, page)
-    if options.picture and by_place:
-        write_whole(options.picture, plots.standalone(by_place.picture()))
+    if options.picture and measured.by_place:
+        write_whole(options.picture, plots.standalone(measured.by_place.picture()))
     _say(f"\nReport: {file} ({duration(time.monotonic() - began)} in all)")
     return 0
+
+
+@contextlib.contextmanager
+def _stoppable() -> Generator[None]:
+    """Ends the process at Ctrl-C, when nothing has been written.
+
+    XLA cannot be interrupted, the end of Python waits for its threads, and an exception can be lost
+    in a callback of the garbage collector.
+    """
+
+    def stop(*_: Any) -> None:
+        os.write(2, b"\nStopped; no report was written.\n")
+        os._exit(130)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # As in the background, where it is ignored.
+        yield
+        return
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _say(line: str) -> None:
@@ -196,8 +198,6 @@ def _options(arguments: list[str]) -> argparse.Namespace:
             raise ConfigError(f"--methods: unknown method {name!r}{near(name, METHODS)}")
     if not re.fullmatch(r"\w[\w.-]*", options.name):
         raise ConfigError(f"--name: must be letters, digits, _, . and -, got {options.name!r}")
-    if not options.prompt:
-        raise ConfigError("--prompt: must not be empty")
     return options
 
 
@@ -242,15 +242,14 @@ def _plan(options: argparse.Namespace, path: Path, checkpoint: Checkpoint) -> Pl
         f"RoPE theta {scheme.theta:,g}" if isinstance(scheme, pe.RoPE) else repr(scheme),
         f"trained at {trained:,} tokens",
     ]
-    prompt, text, tokens, layers = [], "", np.zeros(0, np.int32), {}
+    prompt, text, tokens, layers = "", "", np.zeros(0, np.int32), {}
     new = min(NEW, trained // 2)
     if checkpoint.tokenizer is None:
         notes.append(f"No text and no losses: {checkpoint.tokenizer_error}")
     else:
-        prompt = checkpoint.tokenizer.encode(options.prompt).ids
-        most = min(SLOTS[0], trained) - new
-        if not 0 < len(prompt) <= most:
-            raise ConfigError(f"--prompt: must have 1 to {most} tokens, has {len(prompt)}")
+        prompt, most = options.prompt, min(SLOTS[0], trained) - new
+        if not 0 < (length := len(checkpoint.tokenizer.encode(prompt).ids)) <= most:
+            raise ConfigError(f"--prompt: must have 1 to {most} tokens, has {length}")
         count = options.tokens or min(trained * 3 // 2, SHORT if options.quick else LONGEST)
         layers = _layers(options, config, trained, count, notes)
         needed = (count if layers else min(512, trained)) + 1
@@ -303,6 +302,37 @@ def _tokens(file: Path | None, tokenizer: Any, needed: int) -> tuple[str, np.nda
     return path.name, tokens[:needed]
 
 
+def _measure(checkpoint: Checkpoint, model: Decoder, plan: Plan) -> Measured:
+    """Measures, and prints what it has."""
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    parameters = f"{count:,} parameters in float32"
+    _say(parameters)
+    steps, written, speeds, same, by_place = Steps(model), "", [], "", None
+    if (tokenizer := checkpoint.tokenizer) is not None:
+        _say(f"\n{plan.new} tokens, one by one from the cache:\n")
+        print(plan.prompt, end="", flush=True)
+        tokens = tokenizer.encode(plan.prompt).ids
+        for part in _text(tokenizer, steps.write(tokens, plan.new, SLOTS[0])):
+            print(part, end="", flush=True)
+            written += part
+        _say("")
+    _say("\nTokens per second, one row, when the cache is full:")
+    for slots in sorted({min(slots, plan.trained) for slots in SLOTS}):
+        seconds = steps.seconds(slots)
+        speeds.append([f"{slots:,}", f"{1 / seconds:.1f}", f"{1e3 * seconds:.0f}"])
+        _say("  {} slots: {} ({} ms a token)".format(*speeds[-1]))
+    if len(plan.tokens):
+        same = _equality(checkpoint, model, plan.tokens[: min(512, plan.trained)])
+        _say(f"\n{same}")
+    if plan.layers:
+        losses, window = _losses(model, plan), _seen(plan.layers.get("window"))
+        by_place = ByPlace(plan.text, plan.trained, window, losses)
+        heads, rows = by_place.table()
+        _say(f"\n{as_text(['nats per token', *heads], rows)}\n")
+        _say("\n".join(by_place.sentences()))
+    return Measured(parameters, written, speeds, same, by_place)
+
+
 def _text(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
     """Yields the text of tokens as soon as their bytes are whole characters."""
     ids, shown = [], 0
@@ -340,24 +370,27 @@ def _losses(model: Decoder, plan: Plan) -> dict[str, np.ndarray]:
         set_method(copy, layer)
         return Losses(copy)(plan.tokens), time.monotonic() - start
 
+    def left() -> str:
+        """The time left, from that of the methods that have ended."""
+        if not done:
+            return ""
+        share = sum(costs[name] for name in done) / sum(costs.values())
+        seconds = work / share / workers - (time.monotonic() - began)
+        return f", about {duration(max(seconds, 1.0))} left"
+
     pool, done, work = concurrent.futures.ThreadPoolExecutor(workers), {}, 0.0
-    futures = {pool.submit(losses, layer): name for name, layer in plan.layers.items()}
-    try:
-        for future in concurrent.futures.as_completed(futures):
-            name = futures[future]
+    waiting = {pool.submit(losses, layer): name for name, layer in plan.layers.items()}
+    while waiting:
+        ended, _ = concurrent.futures.wait(waiting, 1.0, concurrent.futures.FIRST_COMPLETED)
+        passed = duration(time.monotonic() - began)
+        for future in ended:
+            name = waiting.pop(future)
             done[name], seconds = future.result()
             work += seconds
-            passed = time.monotonic() - began
-            total = work * sum(costs.values()) / sum(costs[name] for name in done) / workers
-            left = (
-                f", about {duration(max(total - passed, 1.0))} left"
-                if len(done) < len(costs)
-                else ""
-            )
-            _say(f"  {name}: {done[name].mean():.3f} nats per token, {duration(passed)}{left}")
-    except KeyboardInterrupt:  # XLA cannot be interrupted, and the end of Python waits for it.
-        print("Stopped; no report was written.", file=sys.stderr, flush=True)
-        os._exit(130)
+            mean = f"{done[name].mean():.3f} nats per token"
+            _say(f"{_CLEAR}  {name}: {mean}, {passed}{left() if waiting else ''}")
+        if not ended and sys.stdout.isatty():
+            print(f"{_CLEAR}  {passed}{left()}", end="", flush=True)
     pool.shutdown()
     return {name: done[name] for name in plan.layers}
 
