@@ -143,17 +143,15 @@ def _sizes(cls: type) -> dict[str, float]:
     """Returns the arguments that a scheme requires, and the factor and length of a map."""
     every = issubclass(cls, pe.FrequencyMap)
     parameters = inspect.signature(cls).parameters.values()
-    wanted = (p.name for p in parameters if every or p.default is p.empty)
-    return {name: SIZES[name] for name in wanted if name in SIZES}
+    names = (p.name for p in parameters if every or p.default is p.empty)
+    return {name: SIZES[name] for name in names if name in SIZES}
 
 
 def _call(name: str, arguments: list[str]) -> str:
     line = f"{name}({', '.join(arguments)})"
-    return (
-        line
-        if len(line) < 80
-        else "\n    ".join([f"{name}(", *(f"{a}," for a in arguments)]) + "\n)"
-    )
+    if len(line) < 80:
+        return line
+    return "\n    ".join([f"{name}(", *(f"{argument}," for argument in arguments)]) + "\n)"
 
 
 def score(cls: type) -> str:
@@ -185,4 +183,4 @@ def score(cls: type) -> str:
 
 def _table(name: str) -> list[dict[str, str]]:
     with (DOCS / f"{name}.csv").open() as lines:
-        return list(csv.DictReader(lines))
+        return [row for row in csv.DictReader(lines) if row.get("size", "small") == "small"]

@@ -221,7 +221,7 @@ def _rates(rows: list[SchemeResults]) -> str:
 
 
 def conclusions(results: Results, baseline: str = "") -> list[str]:
-    """Returns what follows from the results, in sentences: a verdict and what was not tuned."""
+    """Returns sentences on the results: a verdict for each section, and untuned rates."""
     results = [row for row in results if not row.waiting]
     baseline = baseline or _baseline(results)
     one_seed = max((len(row.seeds) for row in results), default=0) == 1
