@@ -107,7 +107,16 @@ def read(
         raise file.error("lacks the tensor 'output_norm.weight'")
     stated = {"name": file.get("general.name", None), "licence": file.get("general.license", None)}
     about = {key: str(value) for key, value in stated.items() if value}
-    return config, readers, lambda: _tokenizer(file), about
+
+    def tokenizer():
+        try:
+            return _tokenizer(file)
+        except (ImportError, ValueError):
+            raise
+        except Exception as error:  # tokenizers raises Exception itself.
+            raise file.error(f"has a damaged tokenizer ({error})") from None
+
+    return config, readers, tokenizer, about
 
 
 class _File:
@@ -315,7 +324,7 @@ _CASED = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%s"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%s"
 )
-_PATTERNS = {
+_KINDS = {
     "gpt-2 phi-2 mpt olmo": [_GPT2],
     "smollm starcoder refact command-r codeshell exaone": [r"\p{N}", _GPT2],
     "qwen2 deepseek-r1-qwen stablelm2": [_SHORT + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _REST],
@@ -328,7 +337,7 @@ _PATTERNS = {
     ],
     "default": [r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"],
 }
-_PATTERNS = {name: patterns for names, patterns in _PATTERNS.items() for name in names.split()}
+_PATTERNS = {name: patterns for names, patterns in _KINDS.items() for name in names.split()}
 # Vocabularies whose words need no merges, and which begin texts with a token.
 _WHOLE_WORDS = "llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"
 _CONTROL, _USER_DEFINED = 3, 4
@@ -394,7 +403,7 @@ def _sentencepiece(file, get, tokens):
         for cut in range(1, len(token))
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
-    merges = [pair for *_, left, right in sorted(merges) for pair in [(left, right)]]
+    merges = [merge[2:] for merge in sorted(merges)]
     unknown = tokens[get("unknown_token_id", 0)]
     model = models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)

@@ -212,6 +212,8 @@ def test_a_checkpoint_says_why_it_has_no_tokenizer(tmp_path):
     checkpoint = read(tmp_path / "file")
     assert checkpoint.tokenizer is None
     assert "tokenizer with pre='new'; supported: ['gpt-2'" in checkpoint.tokenizer_error
+    gguf_files.write(tmp_path / "file", *small(), tokenizer=BYTES | {"merges": ["zz zz"]})
+    assert "has a damaged tokenizer (" in read(tmp_path / "file").tokenizer_error
     gguf_files.write(tmp_path / "file", *small())
     error = read(tmp_path / "file").tokenizer_error
     assert "lacks the setting 'tokenizer.ggml.model'" in error
