@@ -231,16 +231,18 @@ def _plan(options: argparse.Namespace, path: Path, checkpoint: Checkpoint) -> Pl
     """What to measure, of the config and the tokens of the text."""
     config, notes = checkpoint.config, []
     settings = families.model_config(config)
-    scheme = settings.layers[0].scheme
-    trained = next((int(config[key]) for key in _LENGTHS if config.get(key)), SLOTS[0])
+    stated = [int(config[key]) for key in _LENGTHS if config.get(key)]
+    trained, heads = (stated or SLOTS)[0], f"{settings.num_heads} heads"
+    if settings.num_kv_heads != settings.num_heads:
+        heads += f", {settings.num_kv_heads} of keys and values"
     facts = [
         checkpoint.about.get("name", ""),
         f"licence {checkpoint.about.get('licence', 'not stated')}",
         config["model_type"],
-        f"{len(settings.layers)} layers of {settings.num_heads} heads"
-        + (f" ({settings.num_kv_heads} of keys)" * (settings.num_kv_heads != settings.num_heads)),
-        f"RoPE theta {scheme.theta:,g}" if isinstance(scheme, pe.RoPE) else repr(scheme),
-        f"trained at {trained:,} tokens",
+        f"{len(settings.layers)} layers",
+        heads,
+        _encodings([layer.scheme for layer in settings.layers]),
+        f"trained at {trained:,} tokens" if stated else "",
     ]
     prompt, text, tokens, layers = "", "", np.zeros(0, np.int32), {}
     new = min(NEW, trained // 2)
@@ -260,6 +262,19 @@ def _plan(options: argparse.Namespace, path: Path, checkpoint: Checkpoint) -> Pl
     )
 
 
+def _encodings(schemes: list[pe.Scheme]) -> str:
+    """The schemes of layers in words.
+
+    >>> _encodings([pe.RoPE(64), pe.RoPE(64, theta=1e6), pe.RoPE(64)])
+    'RoPE theta 10,000 and 1,000,000'
+    """
+    ropes = [scheme for scheme in schemes if isinstance(scheme, pe.RoPE)]
+    if len(ropes) == len(schemes):
+        thetas = dict.fromkeys(f"{rope.theta:,.0f}" for rope in ropes)
+        return f"RoPE theta {' and '.join(thetas)}"
+    return " and ".join(dict.fromkeys(map(as_code, schemes)))
+
+
 def _layers(
     options: argparse.Namespace,
     config: Mapping[str, Any],
@@ -273,7 +288,7 @@ def _layers(
     except ValueError as error:
         if options.methods:
             raise
-        notes.append(f"No losses by place: {error}")
+        notes.append(f"No losses by place: {str(error).removeprefix('methods: ')}")
         return {}
     default = SHOWN
     if count <= trained:
@@ -319,7 +334,7 @@ def _measure(checkpoint: Checkpoint, model: Decoder, plan: Plan) -> Measured:
     _say("\nTokens per second, one row, when the cache is full:")
     for slots in sorted({min(slots, plan.trained) for slots in SLOTS}):
         seconds = steps.seconds(slots)
-        speeds.append([f"{slots:,}", f"{1 / seconds:.1f}", f"{1e3 * seconds:.0f}"])
+        speeds.append([f"{slots:,}", f"{1 / seconds:.1f}", f"{1e3 * seconds:.3g}"])
         _say("  {} slots: {} ({} ms a token)".format(*speeds[-1]))
     if len(plan.tokens):
         same = _equality(checkpoint, model, plan.tokens[: min(512, plan.trained)])

@@ -3,7 +3,6 @@
 import json
 import re
 
-import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,46 +16,38 @@ from experiments.__main__ import main
 from experiments.released import equality
 from experiments.released.losses import Losses
 from experiments.released.methods import Trained, layer_of, set_method
+from tests.models import gguf_files
 
 LENGTH, TOKENS = 96, 144
+SIZES = {"hidden_size": 24, "num_hidden_layers": 1, "intermediate_size": 32, "vocab_size": 257}
+CONFIG = SIZES | {
+    **{"model_type": "llama", "num_attention_heads": 3, "num_key_value_heads": 1},
+    **{"max_position_embeddings": LENGTH, "rms_norm_eps": 1e-5},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+}
 SHAPES = {
-    **{"token_embd": (257, 24), "output_norm": (24,)},
-    **{"blk.0.attn_norm": (24,), "blk.0.ffn_norm": (24,)},
-    **{"blk.0.attn_q": (24, 24), "blk.0.attn_k": (8, 24), "blk.0.attn_v": (8, 24)},
-    **{"blk.0.attn_output": (24, 24), "blk.0.ffn_gate": (32, 24), "blk.0.ffn_up": (32, 24)},
-    "blk.0.ffn_down": (24, 32),
+    **{"input_layernorm": (24,), "post_attention_layernorm": (24,), "self_attn.o_proj": (24, 24)},
+    **{"self_attn.q_proj": (24, 24), "self_attn.k_proj": (8, 24), "self_attn.v_proj": (8, 24)},
+    **{"mlp.gate_proj": (32, 24), "mlp.up_proj": (32, 24), "mlp.down_proj": (24, 32)},
+}
+SHAPES = {f"model.layers.0.{name}.weight": shape for name, shape in SHAPES.items()}
+SHAPES |= {"model.embed_tokens.weight": (257, 24), "model.norm.weight": (24,)}
+TOKENIZER = {
+    **{"model": "gpt2", "pre": "smollm", "merges": ["o n"]},
+    "tokens": [*sorted(ByteLevel.alphabet()), "on"],
 }
 
 
-def write(path, kind="llama", skip=""):
+def write(path, skip="", **changes):
     """Writes a model of one layer with a token for each byte, and one more."""
-    writer = gguf.GGUFWriter(path, kind)
-    writer.add_name("Tiny")
-    writer.add_license("cc0-1.0")
-    writer.add_block_count(1)
-    writer.add_context_length(LENGTH)
-    writer.add_embedding_length(24)
-    writer.add_feed_forward_length(32)
-    writer.add_head_count(3)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(100.0)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list([*sorted(ByteLevel.alphabet()), "on"])
-    writer.add_token_merges(["o n"])
     random = np.random.default_rng(0)
-    for name, shape in SHAPES.items():
-        if name != skip:
-            scale = 1.0 if len(shape) == 1 else 0.6
-            writer.add_tensor(
-                f"{name}.weight", random.normal(1.0, scale, shape).astype("f4") - (len(shape) > 1)
-            )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    state = {
+        name: (random.normal(0.0, 0.6, shape) + (len(shape) == 1)).astype("f4")
+        for name, shape in SHAPES.items()
+    }
+    state.pop(skip, None)
+    about = {"general__name": "Tiny", "general__license": "cc0-1.0"}
+    gguf_files.write(path, CONFIG, state, tokenizer=TOKENIZER, **about, **changes)
 
 
 @pytest.fixture
@@ -73,7 +64,10 @@ def test_everything(files, capsys):
     arguments = ["tiny.gguf", "--text", "text.txt", "--methods", "rope,yarn,window,sinks_1"]
     assert main(["released", *arguments, "--prompt", "one", "--picture", "x.svg"]) == 0
     shown, page = capsys.readouterr().out, (files / "results/released/report.html").read_text()
-    assert "Tiny, licence cc0-1.0, llama, 1 layers of 3 heads (1 of keys), RoPE theta 100" in shown
+    assert (
+        "Tiny, licence cc0-1.0, llama, 1 layers, 3 heads, 1 of keys and values, RoPE theta 100"
+        in shown
+    )
 
     checkpoint = checkpoints.read(files / "tiny.gguf")
     model = families.load(checkpoint.config, checkpoint.state)
@@ -109,8 +103,8 @@ def test_everything(files, capsys):
     ],
 )
 def test_bad_input_is_one_line(files, capsys, arguments, message):
-    write(files / "other.gguf", kind="mamba")
-    write(files / "lacks.gguf", skip="blk.0.ffn_down")
+    write(files / "other.gguf", general__architecture="mamba")
+    write(files / "lacks.gguf", skip="model.layers.0.mlp.down_proj.weight")
     assert main(["released", *arguments, "--text", "text.txt"]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
