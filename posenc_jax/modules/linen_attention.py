@@ -65,8 +65,8 @@ class Attention(AttentionLayer, nn.Module):
         take any number of tokens. It may be replaced by a cache of `new_cache`.
       use_bias: whether the projections have biases: a bool, or a mapping from "query", "key",
         "value" and "out" to bools.
-      dtype, param_dtype, precision, promote_dtype: of the projections, as in `nn.DenseGeneral`.
-        Parameters of the scheme are float32, and so is attention inside.
+      dtype, param_dtype, precision, dot_general, promote_dtype: of the projections, as in
+        `nn.DenseGeneral`. Parameters of the scheme are float32, and so is attention inside.
       kernel_init, bias_init: initialiser of the projections, or a mapping from "query", "key" and
         "value" to initialisers.
       out_kernel_init, out_bias_init: of the output projection. Default: `kernel_init` and
@@ -99,6 +99,7 @@ class Attention(AttentionLayer, nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     precision: Any = None
+    dot_general: Any = jax.lax.dot_general
     promote_dtype: Any = _promote_dtype
     kernel_init: _Init | Mapping[str, _Init] = _kernel_init
     out_kernel_init: _Init | None = None
@@ -192,7 +193,7 @@ class Attention(AttentionLayer, nn.Module):
                 promote_dtype=self.promote_dtype,
                 kernel_init=named(kernel_init, self.axis_names, sizes),
                 bias_init=named(bias_init, self.axis_names, sizes[1 if name != "out" else 2 :]),
-                dot_general=functools.partial(jax.lax.dot_general, out_sharding=sharding),
+                dot_general=functools.partial(self.dot_general, out_sharding=sharding),
                 name=name,
             )
 

@@ -92,6 +92,7 @@ class Attention(AttentionLayer, nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         precision: Any = None,
+        dot_general: Any = jax.lax.dot_general,
         promote_dtype: Any = _promote_dtype,
         kernel_init: _Inits = _kernel_init,
         out_kernel_init: nnx.Initializer | None = None,
@@ -124,7 +125,7 @@ class Attention(AttentionLayer, nnx.Module):
             `nnx.MultiHeadAttention`; the argument of a call overrides it. Default: no.
           use_bias: whether the projections have biases: a bool, or a mapping from "query", "key",
             "value" and "out" to bools.
-          dtype, param_dtype, precision, promote_dtype: of the projections, as in
+          dtype, param_dtype, precision, dot_general, promote_dtype: of the projections, as in
             `nnx.LinearGeneral`. Parameters of the scheme are float32, and so is attention inside.
           kernel_init, bias_init: initialiser of the projections, or a mapping from "query", "key"
             and "value" to initialisers.
@@ -164,6 +165,7 @@ class Attention(AttentionLayer, nnx.Module):
                 dtype=dtype,
                 param_dtype=param_dtype,
                 precision=precision,
+                dot_general=dot_general,
                 promote_dtype=promote_dtype,
                 kernel_init=init_of_projection("kernel_init", kernel_init, name, _kernel_init),
                 bias_init=init_of_projection("bias_init", bias_init, name, nnx.initializers.zeros),

@@ -4,6 +4,7 @@ Expected numbers are float64 loops over the keys.
 """
 
 import functools
+import re
 
 import chex
 import jax
@@ -12,8 +13,11 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
+from posenc_jax.engine.api import AttentionCall
+from posenc_jax.engine.dense import Dense
 
 HEADS, DIM, KEYS = 6, 4, 290
+TILES = Dense(tile=64)
 
 
 def _places():
@@ -83,6 +87,8 @@ def test_one_query_at_any_positions(make):
             out = pe.attention(q, k, v, rules=rules, **places, implementation=implementation)
             return jnp.sum(jnp.sin(out)), out
 
+        if implementation == TILES:  # Derivatives read all keys.
+            return loss(q, k, params)[1], None
         grads, out = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, params)
         return out, grads
 
@@ -104,5 +110,68 @@ def test_one_query_at_any_positions(make):
         weights /= weights.sum(1, keepdims=True)
         expected = np.einsum("ns,snv->nv", weights, v64)
         np.testing.assert_allclose(out[0, 0], expected, atol=2e-6, err_msg=name)
+        out, _ = run(TILES, q, k, params, places)
+        np.testing.assert_allclose(out[0, 0], expected, atol=2e-6, err_msg=name)
         _, expected_grads = run("reference", q, k, params, places)
         chex.assert_trees_all_close(grads, expected_grads, atol=2e-5)
+
+
+def _cache(seen, poisoned, dtype=np.float32):
+    """q, k, v and a call where rows see the keys `seen`; values are NaN at `poisoned` keys."""
+    random = np.random.default_rng(2)
+    q, k, v = (random.normal(size=(2, n, h, 8)) for n, h in ((1, 6), (256, 3), (256, 3)))
+    v[:, poisoned] = np.nan
+    ids = np.where(seen, 0, -1).astype(np.int32)
+    call = AttentionCall(
+        q_segment_ids=np.zeros((2, 1), np.int32), k_segment_ids=ids, finite_values=True
+    )
+    return *(jnp.asarray(x, dtype) for x in (q, k, v)), call
+
+
+def test_tiles_without_a_key_that_is_seen_are_not_read():
+    """A value that is read is multiplied by a weight of zero, and 0 * NaN is NaN."""
+    slots, traces = np.arange(256), []
+
+    @jax.jit
+    def run(q, k, v, ids):
+        traces.append(q)
+        call = AttentionCall(
+            q_segment_ids=jnp.zeros((2, 1), jnp.int32), k_segment_ids=ids, finite_values=True
+        )
+        return call.replace(implementation=Dense(tile=32))(q, k, v)
+
+    for low, high, first, end in [(0, 1, 0, 32), (0, 33, 0, 64), (70, 129, 64, 160), (9, 9, 0, 0)]:
+        seen = np.stack([(slots >= low) & (slots < high), slots == low]) & (low < high)
+        q, k, v, call = _cache(seen, (slots < first) | (slots >= end))
+        clean = call.replace(finite_values=False, implementation="reference")
+        out = run(q, k, v, call.k_segment_ids)
+        np.testing.assert_allclose(out, clean(q, k, v), atol=1e-6)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("dtype, atol", [(np.float32, 1e-6), (jnp.bfloat16, 8e-3)])
+def test_tiles_under_vmap_and_derivatives(dtype, atol):
+    seen = np.arange(256) < np.array([[40], [130]])
+    q, k, v, call = _cache(seen, [], dtype)
+
+    def attend(implementation):
+        def one(q, k, v, ids):
+            options = dict(q_segment_ids=jnp.zeros((1, 1), jnp.int32), k_segment_ids=ids[None])
+            of_row = AttentionCall(**options, finite_values=True, implementation=implementation)
+            return of_row(q[None], k[None], v[None])[0]
+
+        return jax.vmap(one)
+
+    def run(implementation):
+        f = attend(implementation)
+
+        def loss(*qkv):
+            return jnp.sum(f(*qkv, call.k_segment_ids).astype(jnp.float32) ** 2)
+
+        return f(q, k, v, call.k_segment_ids), jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    program = jax.jit(run, static_argnums=0)
+    chex.assert_trees_all_close(program(Dense(tile=32)), program("reference"), atol=atol)
+    # One length for all rows: the number of a tile and the last one are not batched.
+    loops = re.findall(r"stablehlo.while.* : (.*)", program.lower(Dense(tile=32)).as_text())
+    assert [x.split(", ").count("tensor<i32>") for x in loops] == [2, 2]

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples import families
+from examples import decoder, families
 from posenc_jax.testing import jit_fast
 from tests.models.agreement import read
 
@@ -52,3 +52,22 @@ def test_chunks_and_steps_with_rings_equal_one_pass():
         ValueError, match="5 tokens at a time with window 7 need a ring of 11 slots"
     ):
         model(TOKENS[:, :5], caches)
+
+
+@pytest.mark.parametrize("axis, others", [(0, (3, 7)), (1, (1031,)), (0, (1031,))])
+def test_products_of_one_token_with_halves_equal_those_in_float64(axis, others, monkeypatch):
+    """Pieces of the first axis of the weights, with a rest."""
+    monkeypatch.setattr(decoder, "_PIECE", 2**10)
+    draws = np.random.RandomState(0)
+    x, w = draws.standard_normal((1, 1, 50)), draws.standard_normal((50, *others))
+    x, w = (jnp.asarray(a, jnp.bfloat16) for a in (x, w if axis == 0 else w.T))
+    axes = (((2,), (axis,)), ((), ()))
+    run = jit_fast(lambda *xw: decoder.dot_general(*xw, axes, preferred_element_type=jnp.float32))
+    out = run(x, w)
+    exact = np.asarray(w, np.float64)
+    exact = np.tensordot(np.asarray(x, np.float64), exact, ((2,), (axis,)))
+    assert out.shape == exact.shape and out.dtype == jnp.float32
+    np.testing.assert_allclose(out, exact, atol=1e-4)
+    assert "while" in run.lower(x, w).as_text()
+    two = jnp.concatenate([x, x], 1)
+    assert decoder.dot_general(two, w, axes).dtype == jnp.bfloat16

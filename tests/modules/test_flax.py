@@ -529,7 +529,7 @@ def test_linen_dropout_follows_deterministic():
     assert np.abs(dropped - plain).max() > 1e-3
 
 
-def test_dtype_precision_and_promotion_are_those_of_the_projections():
+def test_dtype_precision_products_and_promotion_are_those_of_the_projections():
     layer = nnx_layer(pe.RoPE(H), dtype=jnp.bfloat16)
     assert jax.eval_shape(lambda x: layer(x), X).dtype == jnp.bfloat16
     assert jax.eval_shape(lambda: layer.new_cache(1, 4)).k.dtype == jnp.bfloat16
@@ -538,14 +538,21 @@ def test_dtype_precision_and_promotion_are_those_of_the_projections():
         inputs = inputs[0] if len(inputs) == 1 else inputs  # Linen gives them one by one.
         return tuple(None if a is None else a.astype(jnp.float16) for a in inputs)
 
-    options = {"precision": "highest", "promote_dtype": halved}
+    calls = []
+
+    def product(*arrays, **settings):
+        calls.append(arrays)
+        return jax.lax.dot_general(*arrays, **settings)
+
+    options = {"precision": "highest", "dot_general": product, "promote_dtype": halved}
     layer = nnx_layer(pe.NoPE(), **options)
     module = linen_layer(pe.NoPE(), **options)
     for call in (layer, lambda x: module.apply(from_nnx(layer), x)):
         program = jax.make_jaxpr(call)(X)
         products = [e for e in program.eqns if e.primitive.name == "dot_general"]
         settings = [e.params for e in products if e.outvars[0].aval.dtype == jnp.float16]
-        assert len(settings) == 4  # The two of attention are float32.
+        assert len(settings) == len(calls) == 4  # The two of attention are float32.
+        calls.clear()
         assert {p for params in settings for p in params["precision"]} == {
             jax.lax.Precision.HIGHEST
         }
