@@ -285,8 +285,17 @@ def _forward(x: Operands) -> tuple[jax.Array, LogSumExp]:
         out = out / jnp.where(l == 0, 1.0, l)[..., None]
         return None, (jnp.swapaxes(out, 1, 2).astype(x.dtype), LogSumExp(m, l))
 
-    _, (out, lse) = _scan_blocks(query_block, None, x.plan.length // tiles.blocks.q)
-    return join_blocks(out, 1), jax.tree.map(lambda y: join_blocks(y, 2), lse)
+    def write_block(outs, i):
+        _, (out, lse) = query_block(None, i)
+        return put_slice(outs, out[None], i, 0), lse
+
+    # Starts as numbers of q, all overwritten: XLA would share a constant between the layers of a
+    # model, and copy it for each of them at once.
+    first = take_block(x.q, 1, 0, tiles.blocks.q)[None, ..., :1].astype(x.dtype)
+    count = x.plan.length // tiles.blocks.q
+    outs = jnp.broadcast_to(first, (count, *first.shape[1:-1], x.v.shape[3]))
+    outs, lse = _scan_blocks(write_block, outs, count)
+    return join_blocks(outs, 1), jax.tree.map(lambda y: join_blocks(y, 2), lse)
 
 
 def _forward_tile(tiles: "Tiles", i, j, q, state: Softmax, *, interior: bool) -> Softmax:

@@ -46,3 +46,21 @@ def test_no_array_of_all_pairs_in_the_jaxpr(kind):
     large = largest(8192)
     assert large <= 8 * largest(1024)  # All pairs would grow by 64.
     assert large < 8192 * 8192 // 4
+
+
+def test_outputs_of_many_layers_take_the_memory_of_one():
+    """XLA copies a constant for the loop of each layer, before the first of them."""
+    length, dim = 1024, HEADS * DIM
+
+    def temporary_bytes(layers):
+        def model(x, weights):
+            for weight in weights:
+                q = (x @ weight).reshape(1, length, HEADS, DIM)
+                x += pe.attention(q, q, q, is_causal=True, implementation="xla").reshape(x.shape)
+            return x
+
+        x, weight = (jax.ShapeDtypeStruct((n, dim), jnp.float32) for n in (length, dim))
+        compiled = jax.jit(model).lower(x, [weight] * layers).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(6) < temporary_bytes(2) + 4 * length * dim
