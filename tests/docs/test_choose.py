@@ -74,6 +74,20 @@ def change(scheme):
     return SMALL[scheme, LONGEST] - SMALL[scheme, TRAINED]
 
 
+def beyond(least=3):
+    """What a released model gains at twice its trained length, once enough documents are read."""
+    lines = csv.DictReader(pages.read("docs/lengths.csv").splitlines())
+    scores = {(x["name"], x["view"], x["length"]): x for x in lines if x["kind"] == "score"}
+    rows = [scores.get((name, "at", "16384")) for name in ("yarn", "sinks_4")]
+    if any(row is None or int(row["documents"]) < least for row in rows):
+        return []
+    yarn, sinks = (-float(row["difference to rope"]) for row in rows if row)
+    return [
+        f"at twice its length SmolLM2 is {yarn:.2f} nats per token ahead of RoPE with YaRN, "
+        f"{sinks:.2f} in a window with sinks"
+    ]
+
+
 CHOOSE = [
     f"{len(MODEL_TYPES)} model types",
     f"a training step takes {claim('R18b', 'rope', 2048):.3f} times as long as without",
@@ -85,6 +99,7 @@ CHOOSE = [
     f"RoPE finds the k-th symbol in {claim('R10', 'rope', 32):.3f} of rows",
     f"ALiBi finds it in {claim('R08', 'alibi', 32):.3f} of places",
     f"{claim('R11', 'alibi', 42):.3f} of ALiBi's copies are right at 1.25 times the length",
+    *beyond(),
 ]
 README = [
     CHOOSE[1],

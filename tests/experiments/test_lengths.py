@@ -181,6 +181,13 @@ def test_answers_and_copies_are_where_the_probe_says():
         np.testing.assert_array_equal(first, second)
         assert x.count == 36 and abs(x.second - x.first - x.distance) < 120
         assert "secret" not in Letters().decode(first)
+    places = np.arange(1.0, 4800.0)  # The loss of each token is its place.
+    scores = losses.Scores(places, places != probe.questions[0].start)
+    for x, (_, _, _, loss, hit) in zip(probe.questions, run._answers(probe, scores), strict=True):
+        assert loss == sum(range(x.start, x.start + x.count))
+        assert hit == (x is not probe.questions[0])
+    for x, (_, first, second) in zip(probe.copies, run._copied(probe, scores), strict=True):
+        assert (first, second) == (x.first + 17.5, x.second + 17.5)
 
 
 PLAN = """
@@ -348,6 +355,7 @@ def test_differences_are_paired_by_document(plan, tmp_path):
     cells = [cell for cell in plan.cells() if cell.document.title != "D"]
     table = Table(plan, {cell.name: made(cell) for cell in cells})
     assert table.values("ntk", "at", 8192, "rope") == [-0.5] * 3
+    assert table.values("rope", "at", 4096) == [3.0] * 3 != table.values("rope", "at", 6144)
     lacking = {k: v for k, v in table.results.items() if "RoPE(head" not in v.settings["layer"]}
     assert Table(plan, lacking).values("ntk", "at", 8192, "rope") == []
 
