@@ -6,7 +6,7 @@ r"""Dual chunk attention: distances are never longer than a chunk.
 
 with C = `chunk` and c = C - `local`: the distance to the last `local` tokens before a query is
 exact, even across the end of a chunk. This extends the context of a model trained with RoPE at
-a length above C (the authors take C = 3/4 of it, and local = 1/8) without training.
+a length above C without training.
 
 A key is rotated by j % c in all three ranges, so rotated keys are cached. The scheme is for
 decoders. Released code divides positions by a linear factor, which is `scaling=PI(...)`, and
@@ -59,8 +59,9 @@ class DualChunk(RangeRotary):
 
     Attributes:
       head_dim, theta, layout, rotary_dim, rotary_start, scaling: as in `RoPE`.
-      chunk: C, the longest distance.
-      local: the number of tokens before a query whose distance is always exact.
+      chunk: C, the longest distance. The authors take 3/4 of the trained length.
+      local: the number of tokens before a query whose distance is always exact. The authors take
+        1/8 of the trained length.
 
     Raises:
       ValueError: unless 0 < local < chunk, and as `RoPE`.

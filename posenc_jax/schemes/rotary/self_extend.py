@@ -29,8 +29,10 @@ class SelfExtend(RangeRotary):
 
     Attributes:
       head_dim, theta, layout, rotary_dim, rotary_start, scaling: as in `RoPE`.
-      window: W, the distance from which keys are far.
-      group: G, the number of tokens that share a far position.
+      window: W, the distance from which keys are far. For models trained at L = 4096 the authors
+        take 512 to 1536.
+      group: G, the number of tokens that share a far position. The farthest of N keys is then at
+        distance W + (N - W) / G, which the authors keep below L / 2 to 2 L / 3.
 
     Raises:
       ValueError: for a window or group below one, and as `RoPE`.
