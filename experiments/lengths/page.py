@@ -102,13 +102,12 @@ def _claims(outcomes: list[Outcome], word: str) -> list[str]:
 
 
 def _claim(outcome: Outcome) -> str:
-    shown = outcome.margins if outcome.word in (FAILS, OPEN) else ()
-    misses = [
-        f"`{condition.text}` is off by {middle:+.3f} [{low:+.3f}, {high:+.3f}]"
-        for condition, middle, low, high in shown
-        if not (condition.holds_at(low) and condition.holds_at(high))
-    ]
-    return "; ".join([outcome.claim.claim, *misses])
+    if outcome.word not in (FAILS, OPEN):
+        return outcome.claim.claim
+    # The condition that is farthest from its side of the threshold.
+    by_sign = [(m if c.holds_at(-1.0) else -m, m, low, high) for c, m, low, high in outcome.margins]
+    _, middle, low, high = max(by_sign)
+    return f"{outcome.claim.claim} (off its limit by {middle:+.3f} [{low:+.3f}, {high:+.3f}])"
 
 
 def columns(plan: Plan) -> list[tuple[str, str, int]]:

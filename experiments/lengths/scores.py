@@ -134,13 +134,15 @@ class Table:
         return mean(ratios)
 
     def memory(self, method: str) -> float:
-        """Returns the MiB that a pass to the shortest target takes beside the parameters."""
-        for document in self.plan.all_documents:
-            cell = self.cell("losses", document, method, self.plan.shortest)
-            result = self.results.get(cell.name)
-            if result and cell.count == self.plan.shortest:
-                return result.temporary_mib
-        return math.nan
+        """Returns the MiB that a pass to the shortest target takes, of the last one that ran."""
+        cells = [
+            self.cell("losses", document, method, self.plan.shortest)
+            for document in self.plan.all_documents
+        ]
+        names = [cell.name for cell in cells if cell.count == self.plan.shortest]
+        known = [self.results[name] for name in names if name in self.results]
+        last = max(known, key=lambda result: result.finished, default=None)
+        return math.nan if last is None else last.temporary_mib
 
 
 def plus_minus(values: Sequence[float], sign: str = "+", digits: int = 3) -> str:
