@@ -58,7 +58,7 @@ _LENGTHS = "max_position_embeddings", "n_positions", "n_ctx", "seq_length"
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """A checkpoint, and the measurements to make.
 
     Attributes:
       name: of the checkpoint.
@@ -69,7 +69,7 @@ class Plan:
       text: the name of the long text.
       tokens: int32 [N + 1] of it, none without a tokenizer.
       layers: the layer of each method.
-      notes: what is left out, and why.
+      notes: reasons for measurements that are left out.
     """
 
     name: str
@@ -85,11 +85,11 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What was measured.
+    """Results.
 
     Attributes:
       parameters: their number, in words.
-      text: what was written.
+      text: the continuation of the prompt.
       speeds: slots, tokens per second and milliseconds a token, as printed.
       same: the differences to transformers, in words.
       by_place: the losses, None where there are none.
@@ -228,7 +228,7 @@ def _one_line() -> Generator[None]:
 
 
 def _plan(options: argparse.Namespace, path: Path, checkpoint: Checkpoint) -> Plan:
-    """What to measure, of the config and the tokens of the text."""
+    """The plan for a config and a text; weights are not read."""
     config, notes = checkpoint.config, []
     settings = families.model_config(config)
     stated = [int(config[key]) for key in _LENGTHS if config.get(key)]
@@ -318,7 +318,7 @@ def _tokens(file: Path | None, tokenizer: Any, needed: int) -> tuple[str, np.nda
 
 
 def _measure(checkpoint: Checkpoint, model: Decoder, plan: Plan) -> Measured:
-    """Measures, and prints what it has."""
+    """Measures and prints all results."""
     count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     parameters = f"{count:,} parameters in float32"
     _say(parameters)
@@ -386,7 +386,7 @@ def _losses(model: Decoder, plan: Plan) -> dict[str, np.ndarray]:
         return Losses(copy)(plan.tokens), time.monotonic() - start
 
     def left() -> str:
-        """The time left, from that of the methods that have ended."""
+        """The time left, by how long the methods before took."""
         if not done:
             return ""
         share = sum(costs[name] for name in done) / sum(costs.values())
