@@ -65,7 +65,7 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
         probed=len(table.values("rope", "answer", plan.probe.contexts[0])),
         heads=heads(plan),
         rows=list(rows(table)),
-        outcomes=[(t, of) for word, t in _WORDS.items() if (of := _claims(outcomes, word))],
+        outcomes=[(x, _claims(outcomes, word)) for word, x in _WORDS.items()],
         not_run=sum(outcome.word == NOT_RUN for outcome in outcomes),
         least=LEAST,
         documents_of=[(name, ", ".join(kind.documents)) for name, kind in plan.kinds.items()],
@@ -97,7 +97,7 @@ def _versions(environment: dict) -> str:
 
 
 def _claims(outcomes: list[Outcome], word: str) -> list[str]:
-    """The claims of an outcome, with the numbers of criteria that are not met in full."""
+    """The claims of an outcome."""
     return [_claim(outcome) for outcome in outcomes if outcome.word == word]
 
 

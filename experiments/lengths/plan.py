@@ -12,7 +12,7 @@
     rule = "how they were chosen"
     documents = { "Carter 1981" = "1981-Carter-1.txt" }
 
-    [[stages]]                              what runs first; one document of each kind
+    [[stages]]                              the first to run; one document of each kind
     document = 0
     targets = [16384]                       losses to these lengths
     probe = true
@@ -22,8 +22,8 @@
     criteria = ["yarn.at[12288] - rope.at[12288] <= -0.3"]
     gate = []                               without which the claim says nothing
 
-A cell is one pass over one document with one layer. Losses of a text do not depend on what follows,
-so that a pass to a longer target serves a shorter one with the same layer.
+A cell is one pass over one document with one layer. Losses do not depend on later tokens, so
+that a pass to a longer target serves a shorter one with the same layer.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 
 import posenc_jax as pe
 from experiments.errors import ConfigError
-from experiments.lengths.texts import Design
+from experiments.lengths.texts import CITIES, Design
 from experiments.released.methods import METHODS, Trained, layer_of
 from experiments.runs.results import digest
 from experiments.scoreboard.criteria import Condition, parse
@@ -96,7 +96,7 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A package with the file of a model, the hash of the file, and what methods read of it."""
+    """A package with the file of a model, the hash of the file, and its RoPE."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
@@ -122,7 +122,7 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What runs of one document of each kind."""
+    """Targets and the probe for one document of each kind."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
@@ -140,7 +140,6 @@ class Claim:
     claim: str
     criteria: tuple[str, ...]
     gate: tuple[str, ...] = ()
-    why: str = ""
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
@@ -174,7 +173,7 @@ class Plan:
       kinds: documents by kind.
       stages: the order.
       probe: sizes of the probe.
-      claims: what is tested.
+      claims: sentences that are tested.
     """
 
     __pydantic_config__: ClassVar[Any] = STRICT
@@ -292,6 +291,17 @@ def load(path: Path) -> Plan:
                 raise ConfigError(
                     f"kinds: unknown corpus {kind.corpus!r}{near(kind.corpus, SOURCES)}"
                 )
+        trained, probe = plan.checkpoint.trained, plan.probe
+        for target in (trained, *(n for stage in plan.stages for n in stage.targets)):
+            if target < trained or target % WIDTH:
+                raise ConfigError(
+                    f"stages: targets must be multiples of {WIDTH} from the trained length on, "
+                    f"got {target}"
+                )
+        if len(probe.contexts) * probe.facts > len(CITIES):
+            raise ConfigError(f"probe: must have at most {len(CITIES)} facts in all contexts")
+        if max(probe.distances) <= trained:
+            raise ConfigError(f"probe: distances must have one above {trained}")
         for stage in plan.stages:
             if not 0 <= stage.document < count:
                 raise ConfigError(f"stages: document must be from 0 to {count - 1}")

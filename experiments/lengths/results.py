@@ -18,7 +18,7 @@ BIN = 1024
 
 @dataclasses.dataclass(frozen=True)
 class CellResult:
-    """What a pass gave.
+    """The result of a pass.
 
     Attributes:
       settings: of the cell.
@@ -27,7 +27,7 @@ class CellResult:
         decoding would give it.
       copies: of a probe: distance, loss of the paragraph at its first and its second place.
       cpu_seconds, compile_seconds: processor time of the pass and of its compilation.
-      temporary_mib: memory of the pass beside the parameters.
+      temporary_mib: memory of the pass, without the parameters.
       peak_mib: resident memory of the process at its highest, so far.
       environment, commit, finished: as in `experiments.runs.results.Result`.
     """

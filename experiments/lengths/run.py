@@ -131,13 +131,13 @@ def open_checkpoint(plan: Plan, path: Path | None = None) -> checkpoints.Checkpo
     """
     path = path or packaged(plan.checkpoint.requirement, "*.gguf", "the checkpoint")
     try:
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         raise ConfigError(f"checkpoint: {path}: cannot be read: {error.strerror}") from None
-    if found != plan.checkpoint.sha256:
+    if digest != plan.checkpoint.sha256:
         raise ConfigError(
             f"checkpoint: {path} is another file than that of {plan.checkpoint.requirement} "
-            f"(sha256 {found[:16]}, not {plan.checkpoint.sha256[:16]})"
+            f"(sha256 {digest[:16]}, not {plan.checkpoint.sha256[:16]})"
         )
     try:
         return checkpoints.read(path)
@@ -204,7 +204,7 @@ def carry_out(
 
 
 def words(cell: Cell) -> str:
-    """Returns what a cell is, in a line."""
+    """Returns the name of a cell for people, in a line."""
     scheme, scaling = cell.layer.scheme, getattr(cell.layer.scheme, "scaling", None)
     parts = [cell.task, cell.document.title, f"{cell.count:,}", type(scheme).__name__.strip("_")]
     if type(scaling).__name__ not in ("NoneType", "FrequencyMap"):
@@ -224,9 +224,8 @@ def _summary(result: CellResult) -> str:
 
 
 def cost(cell: Cell) -> float:
-    """Returns the work of a cell, in products per parameter and per pair of tokens."""
-    seen = min(cell.count / 2, cell.seen)
-    return cell.count * (1.35e-3 + 5.1e-7 * seen)  # Seconds of SmolLM2 on an AMD EPYC.
+    """Returns about how many seconds of a processor a cell takes: SmolLM2 on an AMD EPYC."""
+    return cell.count * (1.35e-3 + 5.1e-7 * min(cell.count / 2, cell.seen))
 
 
 def _refuse_other_versions(known: Sequence[CellResult]) -> None:

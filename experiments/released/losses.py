@@ -46,7 +46,7 @@ class Program:
 
     @property
     def temporary_bytes(self) -> int:
-        """Memory of a pass beside the parameters, by the compiler's account."""
+        """Memory of a pass without the parameters, by the compiler's account."""
         return self.run.memory_analysis().temp_size_in_bytes
 
 

@@ -334,7 +334,7 @@ def test_the_page_says_what_is_known(plan, tmp_path):
     run.carry_out(plan, folder, Runner(), Deadline(), lambda line: None)
     text = pages(plan, file, folder, target)
     page = " ".join(text[target].split())
-    assert "20 of 20 passes have run" in page and "what is missing" not in page
+    assert "20 of 20 passes have run" in page and "are left out" not in page
     assert "| `rope` | 3.000 ± 0.000 | 4.150 ± 0.205 | 4.150 ± 0.205 |" in page
     assert "| `ntk` | +0.010 ± 0.000 | -0.500 ± 0.000 | -0.500 ± 0.000 |" in page
     assert "5.0, 7.0 | -2.0, -0.5 | 1.00 | 3 |" in page and "| 0.50 | 3 |" in page
@@ -365,6 +365,9 @@ def test_a_wrong_plan_is_one_line(tmp_path, capsys):
         ("rope.answer[8192] >=", "rope.anser[8192] >=", "no view 'anser'"),
         ('corpus = "sympy"', 'corpus = "simpy"', "unknown corpus 'simpy'"),
         ("facts = 2", "fact = 2", "fact"),
+        ("facts = 2", "facts = 30", "at most 40 facts"),
+        ("targets = [8192]", "targets = [8000]", "multiples of 2048 from the trained length on"),
+        ("distances = [1024, 6144]", "distances = [1024]", "distances must have one above 4096"),
     ]:
         file = tmp_path / "plan.toml"
         file.write_text(PLAN.replace(old, new, 1))
