@@ -7,6 +7,7 @@ differences between them.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -329,6 +330,23 @@ class Decoder(nnx.Module):
         x = self.norm(x)
         x = x if hidden else self.logits(x)
         return x if caches is None else (x, new)
+
+
+def jit_step(model: Decoder) -> Callable:
+    """Returns a compiled step: `logits, caches = step(tokens, caches)`.
+
+    Logits are those of the last token of each row, [B, V]. The caches that it is given are donated.
+    `nnx.jit` would split and merge the model in every call, which takes longer than a step of a
+    model of 135 million parameters.
+    """
+    graph, state = nnx.split(model)
+
+    @functools.partial(jax.jit, donate_argnums=2)
+    def step(state, tokens, caches):
+        logits, caches = nnx.merge(graph, state)(tokens, caches, last=1)
+        return logits[:, -1], caches
+
+    return functools.partial(step, state)
 
 
 def generate(

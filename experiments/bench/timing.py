@@ -8,7 +8,8 @@ import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -27,7 +28,14 @@ class Timing:
 
 
 def side_by_side(
-    cases: dict[str, Callable[[], Any]], *, rounds: int = 15, seconds: float = 30.0, inner: int = 1
+    cases: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int = 15,
+    seconds: float = 30.0,
+    inner: int = 1,
+    units: Mapping[str, int] = MappingProxyType({}),
+    warm: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Timing]:
     """Returns the timings of cases; the first is the reference.
 
@@ -36,10 +44,13 @@ def side_by_side(
       rounds: the least number; up to four times that number until `seconds` are over.
       seconds: time to continue beyond `rounds`.
       inner: calls per measurement, for cases shorter than the resolution of the clock.
+      units: by what the times of a case are divided, where a call is several steps.
+      warm: calls of each case before the first round.
+      clock: in seconds.
     """
     names = list(cases)
     for name in names:
-        for _ in range(2):
+        for _ in range(warm):
             jax.block_until_ready(cases[name]())
     took: dict[str, list[float]] = {name: [] for name in names}
     end = time.perf_counter() + seconds
@@ -50,10 +61,10 @@ def side_by_side(
             if i >= rounds and time.perf_counter() > end:
                 break
             for name in names[i % len(names) :] + names[: i % len(names)]:
-                began = time.perf_counter()
+                began = clock()
                 for _ in range(inner):
                     result = jax.block_until_ready(cases[name]())
-                took[name].append((time.perf_counter() - began) / inner)
+                took[name].append((clock() - began) / inner / units.get(name, 1))
                 del result
     finally:
         gc.enable()

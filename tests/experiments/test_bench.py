@@ -11,7 +11,7 @@ import pytest
 import posenc_jax as pe
 from experiments import bench
 from experiments.__main__ import main
-from experiments.bench import WARM_HEAP, decode, llama, rope, use_warm_heap
+from experiments.bench import WARM_HEAP, decode, llama, released, rope, use_warm_heap
 from experiments.bench.cases import attend_with, make_arguments, named_schemes
 from experiments.bench.peers import Case, agreeing
 from experiments.bench.timing import side_by_side
@@ -138,6 +138,23 @@ def test_bench_llama_at_tiny_size(tmp_path, capsys, monkeypatch):
     assert all(row["compile_seconds"] > 0 for row in ours)
     with pytest.raises(RuntimeError, match="the models differ"):
         llama.check_losses({"by hand": jnp.float32(1.0), "posenc_jax": jnp.float32(1.001)})
+
+
+def test_bench_released_at_tiny_size(tmp_path, capsys, monkeypatch):
+    small = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2}
+    small |= {"intermediate_size": 20, "vocab_size": 1000}
+    monkeypatch.setattr(released, "CONFIG", released.CONFIG | small)
+    path = tmp_path / "released.json"
+    arguments = ["released", "--cold-heap", "--layers=1", "--slots=48", "--batch=1", "--rounds=1"]
+    arguments += ["--dtypes", "float32", "--prompt=5", "--without", "torch", f"--json={path}"]
+    assert bench.main(arguments) == 0
+    assert "logits of jax.nn differ by" in capsys.readouterr().out
+    *decoded, prefill = json.loads(path.read_text())["results"]
+    titles = [f"decode: float32, batch 1, {n} tokens in 48 slots" for n in (6, 24)]
+    assert [x["title"] for x in decoded] == titles
+    for result in decoded:
+        assert [row["name"] for row in result["rows"]] == ["ours", "ours, scan", "jax.nn"]
+    assert [row["name"] for row in prefill["rows"]] == ["ours"]
 
 
 def test_bench_restarts_with_a_warm_heap(monkeypatch):

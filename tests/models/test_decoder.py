@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,15 +40,26 @@ def test_logits_of_the_last_tokens_and_of_hidden_states():
             model(TOKENS, last=last)
 
 
-def test_chunks_and_steps_with_rings_equal_one_pass():
+def test_chunks_and_steps_with_rings_equal_one_pass_and_generation(monkeypatch):
     model, logits = gemma()
-    caches, parts, start = model.new_caches(ROWS, 64, tokens_per_call=CHUNK), [], 0
+    caches, start = model.new_caches(ROWS, 64, tokens_per_call=CHUNK), 0
     assert [(c.capacity, c.ring) for c in caches] == [(WINDOW - 1 + CHUNK, True), (64, False)]
-    step = jit_fast(lambda *arrays: model(*arrays))
+    traces, logits_of = [], decoder.Decoder.logits
+    monkeypatch.setattr(
+        decoder.Decoder, "logits", lambda *arrays: traces.append(0) or logits_of(*arrays)
+    )
+    step, new = decoder.jit_step(model), []
     for count in [CHUNK] * 4 + [1] * (LENGTH - 4 * CHUNK):
         part, caches = step(TOKENS[:, start : start + count], caches)
-        parts, start = [*parts, part], start + count
-    np.testing.assert_allclose(jnp.concatenate(parts, 1), logits, atol=1e-5)
+        start += count
+        np.testing.assert_allclose(part, logits[:, start - 1], atol=1e-5)
+    for _ in range(6):
+        new.append(jnp.argmax(part, -1)[:, None])
+        part, caches = step(new[-1], caches)
+    assert len(traces) == 2  # One for chunks and one for steps.
+    run = jit_fast(decoder.generate, static_argnums=(0, 2), static_argnames="top_k")
+    options = {"key": jax.random.key(0), "temperature": 0.7, "top_k": 1}  # The likeliest token.
+    np.testing.assert_array_equal(run(model, TOKENS, 6, **options), jnp.concatenate(new, 1))
     with pytest.raises(
         ValueError, match="5 tokens at a time with window 7 need a ring of 11 slots"
     ):
