@@ -41,7 +41,7 @@ from experiments.released.methods import METHODS, Trained, layer_of, set_method
 from experiments.released.page import ByPlace, as_text, render
 from experiments.released.speed import Steps
 from experiments.runs.environment import environment, usable_cores
-from experiments.runs.files import write_whole
+from experiments.runs.files import locked, write_whole
 from experiments.runs.run import duration
 from experiments.settings.config_io import Parser, names, near
 
@@ -111,28 +111,28 @@ def main(arguments: list[str]) -> int:
     """
     options, began = _options(arguments), time.monotonic()
     path = options.file or options.checkpoint or packaged(*CHECKPOINT, "the default checkpoint")
-    with _stoppable():
+    with _stoppable(), _one_line():
         _say(f"Reading {path} ...")
-        with _one_line():
-            checkpoint = checkpoints.read(path)
-            plan = _plan(options, path, checkpoint)
-            _say("\n".join([plan.facts, *plan.notes]))
-            model = families.load(checkpoint.config, checkpoint.state)
-        measured = _measure(checkpoint, model, plan)
-    machine = environment()
-    page = render(
-        measured.by_place,
-        measured=measured,
-        plan=plan,
-        command=shlex.join(["python", "-m", "experiments", "released", *arguments]),
-        machine=machine,
-        methods=[
-            [name, f"`{as_code(x.scheme)}`", "" if x.window is None else f"`{x.window}`"]
-            for name, x in plan.layers.items()
-        ],
-    )
+        checkpoint = checkpoints.read(path)
+        plan = _plan(options, path, checkpoint)
+        _say("\n".join([plan.facts, *plan.notes]))
+        model = families.load(checkpoint.config, checkpoint.state)
     file = Path("results", options.name, "report.html")
-    write_whole(file, page)
+    with locked(file.parent):
+        with _stoppable():
+            measured = _measure(checkpoint, model, plan)
+        page = render(
+            measured.by_place,
+            measured=measured,
+            plan=plan,
+            command=shlex.join(["python", "-m", "experiments", "released", *arguments]),
+            machine=environment(),
+            methods=[
+                [name, f"`{as_code(x.scheme)}`", "" if x.window is None else f"`{x.window}`"]
+                for name, x in plan.layers.items()
+            ],
+        )
+        write_whole(file, page)
     if options.picture and measured.by_place:
         write_whole(options.picture, plots.standalone(measured.by_place.picture()))
     _say(f"\nReport: {file} ({duration(time.monotonic() - began)} in all)")
@@ -391,7 +391,7 @@ def _losses(model: Decoder, plan: Plan) -> dict[str, np.ndarray]:
             return ""
         share = sum(costs[name] for name in done) / sum(costs.values())
         seconds = work / share / workers - (time.monotonic() - began)
-        return f", about {duration(max(seconds, 1.0))} left"
+        return f", about {duration(seconds)} left" if seconds > 5.0 else ""
 
     pool, done, work = concurrent.futures.ThreadPoolExecutor(workers), {}, 0.0
     waiting = {pool.submit(losses, layer): name for name, layer in plan.layers.items()}

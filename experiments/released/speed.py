@@ -7,49 +7,36 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 import posenc_jax as pe
-from examples.decoder import Decoder
+from examples.decoder import Decoder, jit_step
 
 TIMED = 24
 
 
 class Steps:
-    """Greedy steps of a model, a program for each number of tokens and size of the cache.
-
-    The state is an argument of `jax.jit`: `nnx.jit` would split and merge the model in each step,
-    which takes longer than a step of a small model.
-    """
+    """Greedy steps of a model, a program for each number of tokens and size of the cache."""
 
     def __init__(self, model: Decoder):
-        graph, self.state = nnx.split(model)
-        self.model = model
-
-        def step(state, tokens, caches):
-            logits, caches = nnx.merge(graph, state)(tokens, caches, last=1)
-            return jnp.argmax(logits[:, -1], -1), caches
-
-        self._step = jax.jit(step, donate_argnums=2)
+        self.model, self._step = model, jit_step(model)
 
     def write(self, prompt: list[int], count: int, slots: int) -> Iterator[int]:
         """Yields the `count` likeliest tokens after a prompt, one by one."""
-        caches = self.model.new_caches(1, slots, tokens_per_call=len(prompt))
-        token, caches = self._step(self.state, jnp.asarray([prompt], jnp.int32), caches)
-        yield int(token[0])
-        for _ in range(count - 1):
-            token, caches = self._step(self.state, token[:, None], caches)
-            yield int(token[0])
+        tokens, caches = prompt, self.model.new_caches(1, slots, tokens_per_call=len(prompt))
+        for _ in range(count):
+            logits, caches = self._step(jnp.array([tokens], jnp.int32), caches)
+            tokens = [int(logits[0].argmax())]
+            yield tokens[0]
 
     def seconds(self, slots: int) -> float:
         """Returns the median time of the steps that fill the last slots of a cache."""
         timed = min(TIMED, slots // 2)
         caches = _filled(self.model.new_caches(1, slots, tokens_per_call=1), slots - timed - 1)
-        token, times = jnp.zeros(1, jnp.int32), []
+        tokens, times = jnp.zeros((1, 1), jnp.int32), []
         for _ in range(timed + 1):
             start = time.perf_counter()
-            token, caches = self._step(self.state, token[:, None], caches)
-            token.block_until_ready()
+            logits, caches = self._step(tokens, caches)
+            logits.block_until_ready()
             times.append(time.perf_counter() - start)
         return float(np.median(times[1:]))  # The first compiles.
 

@@ -3,8 +3,8 @@
 import pathlib
 import re
 
-ROOMS = ("errors", "settings", "models", "tasks", "training", "runs", "pages", "bench", "gallery")
-ROOMS += ("study", "scoreboard", "released", "lengths", "commands")
+ROOMS = ("errors", "settings", "models", "tasks", "training", "runs", "pages", "released")
+ROOMS += ("bench", "gallery", "study", "scoreboard", "lengths", "commands")
 FOLDER = pathlib.Path(__file__).parents[2] / "experiments"
 
 
