@@ -256,7 +256,11 @@ def _plan(options: argparse.Namespace, path: Path, checkpoint: Checkpoint) -> Pl
         layers = _layers(options, config, trained, count, notes)
         needed = (count if layers else min(512, trained)) + 1
         text, tokens = _tokens(options.text, checkpoint.tokenizer, needed)
-    name = path.stem if path.is_file() else path.resolve().name
+    name = (
+        path.stem
+        if path.suffix == ".gguf"
+        else (path if path.is_dir() else path.parent).resolve().name
+    )
     return Plan(
         name, ", ".join(filter(None, facts)), trained, prompt, new, text, tokens, layers, notes
     )
