@@ -67,7 +67,8 @@ class Plan:
       prompt: text to continue, none without a tokenizer.
       new: the number of tokens to write.
       text: the name of the long text.
-      tokens: int32 [N + 1] of it, none without a tokenizer.
+      tokens: int32, the first of it, none without a tokenizer.
+      count: the number of losses N, below that of the tokens.
       layers: the layer of each method.
       notes: reasons for measurements that are left out.
     """
@@ -79,6 +80,7 @@ class Plan:
     new: int
     text: str
     tokens: np.ndarray
+    count: int
     layers: Mapping[str, pe.LayerSpec]
     notes: list[str]
 
@@ -244,7 +246,7 @@ def _plan(options: argparse.Namespace, path: Path, checkpoint: Checkpoint) -> Pl
         _encodings([layer.scheme for layer in settings.layers]),
         f"trained at {trained:,} tokens" if stated else "",
     ]
-    prompt, text, tokens, layers = "", "", np.zeros(0, np.int32), {}
+    prompt, text, tokens, count, layers = "", "", np.zeros(0, np.int32), 0, {}
     new = min(NEW, trained // 2)
     if checkpoint.tokenizer is None:
         notes.append(f"No text and no losses: {checkpoint.tokenizer_error}")
@@ -254,15 +256,23 @@ def _plan(options: argparse.Namespace, path: Path, checkpoint: Checkpoint) -> Pl
             raise ConfigError(f"--prompt: must have 1 to {most} tokens, has {length}")
         count = options.tokens or min(trained * 3 // 2, SHORT if options.quick else LONGEST)
         layers = _layers(options, config, trained, count, notes)
-        needed = (count if layers else min(512, trained)) + 1
-        text, tokens = _tokens(options.text, checkpoint.tokenizer, needed)
+        text, tokens = _tokens(options.text, checkpoint.tokenizer, count + 1 if layers else 2)
     name = (
         path.stem
         if path.suffix == ".gguf"
         else (path if path.is_dir() else path.parent).resolve().name
     )
     return Plan(
-        name, ", ".join(filter(None, facts)), trained, prompt, new, text, tokens, layers, notes
+        name,
+        ", ".join(filter(None, facts)),
+        trained,
+        prompt,
+        new,
+        text,
+        tokens,
+        count,
+        layers,
+        notes,
     )
 
 
@@ -314,11 +324,11 @@ def _tokens(file: Path | None, tokenizer: Any, needed: int) -> tuple[str, np.nda
         raise ConfigError(f"--text: {path}: cannot be read: {error}") from None
     tokens = np.array(tokenizer.encode(words).ids, np.int32)
     if len(tokens) < needed:
+        fewer = f"; --tokens {len(tokens) - 1} reads fewer" if len(tokens) > LEAST else ""
         raise ConfigError(
-            f"--text: {path} has {len(tokens):,} tokens, {needed:,} are needed; "
-            f"--tokens {max(len(tokens) - 1, LEAST)} reads fewer"
+            f"--text: {path} has {len(tokens):,} tokens, {needed:,} are needed{fewer}"
         )
-    return path.name, tokens[:needed]
+    return path.name, tokens[: max(needed, 512)]
 
 
 def _measure(checkpoint: Checkpoint, model: Decoder, plan: Plan) -> Measured:
@@ -370,8 +380,9 @@ def _equality(checkpoint: Checkpoint, model: Decoder, tokens: np.ndarray) -> str
     _say("\nThe same logits from transformers ...")
     try:
         theirs = equality.logits_of_transformers(checkpoint.config, checkpoint.state, tokens)
-    except (ImportError, ValueError) as error:
-        return f"No differences to transformers' logits: {str(error).splitlines()[0]}"
+    except Exception as error:  # Of any kind: types that it does not know, or knows otherwise.
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return f"No differences to transformers' logits: {reason}"
     graph, state = nnx.split(model)
     ours = jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, jnp.asarray(tokens[None]))
     return str(equality.compare(np.asarray(ours[0]), theirs, tokens))
@@ -379,7 +390,7 @@ def _equality(checkpoint: Checkpoint, model: Decoder, tokens: np.ndarray) -> str
 
 def _losses(model: Decoder, plan: Plan) -> dict[str, np.ndarray]:
     """The losses by method; on CPUs two methods run at a time, and compile while the other runs."""
-    count, began = len(plan.tokens) - 1, time.monotonic()
+    count, began = plan.count, time.monotonic()
     _say(f"\nLoss of {count:,} tokens of {plan.text}, {', '.join(plan.layers)}:")
     costs = {name: _cost(model, layer, count) for name, layer in plan.layers.items()}
     workers = 2 if jax.default_backend() == "cpu" and usable_cores() > 1 else 1
@@ -387,7 +398,7 @@ def _losses(model: Decoder, plan: Plan) -> dict[str, np.ndarray]:
     def losses(layer: pe.LayerSpec) -> tuple[np.ndarray, float]:
         start, copy = time.monotonic(), nnx.merge(*nnx.split(model))
         set_method(copy, layer)
-        return Losses(copy)(plan.tokens), time.monotonic() - start
+        return Losses(copy)(plan.tokens[: count + 1]), time.monotonic() - start
 
     def left() -> str:
         """The time left, by how long the methods before took."""
