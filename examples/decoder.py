@@ -34,7 +34,8 @@ def dot_general(
     """As `jax.lax.dot_general`, without a copy of half-precision weights for one token on CPUs.
 
     In a step of one token, XLA for CPUs converts the bfloat16 weights of all layers to float32 in
-    memory. Here a piece of the weights becomes float32 near the processor.
+    memory. Here a piece of the weights becomes float32 near the processor; with jax 0.10 XLA still
+    converts them as a whole.
     """
     plain = functools.partial(
         jax.lax.dot_general, dimension_numbers=dimension_numbers, precision=precision, **options

@@ -21,6 +21,7 @@ import functools
 import gc
 import importlib.util
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -268,6 +269,7 @@ class Transformers:
         import transformers
 
         torch.set_num_threads(threads)
+        warnings.filterwarnings("ignore", "`past_key_values` is deprecated")  # Its old name.
 
         self.torch, self.transformers, self.dtype = torch, transformers, getattr(torch, dtype)
         arguments = transformers.CONFIG_MAPPING[config["model_type"]](**config)
