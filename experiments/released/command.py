@@ -395,10 +395,9 @@ def _losses(model: Decoder, plan: Plan) -> dict[str, np.ndarray]:
     costs = {name: _cost(model, layer, count) for name, layer in plan.layers.items()}
     workers = 2 if jax.default_backend() == "cpu" and usable_cores() > 1 else 1
 
-    def losses(layer: pe.LayerSpec) -> tuple[np.ndarray, float]:
-        start, copy = time.monotonic(), nnx.merge(*nnx.split(model))
-        set_method(copy, layer)
-        return Losses(copy)(plan.tokens[: count + 1]), time.monotonic() - start
+    def measured(model: Decoder) -> tuple[np.ndarray, float]:
+        start = time.monotonic()
+        return Losses(model)(plan.tokens[: count + 1]), time.monotonic() - start
 
     def left() -> str:
         """The time left, by how long the methods before took."""
@@ -408,8 +407,11 @@ def _losses(model: Decoder, plan: Plan) -> dict[str, np.ndarray]:
         seconds = work / share / workers - (time.monotonic() - began)
         return f", about {duration(seconds)} left" if seconds > 5.0 else ""
 
+    models = {name: nnx.merge(*nnx.split(model)) for name in plan.layers}
+    for name, layer in plan.layers.items():
+        set_method(models[name], layer)
     pool, done, work = concurrent.futures.ThreadPoolExecutor(workers), {}, 0.0
-    waiting = {pool.submit(losses, layer): name for name, layer in plan.layers.items()}
+    waiting = {pool.submit(measured, each): name for name, each in models.items()}
     while waiting:
         ended, _ = concurrent.futures.wait(waiting, 1.0, concurrent.futures.FIRST_COMPLETED)
         passed = duration(time.monotonic() - began)
