@@ -104,8 +104,6 @@ CHOOSE = [
 README = [
     CHOOSE[1],
     CHOOSE[2],
-    f"{SMALL['rope', 'ntk 256']:.3f} with NTK, the only one measured, and "
-    f"{SMALL['rope', 'nonoverlapping 256']:.3f} without",
     f"{claim('R07', 'rope', 32):.3f} of masked symbols right with RoPE, "
     f"{claim('R07', 'none', 32):.3f} without an encoding",
 ]
