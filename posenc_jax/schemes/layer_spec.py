@@ -27,7 +27,6 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 
 from posenc_jax.checks import finite, one_of, positive, positive_integers, require
 from posenc_jax.engine.mask import Window, window_sides
@@ -155,9 +154,7 @@ def in_chunks(
     chunk = (positions // chunk_size % 16).astype(jnp.int32)
     if segment_ids is None:
         return chunk, (left, right)
-    require(
-        isinstance(segment_ids, Tracer) or int(jnp.max(segment_ids, initial=0)) < 2**27,
-        "in_chunks: segment_ids must be below 2**27.",
-    )
-    ids = jnp.where(segment_ids < 0, -1, 16 * segment_ids.astype(jnp.int32) + chunk)
+    # Greater ids are folded: below the greatest prime under 2**27, 16 of each fit int32.
+    ids = 16 * (segment_ids.astype(jnp.int32) % (2**27 - 39)) + chunk
+    ids = jnp.where(segment_ids < 0, -1, ids)
     return ids, (left, right)

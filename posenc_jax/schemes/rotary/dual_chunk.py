@@ -24,9 +24,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from posenc_jax.checks import require
-from posenc_jax.engine.mask import add_saturated
 from posenc_jax.schemes.layer_spec import in_chunks
-from posenc_jax.schemes.rotary.two_range import RangeRotary
+from posenc_jax.schemes.rotary.two_range import RangeRotary, keys_before
 from posenc_jax.schemes.scheme import Acts, Traits
 
 
@@ -44,13 +43,12 @@ class ChunksBetween:
         """Returns causal attention in chunks, to the chunk before, and to all before that."""
         if not attention.is_causal or attention.window is not None:
             return None
-        begin = q // self.length * self.length
         ids, window = in_chunks(self.length, q, attention.q_segment_ids)
         k_ids, _ = in_chunks(self.length, k, attention.k_segment_ids)
         same = attention.replace(q_segment_ids=ids, k_segment_ids=k_ids, window=window)
-        earlier = attention.replace(contiguous=False, k_positions=k)
-        before = earlier.replace(q_positions=add_saturated(begin, -1), window=(self.length - 1, 0))
-        return same, before, earlier.replace(q_positions=add_saturated(begin, -self.length - 1))
+        count = q % self.length + 1  # Positions back to the chunk before.
+        before = keys_before(attention, q, k, count, (self.length - 1, 0))
+        return same, before, keys_before(attention, q, k, count + self.length)
 
 
 @dataclasses.dataclass(frozen=True)

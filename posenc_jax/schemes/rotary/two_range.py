@@ -20,7 +20,7 @@ import numpy as np
 from posenc_jax.angles import cos_sin
 from posenc_jax.checks import require
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.engine.mask import LEAST_LOGIT, add_saturated, window_sides
+from posenc_jax.engine.mask import LEAST_LOGIT, window_sides
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.ops.lse import merge_partial_softmax
 from posenc_jax.positions import count_up
@@ -76,14 +76,37 @@ class Far:
         if 0 <= left < self.window:
             return None
         near = attention.replace(window=(self.window - 1, right))
-        far = attention.replace(
-            is_causal=True,
-            window=None if left < 0 else (left - self.window, 0),
-            contiguous=False,
-            q_positions=add_saturated(q, -self.window),
-            k_positions=k,
-        )
-        return near, far
+        window = None if left < 0 else (left - self.window, 0)
+        return near, keys_before(attention, q, k, self.window, window)
+
+
+def keys_before(
+    attention: AttentionCall,
+    q: jax.Array,
+    k: jax.Array,
+    count: jax.Array | int,
+    window: tuple[int, int] | None = None,
+) -> AttentionCall:
+    """Returns causal attention from `count` positions before each query on.
+
+    Args:
+      attention: the attention to all keys.
+      q, k: int32 [B, T] and [B, S], the positions.
+      count: the distance of the last key that is seen, an integer or int32 [B, T].
+      window: the window of what is seen.
+    """
+    call = attention.replace(
+        is_causal=True, window=window, contiguous=False, q_positions=q - count, k_positions=k
+    )
+    if attention.q_positions is None:  # They begin at 0, and q - count is an int32.
+        return call
+    q_ids, k_ids = attention.q_segment_ids, attention.k_segment_ids
+    q_ids = jnp.zeros_like(q) if q_ids is None else q_ids
+    none_before = q < jnp.iinfo(jnp.int32).min + count
+    return call.replace(
+        q_segment_ids=jnp.where(none_before, -1, q_ids),
+        k_segment_ids=jnp.zeros_like(k) if k_ids is None else k_ids,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

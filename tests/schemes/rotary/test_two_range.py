@@ -84,6 +84,17 @@ def test_ranges_are_the_same_by_position_and_by_coordinate(i, window, tokens):
     close(out, expected, 1e-5)
 
 
+@kinds
+def test_ranges_at_the_least_positions_and_of_great_segment_ids(scheme, tokens):
+    slots = np.arange(tokens.q.shape[1])
+    ids = np.where(slots < 8, 3, 3 + 2**27)
+    places = {"positions": np.int32(slots - 2**31), "segment_ids": np.int32(ids)}
+    for names in (["positions"], ["positions", "segment_ids"]):
+        options = {"implementation": "xla"} | {name: places[name][None] for name in names}
+        expected = output(scheme, {}, tokens, coordinates=options["positions"], **options)
+        close(output(scheme, {}, tokens, **options), expected, 1e-5)
+
+
 def test_the_rule_masks_the_keys_of_other_ranges():
     bias = pe.LogitBias(OutOfRange(Far(2), 1), heads=jnp.zeros(1))
     row = bias.dense(jnp.array([3]), jnp.arange(4))[0, 0]
