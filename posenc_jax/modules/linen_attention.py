@@ -99,7 +99,7 @@ class Attention(AttentionLayer, nn.Module):
     dtype: Any = None
     param_dtype: Any = jnp.float32
     precision: Any = None
-    dot_general: Any = jax.lax.dot_general
+    dot_general: Any = None
     promote_dtype: Any = _promote_dtype
     kernel_init: _Init | Mapping[str, _Init] = _kernel_init
     out_kernel_init: _Init | None = None
@@ -178,6 +178,7 @@ class Attention(AttentionLayer, nn.Module):
         heads, spec, model_dim = self.heads(), self.spec(), inputs_q.shape[-1]
         head_dim = self.size_of_heads(model_dim)
         check_axis_names("Attention", self.axis_names)
+        dot_general = jax.lax.dot_general if self.dot_general is None else self.dot_general
 
         def dense(name, features, axis, kernel_init, bias_init, sharding):
             kernel_init = init_of_projection("kernel_init", kernel_init, name, _kernel_init)
@@ -193,7 +194,7 @@ class Attention(AttentionLayer, nn.Module):
                 promote_dtype=self.promote_dtype,
                 kernel_init=named(kernel_init, self.axis_names, sizes),
                 bias_init=named(bias_init, self.axis_names, sizes[1 if name != "out" else 2 :]),
-                dot_general=functools.partial(self.dot_general, out_sharding=sharding),
+                dot_general=functools.partial(dot_general, out_sharding=sharding),
                 name=name,
             )
 
