@@ -41,7 +41,7 @@ from experiments.released.methods import METHODS, Trained, layer_of, set_method
 from experiments.released.page import ByPlace, as_text, render
 from experiments.released.speed import Steps
 from experiments.runs.environment import environment, usable_cores
-from experiments.runs.files import locked, write_whole
+from experiments.runs.files import check_writable, locked, write_whole
 from experiments.runs.run import duration
 from experiments.settings.config_io import Parser, names, near
 
@@ -120,6 +120,8 @@ def main(arguments: list[str]) -> int:
         _say("\n".join([plan.facts, *plan.notes]))
         model = families.load(checkpoint.config, checkpoint.state)
     file = Path("results", options.name, "report.html")
+    if options.picture:
+        check_writable(options.picture)
     with locked(file.parent):
         with _stoppable():
             measured = _measure(checkpoint, model, plan)
@@ -195,6 +197,12 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         raise ConfigError(f"--checkpoint: {options.file} is a checkpoint already")
     if options.tokens is not None and options.tokens < LEAST:
         raise ConfigError(f"--tokens: must be at least {LEAST}, got {options.tokens}")
+    if options.methods and not names(options.methods):
+        raise ConfigError(f"--methods: names no method, got {options.methods!r}")
+    try:
+        options.prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"--prompt: must be text of UTF-8: {error}") from None
     for name in names(options.methods or ""):
         if name not in METHODS:
             raise ConfigError(f"--methods: unknown method {name!r}{near(name, METHODS)}")
@@ -233,7 +241,9 @@ def _plan(options: argparse.Namespace, path: Path, checkpoint: Checkpoint) -> Pl
     """The plan for a config and a text; weights are not read."""
     config, notes = checkpoint.config, []
     settings = families.model_config(config)
-    stated = [int(config[key]) for key in _LENGTHS if config.get(key)]
+    stated = [config[key] for key in _LENGTHS if config.get(key)]
+    if not all(isinstance(x, int | np.integer) and x > 0 for x in stated):
+        raise ConfigError(f"the trained length must be a positive integer, got {stated[0]!r}")
     trained, heads = (stated or SLOTS)[0], f"{settings.num_heads} heads"
     if settings.num_kv_heads != settings.num_heads:
         heads += f", {settings.num_kv_heads} of keys and values"

@@ -45,7 +45,8 @@ class Trained:
         """Returns the RoPE and trained length of a config of transformers.
 
         Raises:
-          ValueError: unless all layers have one RoPE, unscaled, and no window.
+          ValueError: unless all layers have one RoPE, unscaled, and no window, and the config
+            states the trained length.
         """
         layers = pe.from_hf(config)
         first = layers[0]
@@ -61,7 +62,10 @@ class Trained:
                 f"methods: layers of the checkpoint must see all tokens, got window={first.window} "
                 f"and chunk_size={first.chunk_size}."
             )
-        return cls(scheme, config["max_position_embeddings"])
+        length = config.get("max_position_embeddings")
+        if not length:
+            raise ValueError("methods: the checkpoint must state its trained length.")
+        return cls(scheme, length)
 
     def scaled(self, scaling: pe.FrequencyMap) -> pe.LayerSpec:
         """Returns the layer whose frequencies a map changes."""

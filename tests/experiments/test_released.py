@@ -99,12 +99,20 @@ def test_everything(files, capsys):
         (["lacks.gguf"], "lacks the tensor 'blk.0.ffn_down.weight'"),
         (["tiny.gguf", "--tokens", "5000"], "text.txt has 261 tokens, 5,001 are needed"),
         (["tiny.gguf", "--methods", "yam"], "did you mean 'yarn'?"),
+        (["tiny.gguf", "--methods", ","], "--methods: names no method"),
+        (["tiny.gguf", "--prompt", "\udc80"], "--prompt: must be text of UTF-8"),
+        (["tiny.gguf", "--picture", "."], ".: cannot be written: it is a folder"),
+        (["tiny.gguf", "--picture", "text.txt/x"], "text.txt/x.check: cannot be written"),
+        (["words.gguf"], "the trained length must be a positive integer, got 'many'"),
+        (["zero.gguf", "--methods", "ntk"], "the checkpoint must state its trained length"),
         (["tiny.gguf", "--name", "../x"], "--name: must be letters"),
     ],
 )
 def test_bad_input_is_one_line(files, capsys, arguments, message):
     write(files / "other.gguf", general__architecture="mamba")
     write(files / "lacks.gguf", skip="model.layers.0.mlp.down_proj.weight")
+    write(files / "words.gguf", llama__context_length="many")
+    write(files / "zero.gguf", llama__context_length=0)
     assert main(["released", *arguments, "--text", "text.txt"]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
