@@ -1,6 +1,7 @@
 """The command line: `python -m experiments <command> [file.toml] [changes]`."""
 
 import importlib
+import io
 import sys
 from pathlib import Path
 
@@ -79,6 +80,8 @@ def main(arguments: list[str]) -> int:
         print(HELP, end="")
         return 0
     name = arguments[0]
+    if isinstance(sys.stdout, io.TextIOWrapper):  # Texts have characters that terminals lack.
+        sys.stdout.reconfigure(errors="replace")
     try:
         if name in _EXPERIMENTS:
             return _run(name, arguments[1:])

@@ -1,7 +1,9 @@
 """`python -m experiments released` on files that the tests write."""
 
+import io
 import json
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +119,12 @@ def test_bad_input_is_one_line(files, capsys, arguments, message):
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (files / "results").exists()
+
+
+def test_characters_that_the_terminal_lacks_are_replaced(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert main(["released", "\u00e9.gguf"]) == 2
+    assert sys.stdout.buffer.getvalue() == b"Reading ?.gguf ...\n"
 
 
 def test_a_model_without_rope_writes_text(files, capsys):
