@@ -42,7 +42,10 @@ def dot_general(
     )
     ((of_x, of_w), (batch, _)) = dimension_numbers
     size = math.prod(x.shape[axis] for axis in of_x)
-    if batch or x.size > size or w.dtype.itemsize != 2:
+    ends = tuple(range(len(of_w))), tuple(range(w.ndim - len(of_w), w.ndim))
+    in_order = of_w and tuple(of_w) in ends and list(of_x) == sorted(of_x)
+    on_mesh = not jax.sharding.get_abstract_mesh().empty
+    if batch or on_mesh or not in_order or x.size > size or w.dtype.itemsize != 2:
         return plain(x, w)
 
     def by_pieces(x, w):

@@ -83,3 +83,22 @@ def test_products_of_one_token_with_halves_equal_those_in_float64(axis, others, 
     assert "while" in run.lower(x, w).as_text()
     two = jnp.concatenate([x, x], 1)
     assert decoder.dot_general(two, w, axes).dtype == jnp.bfloat16
+
+
+def test_other_products_of_one_token_with_halves_are_those_of_jax():
+    """Axes in another order or between others, and weights on a mesh."""
+    random = np.random.default_rng(0)
+    x, w = (jnp.asarray(random.normal(size=(n, 4, 6)), jnp.bfloat16) for n in (1, 4))
+    for axes in [((1,), (1,)), ((1, 2), (1, 2)), ((2, 1), (2, 1)), ((1, 2), (0, 2))]:
+        y = x if len(axes[0]) == 2 else x[:, :, 0]
+        numbers = (axes, ((), ()))
+        out, expected = (f(y, w, numbers) for f in (decoder.dot_general, jax.lax.dot_general))
+        np.testing.assert_allclose(*(a.astype(jnp.float32) for a in (out, expected)), atol=0.05)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = jax.sharding.PartitionSpec(None, None, "x")
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(w, jax.sharding.NamedSharding(mesh, spec))
+        out = jax.jit(lambda *xw: decoder.dot_general(*xw, (((1,), (0,)), ((), ()))))(
+            x[:, :, 0], sharded
+        )
+        assert out.sharding.spec == spec
