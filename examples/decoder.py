@@ -65,7 +65,7 @@ def dot_general(
             return piece(x, start, rows) @ piece(w, start, rows)
 
         if inputs_first:
-            y = product(rows * count, rest) if rest else jnp.zeros(w.shape[1])
+            y = product(rows * count, rest) if rest else jnp.zeros(w.shape[1], jnp.float32)
             y = jax.lax.fori_loop(0, count, lambda i, y: y + product(i * rows, rows), y)
         else:
             y = jax.lax.map(lambda i: piece(w, i * rows, rows) @ x, jnp.arange(count)).reshape(-1)

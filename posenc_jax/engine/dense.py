@@ -279,7 +279,7 @@ def _products_of_tiles(size: int, q: jax.Array, k: jax.Array, limits: jax.Array)
 
     batch, _, heads, group, _ = q.shape
     return jax.lax.fori_loop(
-        limits[0], limits[1], body, jnp.zeros((batch, heads, group, 1, k.shape[1]))
+        limits[0], limits[1], body, jnp.zeros((batch, heads, group, 1, k.shape[1]), jnp.float32)
     )
 
 
@@ -290,12 +290,12 @@ def _sums_of_tiles(size: int, weights: jax.Array, v: jax.Array, limits: jax.Arra
     def body(i, out):
         (v_tile, start), (tile, _) = _tile(v, i, size, 1), _tile(weights, i, size, 4)
         if v.shape[1] % size:  # The last tile begins in the one before.
-            tile = jnp.where(start + jnp.arange(size) >= i * size, tile, 0.0)
+            tile = jnp.where(start + jnp.arange(size, dtype=jnp.int32) >= i * size, tile, 0.0)
         return out + _sums_of_token(tile, v_tile)
 
     batch, heads, group, *_ = weights.shape
     return jax.lax.fori_loop(
-        limits[0], limits[1], body, jnp.zeros((batch, 1, heads, group, v.shape[3]))
+        limits[0], limits[1], body, jnp.zeros((batch, 1, heads, group, v.shape[3]), jnp.float32)
     )
 
 
