@@ -17,6 +17,7 @@ from experiments.bench.peers import Case, agreeing
 from experiments.bench.timing import side_by_side
 from experiments.errors import ConfigError
 from experiments.runs.environment import processor
+from tests.support import slow
 
 
 def test_ratios_are_to_the_first_case():
@@ -40,6 +41,7 @@ def test_bench_rope_at_tiny_size(tmp_path, monkeypatch, capsys):
     assert [r["what"] for r in written["results"]] == ["forward", "forward+backward"]
 
 
+@slow
 def test_bench_attention_at_tiny_size(tmp_path, capsys):
     path = tmp_path / "attention.json"
     arguments = ["attention", "--cold-heap", "--rounds=1", "--seconds=0", "--lengths=8"]

@@ -19,6 +19,7 @@ from experiments.released import equality
 from experiments.released.losses import Losses
 from experiments.released.methods import Trained, layer_of, set_method
 from tests.models import gguf_files
+from tests.support import slow
 
 LENGTH, TOKENS = 96, 144
 SIZES = {"hidden_size": 24, "num_hidden_layers": 1, "intermediate_size": 32, "vocab_size": 257}
@@ -127,6 +128,7 @@ def test_characters_that_the_terminal_lacks_are_replaced(monkeypatch):
     assert sys.stdout.buffer.getvalue() == b"Reading ?.gguf ...\n"
 
 
+@slow
 def test_a_model_without_rope_writes_text(files, capsys):
     """Methods that change RoPE do not apply."""
     sizes = {"n_embd": 12, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 257}

@@ -10,6 +10,7 @@ import pytest
 
 from examples import checkpoints, families, finetune
 from tests.models.agreement import VOCABULARY, read
+from tests.support import slow
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +37,7 @@ def test_the_loss_is_that_of_the_logits_of_transformers():
     assert float(loss) == pytest.approx(-picked.mean(), abs=1e-5)
 
 
+@slow
 def test_the_program_trains_saves_and_loads(tmp_path, monkeypatch, capsys):
     about, _, state = read("llama3")
     tokenizer = types.SimpleNamespace(
