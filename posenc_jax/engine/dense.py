@@ -182,7 +182,7 @@ class LiveTiles:
 def _ends(seen: jax.Array) -> jax.Array:
     """Returns the first and the last key that any query sees, int32 [2].
 
-    Under `vmap` they are those of all rows, so that loops over tiles have one length.
+    Under `vmap` all rows share them, so that loops over tiles have one length.
     """
     index = jnp.arange(seen.shape[-1], dtype=jnp.int32)
     live = jnp.any(seen, range(seen.ndim - 1))

@@ -318,6 +318,10 @@ class AttentionLayer:
         ids = call.q_segment_ids
         if ids is not None:
             ids = jnp.broadcast_to(token_integers("Attention", "segment_ids", ids, shape), shape)
+            require(
+                isinstance(ids, jax.core.Tracer) or int(jnp.max(ids, initial=0)) < 2**27 - 39,
+                "Attention: segment_ids of a layer with chunks must be below 2**27 - 39.",
+            )
         positions = token_positions("Attention", call.q_positions, cache, shape, ids)
         ids, window = in_chunks(spec.chunk_size, positions, ids, call.window)
         return call.replace(q_segment_ids=ids, window=window)

@@ -154,7 +154,7 @@ def in_chunks(
     chunk = (positions // chunk_size % 16).astype(jnp.int32)
     if segment_ids is None:
         return chunk, (left, right)
-    # Greater ids are folded: below the greatest prime under 2**27, 16 of each fit int32.
+    # Ids are folded below the greatest prime under 2**27, as 16 of each must fit int32.
     ids = 16 * (segment_ids.astype(jnp.int32) % (2**27 - 39)) + chunk
     ids = jnp.where(segment_ids < 0, -1, ids)
     return ids, (left, right)

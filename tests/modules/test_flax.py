@@ -582,6 +582,7 @@ def test_segment_ids_of_a_layer_with_chunks_are_checked():
     for ids, message in (
         (np.full((BATCH, T), 0.5, np.float32), "segment_ids"),
         (np.full((BATCH, T), 2**32), "segment_ids"),
+        (np.full((BATCH, T), 2**28, np.int32), r"below 2\*\*27"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             layer(X, segment_ids=ids)

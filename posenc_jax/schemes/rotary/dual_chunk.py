@@ -11,7 +11,8 @@ a length above C without training.
 A key is rotated by j % c in all three ranges, so rotated keys are cached. The scheme is for
 decoders. Released code divides positions by a linear factor, which is `scaling=PI(...)`, and
 multiplies q and k by 0.05 ln(T / L) + 1 where T is the longest sequence that the module has seen:
-its results depend on earlier calls. The paper's results are without this, as here.
+its results depend on earlier calls. The paper's results are without this, as here. Segment ids of a
+row must not differ by multiples of 2**27 - 39.
 
 Paper: An et al. Training-Free Long-Context Scaling of Large Language Models. 2024.
 https://arxiv.org/abs/2402.17463

@@ -93,7 +93,7 @@ def keys_before(
       attention: the attention to all keys.
       q, k: int32 [B, T] and [B, S], the positions.
       count: the distance of the last key that is seen, an integer or int32 [B, T].
-      window: the window of what is seen.
+      window: the window of these keys, from the last one.
     """
     call = attention.replace(
         is_causal=True, window=window, contiguous=False, q_positions=q - count, k_positions=k
