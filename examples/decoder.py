@@ -339,7 +339,7 @@ class Decoder(nnx.Module):
 def jit_step(model: Decoder) -> Callable:
     """Returns a compiled step: `logits, caches = step(tokens, caches)`.
 
-    Logits are those of the last token of each row, [B, V]. The caches that it is given are donated.
+    Logits [B, V] are of the last token of each row. The caches are donated.
     `nnx.jit` would split and merge the model in every call, which takes longer than a step of a
     model of 135 million parameters.
     """

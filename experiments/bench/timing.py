@@ -44,7 +44,7 @@ def side_by_side(
       rounds: the least number; up to four times that number until `seconds` are over.
       seconds: time to continue beyond `rounds`.
       inner: calls per measurement, for cases shorter than the resolution of the clock.
-      units: by what the times of a case are divided, where a call is several steps.
+      units: the number of steps of a call, by which its times are divided.
       warm: calls of each case before the first round.
       clock: in seconds.
     """

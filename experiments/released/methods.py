@@ -30,7 +30,7 @@ from posenc_jax.nnx import PositionEncoding
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What methods read of a checkpoint.
+    """The settings of a checkpoint that methods read.
 
     Attributes:
       rope: its RoPE.
@@ -148,7 +148,7 @@ def layer_of(name: str, trained: Trained, target: int) -> pe.LayerSpec:
 def set_method(model: Any, layer: pe.LayerSpec) -> None:
     """Gives all blocks of an `examples.decoder.Decoder` the scheme and window of a layer, in place.
 
-    The scheme has no parameters, so those of the model are unchanged.
+    The scheme has no parameters, so the model's are unchanged.
     """
     for block in model.blocks:
         block.attention.encoding = PositionEncoding(layer.scheme, rngs=nnx.Rngs(0))
