@@ -6,6 +6,7 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from posenc_jax.cache.kv_cache import KVCache
@@ -319,7 +320,7 @@ class AttentionLayer:
         if ids is not None:
             ids = jnp.broadcast_to(token_integers("Attention", "segment_ids", ids, shape), shape)
             require(
-                isinstance(ids, jax.core.Tracer) or int(jnp.max(ids, initial=0)) < 2**27 - 39,
+                isinstance(ids, Tracer) or int(jnp.max(ids, initial=0)) < 2**27 - 39,
                 "Attention: segment_ids of a layer with chunks must be below 2**27 - 39.",
             )
         positions = token_positions("Attention", call.q_positions, cache, shape, ids)
