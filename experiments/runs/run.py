@@ -3,7 +3,7 @@
 result.json       scores and provenance (`experiments.runs.results`), when the run has ended
 checkpoints/      states of training, about one a minute, until the run has ended; the latest two;
                   checkpoints-DIGEST/ of runs with code or a corpus of your own
-parameters.npz    trained parameters, if `train` keeps them or another run begins with them
+parameters.npz    trained parameters, if `train` keeps them
 
 A run that was stopped at any time continues from its checkpoint with equal bits.
 """
@@ -52,12 +52,11 @@ class Run:
     """A scheme on a task with one seed.
 
     Attributes:
-      task: the task, or settings of a benchmark.
+      task: the task.
       scheme: the name of the scheme in settings.
       options: settings of the scheme.
       position: the scheme, or its layers.
       seed: of parameters and data.
-      start: the run whose trained parameters this one begins with, None for new ones.
     """
 
     task: Any
@@ -65,20 +64,18 @@ class Run:
     options: dict[str, Any] = dataclasses.field(hash=False)
     position: Position
     seed: int
-    start: "Run | None" = None
 
     @property
     def settings(self) -> dict[str, Any]:
         """All settings, of JSON's types."""
         task = {k: v for k, v in to_tables(self.task).items() if k not in ("schemes", "rates")}
-        settings = {
+        return {
             "task": self.task.name,
             "scheme": self.scheme,
             "options": self.options,
             "seed": self.seed,
             self.task.name: task,
         }
-        return settings | ({"start": self.start.settings} if self.start else {})
 
     @functools.cached_property
     def name(self) -> str:
@@ -99,29 +96,16 @@ class Run:
             if name.startswith("corpus ")
         }
 
-    @property
-    def batches_before(self) -> int:
-        """The number of batches on which the initial parameters were trained."""
-        return self.start.batches_before + self.start.task.train.steps if self.start else 0
-
     @functools.cached_property
     def program(self) -> str:
         """Identifies the compiled program, which runs with other seeds, rates and steps share."""
-        return dataclasses.replace(self, task=of_program(self.task), seed=0, start=None).name
+        return dataclasses.replace(self, task=of_program(self.task), seed=0).name
 
-    @property
-    def root(self) -> "Run":
-        """The run without a start from which this one descends."""
-        return self.start.root if self.start else self
-
-    def train(self, data: Data, **options: Any) -> Trained | None:
+    def train(self, data: Data, **options: Any) -> Trained:
         """Trains the model; for options see `train.train`."""
-        before = self.batches_before
-        return train(
-            self.task, self.position, [self.seed], data.train, batches_before=before, **options
-        )
+        return train(self.task, self.position, [self.seed], data.train, **options)
 
-    def measure(self, trained: Any, data: Data) -> dict[str, Any]:
+    def measure(self, trained: Trained, data: Data) -> dict[str, Any]:
         """Returns the entries of a result that training and evaluation determine."""
         every = max(1, len(trained.curve["step"]) // _POINTS)
         points = slice(every - 1, None, every)
@@ -226,33 +210,27 @@ class RunFolder:
             before = self.result()
             if before and not self.missing(keep):
                 return before
-            params = None
-            if self.run.start:
-                parent = RunFolder(self.path.parent, self.run.start)
-                result = parent.carry_out(say, deadline, True, mesh)
-                if result.status != "done":
-                    return before or self._write("diverged", error="the run before it diverged")
-                params = parent.parameters()
             if deadline.over():
                 raise OutOfTime
-            options = {
-                "params": params,
-                "mesh": mesh,
-                "checkpoint": Checkpoints(self.states, deadline, say),
-            }
-            result = self._train(before, load_data(self.run.task), keep, options)
+            checkpoint = Checkpoints(self.states, deadline, say)
+            result = self._train(before, load_data(self.run.task), keep, checkpoint, mesh)
             self._remove_states()
             return result
 
     def _train(
-        self, before: Result | None, data: Data, keep: bool, options: dict[str, Any]
+        self,
+        before: Result | None,
+        data: Data,
+        keep: bool,
+        checkpoint: Checkpoints,
+        mesh: jax.sharding.Mesh | None,
     ) -> Result:
         """Trains and evaluates the model, writes its files, and returns the result."""
-        trained, mesh = self.run.train(data, **options), options["mesh"]
-        if trained and (step := trained.diverged) is not None:
+        trained = self.run.train(data, checkpoint=checkpoint, mesh=mesh)
+        if (step := trained.diverged) is not None:
             error = f"the loss is not finite at step {step}"
             return before or self._write("diverged", error=error)
-        if keep and trained:
+        if keep:
             arrays = {name: np.asarray(x) for name, x in named(trained.params).items()}
             write_arrays(self.path / "parameters.npz", arrays)
         if before:

@@ -279,21 +279,19 @@ class Queue:
 
 
 def grouped(runs: Iterable[Run], workers: int) -> list[list[Run]]:
-    """Returns runs in groups: of one program, and with the runs that they begin with.
+    """Returns runs in groups of one program.
 
     Large groups are divided, so that there are some for each of the workers.
     """
-    chains: dict[str, list[Run]] = {}
-    for run in {each.name: each for each in runs}.values():
-        chains.setdefault(run.root.name, []).append(run)
-    most, groups, open_groups = math.ceil(len(chains) / (2 * workers)), [], {}
-    for chain in chains.values():
-        group = open_groups.get(chain[0].program)
+    once = {each.name: each for each in runs}.values()
+    most, groups, open_groups = math.ceil(len(once) / (2 * workers)), [], {}
+    for run in once:
+        group = open_groups.get(run.program)
         if group is None or len(group) >= most:
-            group = open_groups[chain[0].program] = []
+            group = open_groups[run.program] = []
             groups.append(group)
-        group.append(chain)
-    return [[run for chain in group for run in chain] for group in groups]
+        group.append(run)
+    return groups
 
 
 def carry_out_runs(
@@ -379,8 +377,8 @@ def _work_elsewhere(
 
 
 def files_of(runs: Iterable[Run], folder: Path) -> dict[str, bytes]:
-    """Returns the files of the folders of runs, and of the runs that they begin with, by path."""
-    folders = {run.name for each in runs for run in (each, each.root)}
+    """Returns the files of the folders of runs by path."""
+    folders = {run.name for run in runs}
     packed = {
         f"{name}/{FILE}": to_json(dataclasses.asdict(result)).encode()
         for name in folders

@@ -1,27 +1,24 @@
 """Claims of the literature, one TOML file each, written before anything is run.
 
-    claim = "RoPE learns an exact relative offset; ALiBi and no encoding do not"
-    source = "Barbero et al. 2024, https://arxiv.org/abs/2410.06205, Theorem 5.3"
-    protocol = "Training and measurement, in words."
-    gate = ["rope[32] >= 0.9"]                    the task was learned, else the rest says nothing
-    criteria = ["alibi[32] <= 0.4"]               predictions of the claim
-    seeds = 5
-    minutes = 3                                   on two idle cores, or on one GPU
+claim = "RoPE learns an exact relative offset; ALiBi and no encoding do not"
+source = "Barbero et al. 2024, https://arxiv.org/abs/2410.06205, Theorem 5.3"
+protocol = "Training and measurement, in words."
+gate = ["rope[32] >= 0.9"]                    the task was learned, else the rest says nothing
+criteria = ["alibi[32] <= 0.4"]               predictions of the claim
+seeds = 5
+minutes = 3                                   on two idle cores
 
-    [kback.train]                                 settings for all runs, as for `compare`
-    steps = 300
+[kback.train]                                 settings for all runs, as for `compare`
+steps = 300
 
-    [runs.rope]                                   runs by name
-    task = "kback"
-    scheme = "rope"
+[runs.rope]                                   runs by name
+task = "kback"
+scheme = "rope"
 
-    [runs.alibi]
-    task = "kback"
-    scheme = "alibi"
-    kback.train.steps = 400                       settings of one run
-
-`start = "rope"` begins a run with the trained parameters of another. `bench = "speed"` in place of
-`task` measures the time of a training step (`experiments.scoreboard.speed`) and trains nothing.
+[runs.alibi]
+task = "kback"
+scheme = "alibi"
+kback.train.steps = 400                       settings of one run
 """
 
 import dataclasses
@@ -29,15 +26,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import PositiveFloat
+from pydantic import NonNegativeInt, PositiveFloat
 
 from experiments.errors import ConfigError
-from experiments.runs.experiment import Experiment, from_file
+from experiments.runs.experiment import from_file
 from experiments.runs.run import Run
 from experiments.scoreboard.criteria import Condition, parse
-from experiments.scoreboard.speed import Speed, SpeedRun
 from experiments.settings.common import Seeds
-from experiments.settings.config_io import STRICT, convert, from_tables, merge, near, read_toml
+from experiments.settings.config_io import STRICT, convert, merge, near, read_toml
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +55,9 @@ class _File:
     gate: tuple[str, ...] = ()
     """Conditions without which the outcome is "not fitted"."""
     seeds: Seeds = 5
-    """Seeds to be run."""
-    needed: int = 0
-    """Seeds that must hold; 0: all."""
-    device: str = "cpu"
-    """cpu or gpu: where it is meant to run."""
+    """How many seeds are run."""
+    first_seed: NonNegativeInt = 0
+    """The first of them."""
     remark: str = ""
     """What was seen; never the outcome."""
 
@@ -86,18 +80,13 @@ class Claim:
     runs: Mapping[str, Run]
 
     @property
-    def needed(self) -> int:
-        """How many seeds must hold."""
-        return self.about.needed or self.about.seeds
+    def seeds(self) -> range:
+        """The seeds."""
+        return range(self.about.first_seed, self.about.first_seed + self.about.seeds)
 
     def of_seed(self, seed: int) -> dict[str, Run]:
         """Returns the runs of a seed by name."""
-        return {name: _seeded(run, seed) for name, run in self.runs.items()}
-
-
-def _seeded(run: Run, seed: int) -> Run:
-    start = _seeded(run.start, seed) if run.start else None
-    return dataclasses.replace(run, seed=seed, start=start)
+        return {name: dataclasses.replace(run, seed=seed) for name, run in self.runs.items()}
 
 
 def load(path: Path) -> Claim:
@@ -116,10 +105,6 @@ def load(path: Path) -> Claim:
         about = convert(_File, {k: v for k, v in tables.items() if k in fields}, "")
         if not about.criteria:
             raise ConfigError("criteria: must hold at least one condition")
-        if not 0 <= about.needed <= about.seeds:
-            raise ConfigError(f"needed: must be up to seeds = {about.seeds}, got {about.needed}")
-        if about.device not in ("cpu", "gpu"):
-            raise ConfigError(f"device: must be cpu or gpu, got {about.device!r}")
         common = {k: v for k, v in tables.items() if k not in fields | {"runs"}}
         runs = _runs(convert(dict[str, dict[str, Any]], tables["runs"], "runs"), common)
         gate, criteria = (
@@ -160,45 +145,19 @@ def _runs(tables: Mapping[str, dict[str, Any]], common: dict[str, Any]) -> dict[
             raise ConfigError(f"runs.{name}: must be a name as in Python, since conditions have it")
         table = dict(table)
         try:
-            kind = "bench" if "bench" in table else "task"
-            for key in (kind, "scheme"):
+            for key in ("task", "scheme"):
                 if key not in table:
                     raise ConfigError(f"{key}: is missing")
-            subject, scheme = (convert(str, table.pop(key), key) for key in (kind, "scheme"))
-            start = table.pop("start", None)
-            if start is not None and start not in runs:
-                raise ConfigError(f"start: must be a run above{near(str(start), runs)}")
-            tables = merge(common, table)
-            if kind == "bench":
-                run = _measurement(subject, scheme, tables)
-            else:
-                tables = merge(tables, {"tasks": [subject], "schemes": {"names": [scheme]}})
-                experiment = from_file(tables)
-                experiment.check()
-                run = experiment.run(next(iter(experiment.tasks)), scheme, 0)
-            run = dataclasses.replace(run, start=runs[start] if start is not None else None)
-            if run.start and run.start.task.model != run.task.model:
-                raise ConfigError(f"start: the run {start} has a model of other sizes")
+            task, scheme = (convert(str, table.pop(key), key) for key in ("task", "scheme"))
+            chosen = {"tasks": [task], "schemes": {"names": [scheme]}}
+            experiment = from_file(merge(merge(common, table), chosen))
+            experiment.check()
+            runs[name] = experiment.run(next(iter(experiment.tasks)), scheme, 0)
         except ConfigError as error:
             raise ConfigError(f"runs.{name}: {error}") from None
-        runs[name] = run
     if not runs:
         raise ConfigError("runs: must hold at least one")
     return runs
-
-
-def _measurement(bench: str, scheme: str, tables: dict[str, Any]) -> Run:
-    """Returns the run of a benchmark."""
-    if bench != Speed.name:
-        raise ConfigError(f"bench: unknown benchmark{near(bench, [Speed.name])}")
-    speed = from_tables(Speed, tables.pop(bench, {}), bench)
-    experiment = Experiment(
-        schemes=(scheme,), options=tables.pop("schemes", {}), tasks={bench: speed}
-    )
-    if tables:
-        raise ConfigError(f"{next(iter(tables))}: is no setting of a benchmark")
-    experiment.check()
-    return SpeedRun(**vars(experiment.run(bench, scheme, 0)))
 
 
 def _check_scores(conditions: tuple[Condition, ...], runs: Mapping[str, Run]) -> None:

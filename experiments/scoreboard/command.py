@@ -1,10 +1,8 @@
 """`python -m experiments scoreboard`: carries out the runs of claims, and writes outcomes."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-
-import jax
 
 from experiments.errors import ConfigError, ResultsError
 from experiments.runs.files import write_whole
@@ -19,13 +17,12 @@ from experiments.runs.run_queue import (
 from experiments.scoreboard.claims import Claim, load_all, named
 from experiments.scoreboard.outcomes import Outcome, judge
 from experiments.scoreboard.page import LIBRARY, Files, numbers, of_folder, page
-from experiments.scoreboard.speed import SpeedRun
 from experiments.settings.config_io import Parser
 
 _EPILOG = """\
 python -m experiments scoreboard                          outcomes of all claims
 python -m experiments scoreboard R08 R10 --run            run these, with all their seeds
-python -m experiments scoreboard R12 --run --minutes 9    stop in time; the next call continues
+python -m experiments scoreboard R11 --run --minutes 9    stop in time; the next call continues
 python -m experiments scoreboard --folder mine --run      claims of your own: mine/results.md
 
 Folders of runs are named by the hash of their settings: what has a result is not run again. Claims
@@ -67,17 +64,9 @@ def main(arguments: list[str]) -> int:
     files = Files(folder, options.results or default.results, options.page or default.page)
     everything = load_all(folder)
     chosen = named(everything, options.claims)
-    if not options.claims and options.run:
-        device = "cpu" if jax.default_backend() == "cpu" else "gpu"
-        chosen = [claim for claim in chosen if claim.about.device == device]
     status = 0
     if options.run:
-        tasks = [
-            run.task
-            for claim in chosen
-            for run in claim.runs.values()
-            if not isinstance(run, SpeedRun)
-        ]
+        tasks = [run.task for claim in chosen for run in claim.runs.values()]
         stages = _stages(chosen, files.results, options.seeds, options.fresh)
         status = carry_out(options, files.results, tasks, stages).status
     outcomes = [judge(claim, files.results) for claim in everything]
@@ -107,7 +96,7 @@ def _stages(
             RunFolder(folder, each).forget()
     results = known(folder)
     for claim in claims:
-        refuse_other_versions(_all(claim, claim.about.seeds), results, claim.name)
+        refuse_other_versions(_all(claim, claim.seeds), results, claim.name)
     ended = sum(results(each) is not None for each in plan)
     say(f"{len(plan)} runs, {ended} with a result.")
     yield plan
@@ -115,13 +104,12 @@ def _stages(
 
 def _plan(claims: Sequence[Claim], seeds: int | None) -> list[Run]:
     """Returns the runs, each once."""
-    counts = [(claim, min(seeds or claim.about.seeds, claim.about.seeds)) for claim in claims]
-    runs = (run for claim, count in counts for run in _all(claim, count))
+    runs = (run for claim in claims for run in _all(claim, claim.seeds[:seeds]))
     return list({run.name: run for run in runs}.values())
 
 
-def _all(claim: Claim, seeds: int) -> Iterator[Run]:
-    for seed in range(seeds):
+def _all(claim: Claim, seeds: Iterable[int]) -> Iterator[Run]:
+    for seed in seeds:
         yield from claim.of_seed(seed).values()
 
 

@@ -58,9 +58,9 @@ def judge(claim: Claim, folder: Path) -> Outcome:
     """Returns the outcome of a claim.
 
     With fewer seeds than the claim states, or without a score that a condition names, it is "not
-    run". A seed in which a run diverged counts as not fitted. With several seeds that fit, it is
-    "not resolved" if the criteria hold in enough seeds but the interval of one contains its
-    threshold, or if they do not but no interval lies on the other side of its threshold.
+    run". A seed in which a run diverged counts as not fitted. With several seeds, it is "not
+    resolved" if the criteria hold in all but the interval of one contains its threshold, or if they
+    do not but no interval lies on the other side of its threshold.
 
     Args:
       claim: the claim.
@@ -71,7 +71,7 @@ def judge(claim: Claim, folder: Path) -> Outcome:
     """
     by_seed: dict[int, dict[str, Result]] = {}
     read = known(folder)
-    for seed in range(claim.about.seeds):
+    for seed in claim.seeds:
         runs = claim.of_seed(seed)
         done = {name: result for name, run in runs.items() if (result := read(run))}
         if len(done) == len(runs):
@@ -94,17 +94,18 @@ def judge(claim: Claim, folder: Path) -> Outcome:
         return outcome(NOT_RUN, f"runs have no score {missing}")
     if len(seeds) < claim.about.seeds:
         return outcome(NOT_RUN, f"{len(seeds)} of {claim.about.seeds} seeds")
-    fitted = [s for s in seeds if _fitted(claim, by_seed[s])]
-    held = [s for s in fitted if all(c.holds(_score(claim, by_seed[s])) for c in claim.criteria)]
-    count = f"{len(held)} of {len(seeds)} seeds"
-    if len(held) < claim.needed and len(fitted) < claim.needed:
-        return outcome(NOT_FITTED, f"the gate holds in {len(fitted)} of {len(seeds)} seeds")
-    sides = [_side(claim, condition, [by_seed[s] for s in fitted]) for condition in claim.criteria]
-    if len(held) >= claim.needed:
+    paired = [by_seed[s] for s in seeds]
+    fitted = sum(_fitted(claim, each) for each in paired)
+    if fitted < len(seeds):
+        return outcome(NOT_FITTED, f"the gate holds in {fitted} of {len(seeds)} seeds")
+    held = sum(all(c.holds(_score(claim, each)) for c in claim.criteria) for each in paired)
+    count = f"{held} of {len(seeds)} seeds"
+    sides = [_side(claim, condition, paired) for condition in claim.criteria]
+    if held == len(seeds):
         clear, word = all(sides), REPRODUCED
     else:
         clear, word = False in sides, NOT_REPRODUCED
-    if clear or len(fitted) < 2:
+    if clear or len(seeds) < 2:
         return outcome(word, count)
     return outcome(NOT_RESOLVED, f"the criteria hold in {count}")
 

@@ -74,7 +74,6 @@ def page(outcomes: Sequence[Outcome], files: Files = LIBRARY) -> str:
         diverged=[words for outcome in outcomes for words in _diverged(outcome)],
         least=f"{min(minutes, default=0):g}",
         most=f"{max(minutes, default=0):g}",
-        gpu=any(outcome.claim.about.device == "gpu" for outcome in outcomes),
     )
 
 

@@ -1,18 +1,14 @@
 """The tasks that models are trained on: an import line per task."""
 
-from experiments.tasks.addition import Addition as Addition
 from experiments.tasks.base import Task as Task
 from experiments.tasks.copy import Copy as Copy
-from experiments.tasks.copy import Reverse as Reverse
 from experiments.tasks.copy import Sort as Sort
 from experiments.tasks.flip_flop import FlipFlop as FlipFlop
-from experiments.tasks.indirect_index import IndirectIndex as IndirectIndex
 from experiments.tasks.induction import Induction as Induction
 from experiments.tasks.kback import KBack as KBack
 from experiments.tasks.kth import Kth as Kth
+from experiments.tasks.majority import Majority as Majority
 from experiments.tasks.masked import Masked as Masked
-from experiments.tasks.parity import Majority as Majority
-from experiments.tasks.parity import Parity as Parity
 from experiments.tasks.text import Text as Text
 
 TASKS: dict[str, type[Task]] = {

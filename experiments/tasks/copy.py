@@ -2,18 +2,10 @@
 
     <begin> c a b a <separator> c a b a <separator>         kind = "random"
     <begin> c a b d <separator> c a b d <separator>         kind = "unique": no symbol twice
-    <begin> c c c c <separator> c c c c <separator>         kind = "same": how many is the question
 
-All tokens after the first separator count; the second separator ends the answer. "same" is
-repeat_single_char of Kazemnejad et al. (2023, https://arxiv.org/abs/2305.19466), "unique" is
+All tokens after the first separator count; the second separator ends the answer. "unique" is
 unique_copy of Huang et al. (2025, https://arxiv.org/abs/2410.02140), in which the token before
 the one to be copied can be found by content.
-
-reverse: repeat a sequence backwards.
-
-    <begin> c a b d <separator> d b a c <separator>
-
-The distance from an answer to its source grows with every token. `kind` is as in the task copy.
 
 sort: repeat a sequence in ascending order.
 
@@ -36,7 +28,7 @@ from experiments.settings.config_io import near
 from experiments.tasks.base import Labels
 from experiments.tasks.lookup import SEPARATOR, Rows, permutation, question_and_answer
 
-KINDS = ("random", "unique", "same")
+KINDS = ("random", "unique")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +38,7 @@ class Copy(Rows):
     symbols: PositiveInt = 64
     """Number of different symbols."""
     kind: str = "random"
-    """random, unique (no symbol twice) or same (one symbol only)."""
+    """random, or unique (no symbol twice)."""
     train: Train = dataclasses.field(default_factory=lambda: Train(steps=800))
     """How the model is trained."""
 
@@ -68,8 +60,7 @@ class Copy(Rows):
             drawn = jnp.pad(permutation(bits, self.symbols), ((0, 0), (0, bits.shape[1])))
             drawn = drawn[:, : bits.shape[1]]
         else:
-            column = bits[:, :1] if self.kind == "same" else bits
-            drawn = jnp.broadcast_to((column % self.symbols).astype(jnp.int32), bits.shape)
+            drawn = (bits % self.symbols).astype(jnp.int32)
         x = 3 + drawn
         return question_and_answer(x, ended(self.order(x, count), count), count, count + 1)
 
@@ -97,27 +88,11 @@ def ended(x, count):
 
 
 @dataclasses.dataclass(frozen=True)
-class Reverse(Copy):
-    """Repeat a sequence backwards."""
-
-    train: Train = dataclasses.field(default_factory=lambda: Train(steps=1600))
-    """How the model is trained."""
-
-    name: ClassVar[str] = "reverse"
-    labels: ClassVar[Labels] = Labels("repeat a sequence backwards")
-
-    def order(self, x, count):
-        """Returns the first `count` tokens of x backwards."""
-        places = count - 1 - jnp.arange(x.shape[1])[None]
-        return jnp.take_along_axis(x, jnp.maximum(places, 0), 1)
-
-
-@dataclasses.dataclass(frozen=True)
 class Sort(Copy):
     """Repeat a sequence in ascending order."""
 
     kind: str = "unique"
-    """random, unique (no symbol twice) or same (one symbol only)."""
+    """random, or unique (no symbol twice)."""
     train: Train = dataclasses.field(default_factory=lambda: Train(steps=1000))
     """How the model is trained."""
 

@@ -248,8 +248,6 @@ def train(
     seeds: list[int],
     data: Any,
     *,
-    params: nnx.State | None = None,
-    batches_before: int = 0,
     checkpoint: Any = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Trained:
@@ -260,15 +258,11 @@ def train(
       position: the scheme, or one layer each.
       seeds: of parameters and data.
       data: `Data.train` of what `task.load` returned.
-      params: to begin with, leaves [seeds, ...]; default: new ones.
-      batches_before: how many batches these have seen, which are not drawn again.
       checkpoint: stores the state, and returns that of an interrupted call: `runs.checkpoints`.
       mesh: of `experiments.training.mesh`, to compute on all its devices; default: on one.
     """
     started = time.perf_counter()
-    if params is None:
-        params = initialize(task.model, position, task.vocab_size, seed_keys(seeds, "parameters"))
-    params = jax.tree.map(jnp.array, params)  # A copy: `advance` donates its memory.
+    params = initialize(task.model, position, task.vocab_size, seed_keys(seeds, "parameters"))
     state = new_state(params, task)
     keys = seed_keys(seeds, "data")
     rates = rates_of(task, len(seeds))
@@ -289,7 +283,7 @@ def train(
 
     done = curve["step"][-1] if curve["step"] else 0
     for first in range(done, task.train.steps, task.train.steps_per_call):
-        state, losses = call(state, keys, rates, jnp.int32(batches_before + first), data)
+        state, losses = call(state, keys, rates, jnp.int32(first), data)
         mean = np.asarray(losses).mean(1)
         curve["step"].append(first + task.train.steps_per_call)
         curve["loss"].append([round(float(x), 5) for x in mean])

@@ -21,7 +21,6 @@ from experiments.models.model import (
     token_losses,
 )
 from experiments.runs.experiment import Experiment
-from experiments.runs.run import Run
 from experiments.settings.common import Model, Train
 from experiments.tasks import Copy, KBack, Text
 from experiments.tasks.base import Data
@@ -210,30 +209,6 @@ def test_training_equals_a_python_loop():
     )
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(trained.params), strict=True):
         np.testing.assert_allclose(a, np.asarray(b)[1], atol=1e-4)
-
-
-def test_a_run_that_begins_with_another_sees_other_batches(monkeypatch):
-    # Batches do not depend on the loss, and the model's takes a second to compile.
-    monkeypatch.setattr(
-        "experiments.training.train.mean_loss", lambda params, *_: optax.tree.norm(params)
-    )
-    start = Run(TASK, "rope", {}, ROPE, 0)
-    late = dataclasses.replace(start, start=start)
-    assert dataclasses.replace(start, start=late).batches_before == 8
-    drawn = []
-
-    @dataclasses.dataclass(frozen=True)
-    class Watched(KBack):
-        def sample(self, key, batch, length, data=None):
-            jax.debug.callback(lambda data: drawn.append(data.tobytes()), jax.random.key_data(key))
-            return super().sample(key, batch, length, data)
-
-    settings = {f.name: getattr(TASK, f.name) for f in dataclasses.fields(TASK)}
-    task = Watched(**settings)
-    for before in (start.batches_before, late.batches_before):
-        train(task, make("rope"), [0], None, batches_before=before)
-    jax.effects_barrier()
-    assert len(drawn) == len(set(drawn)) == 8
 
 
 def test_learning_rates_of_parts():

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import posenc_jax as pe
 from experiments.__main__ import main
 from experiments.errors import ConfigError
 from experiments.runs.checkpoints import Checkpoints, Deadline, OutOfTime
@@ -22,10 +21,8 @@ from experiments.scoreboard import claims as claims_module
 from experiments.scoreboard.criteria import parse
 from experiments.scoreboard.outcomes import judge
 from experiments.scoreboard.page import numbers, page
-from experiments.scoreboard.speed import Speed, SpeedRun
 from experiments.settings.common import Model, Train
 from experiments.tasks import KBack
-from experiments.tasks.base import Data
 from tests.support import slow
 
 CLAIM = """
@@ -60,7 +57,6 @@ scheme = "none"
 [runs.late]
 task = "kback"
 scheme = "none"
-start = "rope"
 kback.train.learning_rate = 1e-30
 """
 SIZES = Model(model_dim=16, num_layers=1, num_heads=2)
@@ -111,28 +107,11 @@ def test_a_claim_is_run_decided_and_not_run_again(call):
     page = call.page()
     assert " | reproduced |" in page and "Not run" not in page
     assert "T1,reproduced,criterion,late[32] <= 99," in call.numbers()
-    files = {path.name for path in call.results.glob("*/*")}
-    assert files == {"result.json", "parameters.npz"}  # Of the run that another begins with.
+    assert {path.name for path in call.results.glob("*/*")} == {"result.json"}
     before = {path: path.read_bytes() for path in call.results.glob("*/*")}
     status, out, _ = call("--run")
     assert status == 0 and "6 runs, 6 with a result" in out and call.page() == page
     assert before == {path: path.read_bytes() for path in call.results.glob("*/*")}
-    # Without a learning rate the parameters are those of the run before, read without RoPE.
-    runs = claims_module.load(call.claims / "T1.toml").runs
-    params = RunFolder(call.results, runs["rope"]).parameters()
-    late, rope = (RunFolder(call.results, runs[name]).result() for name in ("late", "rope"))
-    for run, content in ((runs["late"], late), (runs["rope"], rope)):
-        measured = run.task.evaluate(run.position, params, [0], Data())
-        assert content.scores["plain"] == {str(e.length): e.values[0] for e in measured}
-    # In a clone there are results only: what the run began with is trained again.
-    parent, child = (RunFolder(call.results, runs[name]).path for name in ("rope", "late"))
-    before_removal = (parent / "parameters.npz").read_bytes(), (parent / "result.json").read_bytes()
-    (parent / "parameters.npz").unlink()
-    (child / "result.json").unlink()
-    assert "6 runs, 5 with a result" in call("--run")[1]
-    assert RunFolder(call.results, runs["late"]).result().scores == late.scores
-    again = (parent / "parameters.npz").read_bytes(), (parent / "result.json").read_bytes()
-    assert again[1] == before_removal[1] and len(again[0]) == len(before_removal[0])
 
 
 def test_claims_of_another_folder_have_their_own_page_and_results(call, tmp_path):
@@ -216,7 +195,7 @@ def test_a_diverged_run_is_marked_and_the_others_go_on(call):
     (call.claims / "T1.toml").write_text(text.replace("seeds = 2", "seeds = 1"))
     status, out, _ = call("--run")
     assert status == 0 and "diverged: the loss is not finite at step" in out
-    assert "not fitted" in out and "diverged: the run before it diverged" in out
+    assert "not fitted" in out
     assert "Diverged: T1 rope, seed 0: the loss is not finite" in call.page()
     assert "3 runs, 3 with a result" in call("--run")[1]
 
@@ -312,9 +291,8 @@ def test_the_name_of_a_run_depends_on_every_setting():
         make_run(model=dataclasses.replace(SIZES, num_heads=1)),
         dataclasses.replace(base, seed=1),
         dataclasses.replace(base, options={"rope": {"theta": 100.0}}),
-        dataclasses.replace(base, start=base),
     ]
-    assert len({run.name for run in [base, *others]}) == 7
+    assert len({run.name for run in [base, *others]}) == 6
     assert re.fullmatch(r"kback-rope-s0-[0-9a-f]{12}", base.name)
 
 
@@ -330,9 +308,8 @@ def test_the_name_of_a_run_depends_on_every_setting():
         (("rope[48] - none[48] >= -99", "rope[48] - none[48]"), "criteria[0]: must compare scores"),
         (("rope[48] - none[48] >= -99", "rope[48] > open(3)"), "'open(3)', which is no score"),
         (("seeds = 2", "seeds = 0"), "seeds: must be greater than 0, got 0"),
-        (("seeds = 2", "seeds = 2\nneeded = 3"), "needed: must be up to seeds = 2"),
+        (("seeds = 2", "first_seed = -1"), "first_seed: must be greater than or equal to 0"),
         (("steps = 4", "steeps = 4"), "kback.train.steeps: unknown setting of Train"),
-        (('start = "rope"', 'start = "last"'), "runs.late: start: must be a run above"),
         (('scheme = "none"', 'schem = "none"'), "runs.none: scheme: is missing"),
         (("minutes = 0.1", ""), "minutes: is missing"),
         (("[kback.train]", "[kback.train"), "cannot be read"),
@@ -421,30 +398,25 @@ def test_a_division_by_zero_is_no_score(call):
 
 
 @pytest.mark.parametrize(
-    ("needed", "rope", "none", "word"),
+    ("rope", "none", "word"),
     [
-        (0, [0.9, 0.9, 0.9], [0.1, 0.1, 0.1], "reproduced"),
-        (0, [0.9, 0.9, 0.9], [0.1, 0.95, 0.1], "not resolved"),
-        (2, [0.9, 0.9, 0.9], [0.1, 0.95, 0.1], "not resolved"),
-        (0, [0.9, 0.9, 0.9], [0.8, 0.1, 0.1], "not resolved"),  # It holds in all seeds.
-        (0, [0.9, 0.9, 0.9], [0.95, 0.96, 0.95], "not reproduced"),
-        (0, [0.9, 0.9, 0.9], [0.9, 0.9, 0.9], "not reproduced"),
-        (0, [0.9, 0.2, 0.9], [0.1, 0.1, 0.1], "not fitted"),
-        (2, [0.9, 0.2, 0.9], [0.1, 0.1, 0.1], "reproduced"),
-        (2, [0.9, 0.2, 0.9], [0.1, 0.1, 0.95], "not resolved"),
-        (2, [0.9, None, 0.9], [0.1, 0.1, 0.1], "reproduced"),
-        (0, [0.9, None, 0.9], [0.1, 0.1, 0.1], "not fitted"),
-        (0, [0.9, 0.9], [0.1, 0.1], "not run"),
-        (2, [0.9, 0.9], [0.1, 0.1], "not run"),
+        ([0.9, 0.9, 0.9], [0.1, 0.1, 0.1], "reproduced"),
+        ([0.9, 0.9, 0.9], [0.1, 0.95, 0.1], "not resolved"),
+        ([0.9, 0.9, 0.9], [0.8, 0.1, 0.1], "not resolved"),  # It holds in all seeds.
+        ([0.9, 0.9, 0.9], [0.95, 0.96, 0.95], "not reproduced"),
+        ([0.9, 0.9, 0.9], [0.9, 0.9, 0.9], "not reproduced"),
+        ([0.9, 0.2, 0.9], [0.1, 0.1, 0.1], "not fitted"),
+        ([0.9, None, 0.9], [0.1, 0.1, 0.1], "not fitted"),
+        ([0.9, 0.9], [0.1, 0.1], "not run"),
     ],
 )
-def test_outcomes(tmp_path, needed, rope, none, word):
+def test_outcomes(tmp_path, rope, none, word):
     text = CLAIM.split("[runs.late]")[0]
     text = re.sub("criteria = .*", 'criteria = ["rope[48] > none[48]"]', text)
-    text = text.replace(">= 0", ">= 0.8").replace("seeds = 2", f"seeds = 3\nneeded = {needed}")
+    text = text.replace(">= 0", ">= 0.8").replace("seeds = 2", "seeds = 3\nfirst_seed = 4")
     (tmp_path / "T1.toml").write_text(text)
     claim = claims_module.load(tmp_path / "T1.toml")
-    for seed, scores in enumerate(zip(rope, none, strict=True)):
+    for seed, *scores in zip(claim.seeds, rope, none, strict=False):
         for run, score in zip(claim.of_seed(seed).values(), scores, strict=True):
             content = result(run, score, "done" if score is not None else "diverged")
             (tmp_path / run.name).mkdir()
@@ -453,14 +425,7 @@ def test_outcomes(tmp_path, needed, rope, none, word):
             )
     outcome = judge(claim, tmp_path)
     assert outcome.word == word and not outcome.mixed
-    assert outcome.seeds == tuple(range(len(rope)))
+    assert outcome.seeds == (4, 5, 6)[: len(rope)]
     (check,) = outcome.criteria
     pairs = [a - b for a, b in zip(rope, none, strict=True) if a is not None]
     np.testing.assert_allclose([m for m in check.margins if m == m], pairs)
-
-
-def test_speed_measures_the_step_of_a_length():
-    task = Speed(train_length=8, test_lengths=(16,), model=SIZES, tokens=16, rounds=2)
-    run = SpeedRun(task, "alibi", {}, pe.ALiBi(2), 0)
-    scores = run.measure(None, task.load())["scores"]["plain"]
-    assert scores.keys() == {"16"} and all(0 < x < 100 for x in scores.values())

@@ -1,11 +1,4 @@
-"""parity: whether the number of ones is odd.
-
-    <begin> 1 0 1 1 <separator> odd
-
-One answer per row. Transformers learn short rows and do not extrapolate, with any encoding (Huang
-et al. 2025, https://arxiv.org/abs/2410.02140): a negative control.
-
-majority: the more frequent of two symbols.
+"""majority: the more frequent of two symbols.
 
     <begin> 1 0 1 1 0 <separator> 1
 
@@ -20,39 +13,8 @@ from typing import ClassVar
 import jax.numpy as jnp
 from pydantic import PositiveInt
 
-from experiments.settings.common import Train
 from experiments.tasks.base import Labels
 from experiments.tasks.lookup import Rows, question_and_answer
-
-
-@dataclasses.dataclass(frozen=True)
-class Parity(Rows):
-    """Say whether the number of ones is odd."""
-
-    eval_batches: PositiveInt = 8
-    """Batches of the evaluation; a row has one answer only."""
-    train: Train = dataclasses.field(default_factory=lambda: Train(steps=2000))
-    """How the model is trained."""
-
-    name: ClassVar[str] = "parity"
-    labels: ClassVar[Labels] = Labels("say whether the number of ones is odd")
-    exact_match: ClassVar[bool] = False
-
-    @property
-    def vocab_size(self) -> int:
-        """Padding, begin, separator, the bits, the answers."""
-        return 7
-
-    def most(self, length):
-        """Returns n, where n + 3 tokens make a row."""
-        return length - 2
-
-    def fill(self, bits, count):
-        """Returns tokens and mask."""
-        used = jnp.arange(bits.shape[1])[None] < count
-        x = (bits & 1).astype(jnp.int32)
-        odd = jnp.where(used, x, 0).sum(1, keepdims=True) % 2
-        return question_and_answer(3 + x, jnp.broadcast_to(5 + odd, x.shape), count, 1)
 
 
 @dataclasses.dataclass(frozen=True)
