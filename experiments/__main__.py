@@ -50,8 +50,7 @@ A TOML file describes one experiment; any setting of it can be changed on the co
   python -m experiments report results/compare
 
 compare, train, study and scoreboard train on all devices with --mesh data=4,tensor=2 or
---mesh sequence=8, in any combination, carry out runs on the nodes of a Ray cluster with --ray
-ADDRESS, and stop after --minutes.
+--mesh sequence=8, in any combination, and stop after --minutes.
 
 Results go to results/<name>/. Ctrl-C keeps finished runs; the same command continues.
 `python -m experiments compare --help` lists every setting.

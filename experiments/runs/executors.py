@@ -1,4 +1,4 @@
-"""Executors of `concurrent.futures`: processes of this machine, or tasks of a Ray cluster.
+"""Processes of this machine for `concurrent.futures`.
 
 Each process has a processor of its own: models of this size leave a second one half idle, and a run
 rounds alike wherever it has one.
@@ -11,10 +11,8 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
-
-from experiments.errors import ConfigError
 
 
 def processors() -> list[int]:
@@ -66,49 +64,3 @@ def _prepare(function: Callable[..., None] | None = None, *arguments: Any) -> No
     take_a_processor()
     if function:
         function(*arguments)
-
-
-def _call(function: Any, *arguments: Any, **options: Any) -> Any:
-    return function(*arguments, **options)
-
-
-class RayExecutor(Executor):
-    """Tasks of a Ray cluster, each with a processor, and a GPU where the cluster has them.
-
-    Ray runs the tasks of a node that is lost again, on another one.
-
-    Args:
-      address: of the cluster; "auto" for the one that this machine is a part of.
-
-    Raises:
-      ConfigError: if Ray is not installed, or the cluster is not reached.
-    """
-
-    def __init__(self, address: str):
-        try:
-            import ray
-        except ModuleNotFoundError:
-            raise ConfigError('--ray: needs Ray; pip install -e ".[ray]"') from None
-        # Programs are compiled as they would be here.
-        variables = {k: v for k, v in os.environ.items() if k.startswith(("JAX_", "XLA_"))}
-        try:
-            ray.init(address, runtime_env={"env_vars": variables}, logging_level="ERROR")
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            words = " ".join(str(error).split())
-            raise ConfigError(f"--ray: {address} is not reached: {words:.200}") from None
-        self._ray, resources = ray, ray.cluster_resources()
-        gpus = 1 if resources.get("GPU") else 0
-        self._options = {"num_cpus": 1, "num_gpus": gpus}
-        self.count = int(resources.get("GPU" if gpus else "CPU", 0))
-        if not self.count:
-            ray.shutdown()
-            raise ConfigError(f"--ray: {address} has no processors")
-
-    def submit(self, function: Any, /, *arguments: Any, **options: Any) -> Future:
-        """Returns the future of a call on some node."""
-        task = self._ray.remote(_call).options(**self._options)
-        return task.remote(function, *arguments, **options).future()
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Leaves the cluster; tasks that have not ended are cancelled."""
-        self._ray.shutdown()

@@ -160,9 +160,9 @@ Defaults are those of the file. --quick applies its table [quick]. Settings of s
 --schemes.t5.num-buckets 16, and for one task --text.schemes.t5.num-buckets 16.
 
 Of compare and train: --fresh removes the results of an earlier experiment of that name. --workers N
-runs at a time, --minutes M as a limit, --ray ADDRESS for the nodes of a Ray cluster. --trust A,B
-allows package.module:object of installed packages. --mesh data=4,tensor=2 uses all devices; axes
-are data (sequences), tensor (heads) and sequence (tokens).
+runs at a time, --minutes M as a limit. --trust A,B allows package.module:object of installed
+packages. --mesh data=4,tensor=2 uses all devices; axes are data (sequences), tensor (heads) and
+sequence (tokens).
 """
 _SETTINGS = ("name", "results", "seeds", "first_seed", "schemes")
 

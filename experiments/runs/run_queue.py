@@ -1,23 +1,18 @@
 """Queues of runs: every run without a result is carried out; failures and stops lose nothing.
 
-The runs of one program form a group, which is one call of an executor: a process compiles it once.
-Processes of this machine work in the folders of the runs. A task of a Ray cluster works in a folder
-of its own with copies of their files, and returns them; the process with the queue writes them, so
-that nodes need no file system in common.
+The runs of one program form a group, which is one call of a process: it compiles the program once.
 """
 
 import argparse
 import contextlib
 import dataclasses
-import functools
 import math
 import multiprocessing
 import os
 import signal
-import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
@@ -26,9 +21,8 @@ import jax
 
 from experiments.errors import ConfigError, ExperimentError, ResultsError
 from experiments.runs.checkpoints import Deadline, OutOfTime
-from experiments.runs.executors import RayExecutor, default_count, processes, take_a_processor
-from experiments.runs.files import locked, to_json, write_whole
-from experiments.runs.results import FILE, PACK, VERSIONS, Result, pack, stored
+from experiments.runs.executors import default_count, processes
+from experiments.runs.results import PACK, VERSIONS, Result, pack
 from experiments.runs.run import Lookup, Run, RunFolder, commit, duration, here
 from experiments.settings.trust import add_trust, is_installed, is_project
 from experiments.training import mesh as on_mesh
@@ -43,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes, each with a processor of its own (default: one per processor on CPUs)",
     )
-    parser.add_argument("--ray", metavar="ADDRESS", help="run on a Ray cluster, such as auto")
     parser.add_argument("--mesh", metavar="AXES", help="train on all devices: data=4,tensor=2")
     parser.add_argument(
         "--pack", action="store_true", help=f"then put the results of all runs in one file, {PACK}"
@@ -64,8 +57,6 @@ def number_of_workers(options: argparse.Namespace) -> int:
     Raises:
       ConfigError: if the number is below 1, or above 1 where processes would share devices.
     """
-    if options.ray and (options.mesh or options.workers):
-        raise ConfigError("--ray: excludes --mesh and --workers")
     if options.workers is None:
         return 1 if options.mesh else default_count()
     if options.workers < 1:
@@ -73,7 +64,7 @@ def number_of_workers(options: argparse.Namespace) -> int:
     if options.workers > 1 and options.mesh:
         raise ConfigError("--workers: must be 1 with --mesh, which has all devices")
     if options.workers > 1 and (backend := jax.default_backend()) != "cpu":
-        raise ConfigError(f"--workers: processes would share one {backend}; use --ray")
+        raise ConfigError(f"--workers: processes would share one {backend}")
     return options.workers
 
 
@@ -165,7 +156,7 @@ class Lines:
 
 
 class Queue:
-    """Runs that are carried out in this process, in others, or on a cluster.
+    """Runs that are carried out in this process or in others.
 
     Attributes:
       status: 0, or 1 once a run failed.
@@ -180,7 +171,6 @@ class Queue:
         mesh: jax.sharding.Mesh | None = None,
         keep: bool = False,
         show: Any = None,
-        ray: str | None = None,
     ):
         """Starts the clock.
 
@@ -191,11 +181,10 @@ class Queue:
           mesh: devices to train on; default: one.
           keep: whether to keep trained parameters.
           show: shows progress as `Lines` does, which is the default.
-          ray: address of a cluster to run on.
         """
         commit()  # Files may change while runs go on.
         self.folder, self.workers, self.mesh, self.keep = folder.absolute(), workers, mesh, keep
-        self.status, self.over, self.ray = 0, False, ray
+        self.status, self.over = 0, False
         self.show = show or Lines()
         self.deadline = Deadline(minutes)
         self._ended = 0
@@ -211,8 +200,8 @@ class Queue:
         """
         self.show.start(runs)
         self._ended = 0
-        if runs and (self.ray or self.workers > 1):
-            self._by_executor(runs)
+        if runs and self.workers > 1:
+            self._in_processes(runs)
         else:
             with self.deadline.of_sigterm():
                 for event in carry_out_runs(
@@ -224,24 +213,17 @@ class Queue:
             self.show.message(f"Time is over with {waiting} runs left; the same command continues.")
             self.over = True
 
-    def _by_executor(self, runs: Sequence[Run]) -> None:
+    def _in_processes(self, runs: Sequence[Run]) -> None:
         events = multiprocessing.get_context("spawn").SimpleQueue()
-        options = {"deadline": self.deadline, "keep": self.keep}
-        if self.ray:
-            pool = RayExecutor(self.ray)
-            groups = grouped(runs, pool.count)
-            calls = [
-                functools.partial(_work_elsewhere, group, files_of(group, self.folder), **options)
-                for group in groups
-            ]
-        else:
-            groups = grouped(runs, self.workers)
-            pool = processes(min(self.workers, len(groups)), _send_to, events)
-            calls = [functools.partial(_work, group, self.folder, **options) for group in groups]
+        groups = grouped(runs, self.workers)
+        pool = processes(min(self.workers, len(groups)), _send_to, events)
         with pool, self.deadline.of_sigterm(_stop_processes):
             try:
-                waiting = {pool.submit(call) for call in calls}
-                while waiting and not (self.ray and self.deadline.asked):
+                waiting = {
+                    pool.submit(_work, group, self.folder, self.deadline, self.keep)
+                    for group in groups
+                }
+                while waiting:
                     done, waiting = wait(waiting, 0.1, FIRST_COMPLETED)
                     while not events.empty():
                         self._handle(events.get())
@@ -253,9 +235,9 @@ class Queue:
                 raise
 
     def _take(self, future: Future) -> None:
-        """Handles the events of a call that has ended, and writes its files."""
+        """Raises what ended a process before its time."""
         try:
-            events, files = future.result()
+            future.result()
         except Exception as error:  # Of a process that has ended.
             if self.deadline.over():
                 return
@@ -263,9 +245,6 @@ class Queue:
                 f"a process that carried out runs ended ({in_one_line(error)}); the same command "
                 "continues"
             ) from None
-        write_files(files, self.folder)
-        for event in events:
-            self._handle(event)
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, Ended):
@@ -337,16 +316,13 @@ def _send_to(events: Any) -> None:
     _send = events.put
 
 
-def _work(
-    runs: Sequence[Run], folder: Path, deadline: Deadline, keep: bool
-) -> tuple[list[Event], dict[str, bytes]]:
+def _work(runs: Sequence[Run], folder: Path, deadline: Deadline, keep: bool) -> None:
     """Carries out runs in a process; after SIGTERM it ends with their states written."""
     with deadline.of_sigterm():
         for event in carry_out_runs(folder, runs, deadline, keep, _send):
             _send(event)
     if deadline.asked:
         os.kill(os.getpid(), signal.SIGTERM)
-    return [], {}
 
 
 def _stop_processes() -> None:
@@ -354,56 +330,9 @@ def _stop_processes() -> None:
         process.terminate()
 
 
-def _work_elsewhere(
-    runs: Sequence[Run], files: Mapping[str, bytes], deadline: Deadline, keep: bool
-) -> tuple[list[Event], dict[str, bytes]]:
-    """Carries out runs on a node of a cluster; returns the events and the files of their folders.
-
-    Args:
-      runs: the runs.
-      files: of their folders, as `files_of` returns them.
-      deadline, keep: as for `carry_out_runs`.
-    """
-    take_a_processor()
-    lines: list[Event] = []
-
-    def send(event: Event) -> None:
-        lines.extend([event] if isinstance(event, str) else [])
-
-    with tempfile.TemporaryDirectory() as place:
-        write_files(files, Path(place))
-        events = list(carry_out_runs(Path(place), runs, deadline, keep, send))
-        return lines + events, files_of(runs, Path(place))
-
-
-def files_of(runs: Iterable[Run], folder: Path) -> dict[str, bytes]:
-    """Returns the files of the folders of runs by path."""
-    folders = {run.name for run in runs}
-    packed = {
-        f"{name}/{FILE}": to_json(dataclasses.asdict(result)).encode()
-        for name in folders
-        if not (folder / name / FILE).exists() and (result := stored(folder, name))
-    }
-    return packed | {
-        str(path.relative_to(folder)): path.read_bytes()
-        for name in sorted(folders)
-        for path in sorted((folder / name).rglob("*"))
-        if path.is_file()
-    }
-
-
-def write_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """Writes files to the folders of runs, results last; a run that has a result keeps it."""
-    for path in sorted(files, key=lambda path: path.endswith(FILE)):
-        run = Path(path).parts[0]
-        with locked(folder / run):
-            if not (path.endswith(FILE) and stored(folder, run)):
-                write_whole(folder / path, files[path])
-
-
 def refuse_without_run(options: argparse.Namespace) -> None:
     """Raises `ConfigError` for flags of a queue in a call without --run, which carries out none."""
-    names = [n for n in ("workers", "ray", "mesh", "pack", "seeds") if n in options]
+    names = [n for n in ("workers", "mesh", "pack", "seeds") if n in options]
     set_flags = [n for n in names if getattr(options, n) not in (None, False)]
     set_flags += ["minutes"] if options.minutes < math.inf else []
     if set_flags and not options.run:
@@ -443,7 +372,7 @@ def carry_out(
     workers, mesh = number_of_workers(options), None
     if options.mesh:
         mesh = on_mesh.make(options.mesh, [size for task in tasks for size in sharded(task)])
-    queue = Queue(folder, options.minutes, workers, mesh, keep, show, options.ray)
+    queue = Queue(folder, options.minutes, workers, mesh, keep, show)
     for runs in stages:
         queue.work([each for each in runs if RunFolder(folder, each).missing(keep)])
         if queue.over:

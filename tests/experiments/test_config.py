@@ -173,7 +173,6 @@ ON_THE_COMMAND_LINE = {
     "tasks: two have one name": "--tasks kback,experiments.tasks:KBack",
     "has no table [quick], which --quick needs": "--quick",
     "--mesh: data=4 is for 4 devices, there are 8": "--mesh data=4",
-    "--ray: excludes --mesh and --workers": "--ray auto --workers 2",
 }
 
 

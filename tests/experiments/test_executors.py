@@ -1,4 +1,4 @@
-"""Runs in processes of this machine and on the nodes of a cluster."""
+"""Runs in processes of this machine."""
 
 import argparse
 import contextlib
@@ -6,7 +6,6 @@ import dataclasses
 import os
 import signal
 
-import numpy as np
 import pytest
 
 from experiments.errors import ConfigError, ResultsError
@@ -103,7 +102,6 @@ def test_the_number_of_processes(monkeypatch):
     for words, message in (
         (("--mesh", "data=8", "--workers", "2"), "--workers: must be 1 with --mesh"),
         (("--workers", "0"), "--workers: must be at least 1"),
-        (("--ray", "auto", "--workers", "2"), "--ray: excludes --mesh and --workers"),
     ):
         with pytest.raises(ConfigError, match=message):
             count(*words)
@@ -111,40 +109,3 @@ def test_the_number_of_processes(monkeypatch):
     assert count() == count("--workers", "1") == 1
     with pytest.raises(ConfigError, match="--workers: processes would share one gpu"):
         count("--workers", "2")
-
-
-@slow
-@pytest.mark.needs("ray")
-@pytest.mark.filterwarnings("ignore")  # Ray's own.
-def test_a_cluster_that_loses_a_node_has_the_results_of_one_machine(tmp_path, monkeypatch):
-    """Two nodes with two processes each; one is killed when the first run has ended."""
-    from ray.cluster_utils import Cluster
-
-    for name, value in (("DISABLE_MOST_OPTIMIZATIONS", "1"), ("NUM_CPU_DEVICES", "8")):
-        monkeypatch.setenv(f"JAX_{name}", value)  # As here.
-    runs = [make_run(seed, name) for name in ("t5", "rope", "none", "alibi") for seed in range(2)]
-    alone = Queue(tmp_path / "alone", workers=2, keep=True, show=Quiet())
-    alone.work(runs)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
-    cluster.wait_for_nodes()
-
-    def kill(ended):
-        if len(show.ended) == 1:
-            cluster.remove_node(nodes[0], allow_graceful=False)
-
-    show = Quiet(kill)
-    queue = Queue(tmp_path / "cluster", keep=True, show=show, ray=cluster.address)
-    try:
-        queue.work(runs)
-    finally:
-        cluster.shutdown()
-    assert (queue.status, queue.over) == (0, False) and len(show.ended) == len(runs) == 8
-    for run in runs:
-        one, other = (RunFolder(tmp_path / part, run) for part in ("alone", "cluster"))
-        a, b = one.result(), other.result()
-        assert (a.curve, a.scores, a.status) == (b.curve, b.scores, b.status)
-        with np.load(one.path / "parameters.npz") as a, np.load(other.path / "parameters.npz") as b:
-            assert a.files == b.files
-            for name in a.files:
-                np.testing.assert_array_equal(a[name], b[name])
