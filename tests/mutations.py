@@ -109,6 +109,12 @@ MUTATIONS = [
     Mutation("processes that are lost are not counted", "kernels/checks/runner.py",
              'ahead, losses = ["--ahead"], losses + 1', 'ahead, losses = ["--ahead"], losses',
              "tests/kernels/test_runner.py"),
+    Mutation("families go on after Ctrl-C", "kernels/checks/runner.py",
+             "                self.stopped.set()", "                pass",
+             "tests/kernels/test_runner.py"),
+    Mutation("a step is inconclusive by its own error", "kernels/checks/runner.py",
+             'if word != row["implementation"]', "if True",
+             "tests/kernels/test_runner.py"),
     # Rings.
     Mutation("a prefill is not checked in a ring", "cache/kv_cache.py",
              "if self.ring and not other.ring:", "if False:",

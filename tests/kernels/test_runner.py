@@ -97,6 +97,36 @@ def test_how_steps_end(fake, kinds, settings, outcomes):
     assert time.monotonic() - began < 15
 
 
+def test_ctrl_c_ends_all_families(fake, monkeypatch):
+    monkeypatch.setattr(runner, "RUNS", [("pallas", "forward"), ("xla", "forward")])
+
+    def show(text):
+        if text.startswith("pallas"):
+            raise KeyboardInterrupt
+
+    run, began = fake("ok hang", timeout=30.0, show=show), time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run.run("gpu")
+    assert time.monotonic() - began < 15
+
+
+def test_a_step_is_not_wrong_where_others_are_as_wrong():
+    rows = [
+        {"implementation": word, "family": "", "step": step, "outcome": "wrong", "place": place}
+        for word, step, place in (
+            ("pallas", "forward: sinks", "output: batch 0, head 1: 1.0064 times what is expected"),
+            ("xla", "backward: sinks", "output: batch 1, head 0: 0.9970 times what is expected"),
+            ("pallas", "backward: slopes", "dq: batch 0, head 0: -1.00 times what is expected"),
+            ("xla", "backward: slopes", "dq: batch 0, head 0: 1.0060 times what is expected"),
+            ("pallas", "backward: pair", "dk: batch 0, head 0, token 3: nan, expected 1.0; 5 of 9"),
+            ("cudnn", "backward: no rule", "dq: batch 0, head 0: 1.0060 times what is expected"),
+        )
+    ]
+    outcomes = [row["outcome"] for row in runner.judged(rows)]
+    assert outcomes == ["inconclusive"] * 2 + ["wrong", "inconclusive", "wrong", "wrong"]
+    assert sum("times what" in x for x in runner.table(runner.judged(rows))) == 5
+
+
 def test_a_device_that_does_not_start_is_an_error(fake, tmp_path):
     make = fake().machine
     (tmp_path / "fake.py").write_text("raise SystemExit('the chip is busy')")
