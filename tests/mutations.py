@@ -115,6 +115,12 @@ MUTATIONS = [
     Mutation("a step is inconclusive by its own error", "kernels/checks/runner.py",
              'if word != row["implementation"]', "if True",
              "tests/kernels/test_runner.py"),
+    Mutation("a lost process ends all times", "../experiments/bench/accelerator.py",
+             "if not any(self.children(", "if list(self.children(",
+             "tests/experiments/test_accelerator.py"),
+    Mutation("a lost process begins again", "../experiments/bench/accelerator_times.py",
+             "islice(every, times.groups, None)", "islice(every, 0, None)",
+             "tests/experiments/test_accelerator.py"),
     # Rings.
     Mutation("a prefill is not checked in a ring", "cache/kv_cache.py",
              "if self.ring and not other.ring:", "if False:",

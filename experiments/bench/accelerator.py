@@ -17,7 +17,8 @@ own, and end when their share of the time is over:
             needs the packages of `experiments`; `make kit` brings them): clock.json
 
 page.md has the tables, log.txt the printed lines, and .txt files the output of the processes. The
-last line is the next command: finer times, or compute-sanitizer on the first step that failed.
+last line is the next command: finer times, or compute-sanitizer on the first step that failed. Of a
+run that was cut, `python3 -m experiments.bench.accelerator_page FOLDER` writes page.md again.
 """
 
 import argparse
@@ -30,7 +31,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,6 +39,7 @@ from experiments.bench.accelerator_times import SCHEMES
 from experiments.errors import ConfigError, ExperimentError
 from experiments.runs.environment import processor, usable_cores, versions
 from experiments.runs.files import to_json, write_whole
+from posenc_jax.kernels.__main__ import chip_of, passed
 from posenc_jax.kernels.checks.runner import FAILED, DeviceError, Runner, table
 
 PARTS = {"steps": 0.42, "times": 0.26, "torch": 0.10, "schemes": 0.12, "train": 0.10}
@@ -90,12 +91,14 @@ class Run:
     def __init__(self, options: argparse.Namespace):
         self.options, self.out = options, options.out
         self.began, self.platform = time.monotonic(), ""
+        self.about: dict[str, Any] = {}
         self.steps: list[dict[str, Any]] = []
         self.schemes: list[dict[str, Any]] = []
 
     def run(self) -> int:
         """Runs the parts, and returns the exit status."""
-        about = Runner(self.out / "steps.jsonl").machine() | versions(LIBRARIES)
+        self.about = Runner(self.out / "steps.jsonl").machine()
+        about = self.about | versions(LIBRARIES)
         about |= {"processor": processor(), "cores": usable_cores()}
         self.platform = about["device"].partition(":")[0]
         if self.options.on not in (None, self.platform):
@@ -110,9 +113,8 @@ class Run:
             seconds = start + used * total - time.monotonic()
             self.say(f"== {time.monotonic() - self.began:.0f} s: {name}, at most {seconds:.0f} s")
             getattr(self, f"run_{name}")(seconds)
+            page = accelerator_page.write(self.out)
         failed = [row for row in self.steps if row["outcome"] in FAILED]
-        page = accelerator_page.tables(self.out)
-        write_whole(self.out / "page.md", page + "\n")
         self.say(f"== {time.monotonic() - self.began:.0f} s", page, self.second(failed))
         return int(bool(failed) or any(x["outcome"] in ("wrong", "error") for x in self.schemes))
 
@@ -130,6 +132,9 @@ class Run:
         runner = Runner(log, allowed, patience=max(120.0, allowed), show=self.say)
         self.steps = runner.run(self.platform)
         self.say(*table(self.steps))
+        dtypes = passed(self.steps)
+        if dtypes and (chip := chip_of(self.about, dtypes)):
+            self.say(f"posenc_jax/engine/chips.py: {chip}")
 
     def run_times(self, seconds: float) -> None:
         """Times attention; implementations that lost the device in a step are left out."""
@@ -138,29 +143,31 @@ class Run:
             self.say(f"{word} is not timed: a step of it did not end")
         more = ["--lengths", self.options.lengths, "--schemes", *self.options.schemes]
         more += ["--without", *lost] if lost else []
-        file = self.out / "times.json"
-        self.child("times", [f"--json={file}", f"--seconds={seconds - 20}", *more], seconds)
+        file, end = self.cleared("times.json"), time.monotonic() + seconds
+        # A program that ends its process costs its group: the next process goes on after that.
+        while (left := end - time.monotonic()) > 30:
+            arguments = [f"--json={file}", f"--seconds={left - 20}", *more]
+            if not any(self.children("times", [arguments], left)):
+                break
 
     def run_torch(self, seconds: float) -> None:
         """Times PyTorch."""
         if self.platform != "gpu" or importlib.util.find_spec("torch") is None:
             return self.say("torch: not installed, or no GPU")
-        arguments = [f"--json={self.out / 'torch.json'}", f"--lengths={self.options.lengths}"]
+        arguments = [f"--json={self.cleared('torch.json')}", f"--lengths={self.options.lengths}"]
         arguments.append(f"--seconds={seconds - 15}")
-        self.child("torch", arguments, seconds, {"JAX_PLATFORMS": "cpu"})
+        self.children("torch", [arguments], seconds, {"JAX_PLATFORMS": "cpu"})
         self.say(_tail(self.out / "torch.txt", 12))
 
     def run_schemes(self, seconds: float) -> None:
         """Compares all schemes, in processes of their own."""
         parts = max(1, min(12, usable_cores() - 2))
-        logs = [self.out / f"schemes_{i + 1}.jsonl" for i in range(parts)]
-
-        def part(i: int) -> None:
-            limits = [f"--part={i + 1}/{parts}", f"--seconds={seconds - 20}"]
-            self.child("schemes", [f"--log={logs[i]}", *limits], seconds, FAST | SHARED)
-
-        with ThreadPoolExecutor(parts) as pool:
-            list(pool.map(part, range(parts)))
+        logs = [self.cleared(f"schemes_{i + 1}.jsonl") for i in range(parts)]
+        each = [
+            [f"--log={log}", f"--part={i + 1}/{parts}", f"--seconds={seconds - 20}"]
+            for i, log in enumerate(logs)
+        ]
+        self.children("schemes", each, seconds, FAST | SHARED)
         lines = [x for log in logs if log.exists() for x in log.read_text().splitlines()]
         self.schemes = [json.loads(x) for x in lines if x.endswith("}")]
         self.say(*(json.dumps(x) for x in self.schemes if x["outcome"] in ("wrong", "error")))
@@ -174,35 +181,53 @@ class Run:
         folder = self.out / "clock"
         study = ["study", "configs/gpu_clock.toml", "--clock", f"--results={folder}"]
         study.append(f"--page={folder / 'page.md'}")
-        self.child("train", study, seconds, module="experiments")
+        self.cleared("clock.json")
+        self.children("train", [study], seconds, module="experiments")
         if (folder / "clock.json").exists():
             os.replace(folder / "clock.json", self.out / "clock.json")
 
-    def child(
+    def cleared(self, name: str) -> Path:
+        """Returns the path of a result, without that of an earlier run."""
+        path = self.out / name
+        path.unlink(missing_ok=True)
+        return path
+
+    def children(
         self,
         name: str,
-        arguments: Sequence[str],
+        arguments: Sequence[Sequence[str]],
         seconds: float,
         environment: dict[str, str] | None = None,
         module: str | None = None,
-    ) -> None:
-        """Runs a part in a process, and ends it when its time is over."""
+    ) -> list[int | str]:
+        """Runs processes of a part at once, and ends them when its time is over.
+
+        Returns:
+          Their exit statuses; a text instead for those that were ended.
+        """
         command = [sys.executable, "-m", module or f"experiments.bench.accelerator_{name}"]
-        variables = os.environ | (environment or {})
-        with (self.out / f"{name}.txt").open("ab") as out:
-            process = subprocess.Popen(
-                [*command, *arguments], stdout=out, stderr=out, env=variables, process_group=0
-            )
+        variables, end = os.environ | (environment or {}), time.monotonic() + seconds
+        processes, statuses = [], []
         try:
-            status = process.wait(max(0.0, seconds))
-        except subprocess.TimeoutExpired:
-            status = f"ended after {seconds:.0f} s"
+            with (self.out / f"{name}.txt").open("ab") as out:
+                for words in arguments:
+                    process = subprocess.Popen(
+                        [*command, *words], stdout=out, stderr=out, env=variables, process_group=0
+                    )
+                    processes.append(process)
+            for process in processes:
+                try:
+                    statuses.append(process.wait(max(0.0, end - time.monotonic())))
+                except subprocess.TimeoutExpired:
+                    statuses.append(f"ended after {seconds:.0f} s")
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        if status:
+            for process in processes:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        for status in filter(None, statuses):
             self.say(f"{name}: {status}", _tail(self.out / f"{name}.txt", 3))
+        return statuses
 
     def second(self, failed: list[dict[str, Any]]) -> str:
         """Returns the command with which to go on, for about three minutes."""
@@ -228,4 +253,5 @@ def _tail(path: Path, count: int) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # The processes end, too.
     raise SystemExit(main(sys.argv[1:]))

@@ -1,8 +1,14 @@
-"""The tables of what `accelerator` measured: a part of docs/gpu.md."""
+"""The tables of what `accelerator` measured, a part of docs/gpu.md: writes FOLDER/page.md.
+
+Use: python3 -m experiments.bench.accelerator_page FOLDER
+"""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
+
+from experiments.runs.files import write_whole
 
 OURS = "pallas"
 OTHERS = {
@@ -31,6 +37,13 @@ def read(folder: Path) -> tuple[Rows, dict[str, dict[str, float]]]:
 
 def _json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def write(folder: Path) -> str:
+    """Writes the tables of a folder of results into its page.md, and returns them."""
+    page = tables(folder)
+    write_whole(folder / "page.md", page + "\n")
+    return page
 
 
 def tables(folder: Path) -> str:
@@ -66,3 +79,7 @@ def _steps(steps: dict[str, dict[str, float]]) -> list[str]:
         cells = (f"{times[x]:.0f} ms ({times[x] / times['none']:.2f})" for x in names)
         lines.append(f"| {size} parameters | {' | '.join(cells)} |")
     return lines
+
+
+if __name__ == "__main__":
+    print(write(Path(sys.argv[1])))

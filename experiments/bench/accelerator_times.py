@@ -2,19 +2,22 @@
 
 Programs are compiled in groups, our kernels before other libraries, --threads at once. Those of a
 group are then timed in rounds, each by 20 ms of calls that end when the last one is ready; the
-median of the rounds is written at once.
+median of the rounds is written at once. If the file has groups of a process that was lost, this one
+goes on after them.
 
 Causal attention has B T = 16384, N = 16, H = 128; "forward+backward" has gradients of everything
 learned. The work counted is 2 B N T^2 H FLOP forward, and 3.5 times as much with the backward
 pass. A bias per pair is as in AlphaFold: B = 128, T = 2048, N = 4, H = 32, not causal. A step of
 decoding has one token and a full cache; the prefill and one of the caches have the shape of a
-released model, 9 heads with 3 heads of keys of 64. All is bfloat16.
+released model, 9 heads with 3 heads of keys of 64. All is bfloat16. On a CPU sizes are tiny.
 """
 
 import argparse
 import dataclasses
 import faulthandler
 import functools
+import itertools
+import json
 import math
 import statistics
 import sys
@@ -36,7 +39,7 @@ from experiments.runs.files import to_json, write_whole
 
 FORWARD, BOTH = "forward", "forward+backward"
 SCHEMES = "none", "t5", "fox", "inkling", "alibi"
-NO_ANSWER = 60.0
+NO_ANSWER = 20.0
 """Seconds after which calls end the process."""
 Call = Callable[[], Any]
 
@@ -54,6 +57,10 @@ class Sizes(NamedTuple):
     seconds: float = 0.02
 
 
+DRY = Sizes((256, 2, 16), (2, 64, 2, 16), (1, 128, 3, 1, 16), (1, 256, 2, 2, 16), 256, 2, 1e-3)
+"""Sizes on a CPU, where no time is of use."""
+
+
 class Job(NamedTuple):
     """A program to time; `prepare` compiles it, and returns a call of it and figures."""
 
@@ -62,16 +69,24 @@ class Job(NamedTuple):
 
 
 class Times:
-    """Rows of a file, which are measured for some seconds."""
+    """Rows of a file, which are measured for some seconds; `groups` of jobs were begun."""
 
     def __init__(self, path: Path, seconds: float, sizes: Sizes, threads: int):
         self.path, self.end, self.sizes = path, time.monotonic() + seconds, sizes
-        self.threads, self.rows, self.failed = threads, [], set()
+        before = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        self.threads, self.rows = threads, before.get("times", [])
+        self.groups = before.get("groups", 0)
+        for row in self.rows:
+            if not row.keys() & {"ms", "error", "unsupported"}:
+                row.setdefault("skipped", "the process ended")
+        self.failed = {_key(row) for row in self.rows if "error" in row}
 
     def measure(self, jobs: list[Job]) -> None:
         """Compiles and times a group, without programs that failed at a smaller T."""
         jobs = [job for job in jobs if _key(job.row) not in self.failed]
         self.rows += [job.row for job in jobs]
+        self.groups += 1
+        self.save()
         with ThreadPoolExecutor(self.threads) as pool:
             prepared = list(pool.map(self._prepared, jobs))
         calls = [(job.row, call, []) for job, call in zip(jobs, prepared, strict=True) if call]
@@ -99,12 +114,17 @@ class Times:
         return call
 
     def _runs(self, row: dict[str, Any], call: Call) -> bool:
-        print("running", *_key(row), row["T"], flush=True)  # A crash leaves this line.
+        row["error"] = "its process ended"  # A crash leaves this.
+        self.save()
         try:
             _seconds(call, 1)
+            del row["error"]
             _finish(row, [_seconds(call, 1)])
         except Exception as error:
             self._fail(row, error)
+            self.save()
+            if "CUDA_ERROR" in str(error):
+                raise  # The GPU answers no further call of this process.
         return "ms" in row
 
     def _fail(self, row: dict[str, Any], error: Exception) -> None:
@@ -118,7 +138,8 @@ class Times:
 
     def save(self) -> None:
         """Writes all rows."""
-        write_whole(self.path, to_json({"times": self.rows}, indent=1) + "\n")
+        content = {"groups": self.groups, "times": self.rows}
+        write_whole(self.path, to_json(content, indent=1) + "\n")
 
 
 def _key(row: dict[str, Any]) -> tuple[str, str, str]:
@@ -325,11 +346,11 @@ def main(arguments: list[str]) -> int:
     add("--without", nargs="*", default=(), help="implementations to leave out")
     add("--threads", type=int, default=4, help="programs that are compiled at once (default: 4)")
     options = parser.parse_args(arguments)
-    sizes = Sizes()
+    sizes = DRY if jax.default_backend() == "cpu" else Sizes()
     times = Times(options.json, options.seconds, sizes, options.threads)
-    for jobs in groups(sizes, options.lengths, options.schemes):
+    every = groups(sizes, options.lengths, options.schemes)
+    for jobs in itertools.islice(every, times.groups, None):
         times.measure([job for job in jobs if job.row["by"] not in options.without])
-    times.save()
     return 0
 
 

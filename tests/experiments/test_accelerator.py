@@ -75,19 +75,29 @@ def test_nothing_is_begun_when_the_time_is_over(measured):
     assert [row["skipped"] for row in run.rows] == ["out of time"]
 
 
-def test_a_call_without_an_answer_ends_the_process(tmp_path):
+def test_a_call_without_an_answer_costs_its_group(tmp_path):
     code = f"""
-        import pathlib, time
+        import time
         from experiments.bench import accelerator_times as times
+        def job(name, length, seconds):
+            row = {{"name": name, "by": "pallas", "what": "forward", "T": length, "flop": 1e6}}
+            return times.Job(row, lambda: (lambda: time.sleep(seconds), {{}}))
         times.NO_ANSWER = 0.1
-        run = times.Times(pathlib.Path({str(tmp_path / "times.json")!r}), 60, times.Sizes(), 1)
-        row = {{"name": "none", "by": "pallas", "what": "forward", "T": 8}}
-        run.measure([times.Job(row, lambda: (lambda: time.sleep(20), {{}}))])
+        jobs = [[job("none", 8, 20), job("t5", 8, 0)], [job("none", 16, 20), job("t5", 16, 0)]]
+        times.groups = lambda *_: jobs
+        times.main(["--json", {str(tmp_path / "times.json")!r}])
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 1 and done.stdout == "running none pallas forward 8\n"
-    assert "Timeout" in done.stderr
+    for status in 1, 0:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == status, done.stderr
+        assert ("Timeout" in done.stderr) == status
+    rows = json.loads((tmp_path / "times.json").read_text())["times"]
+    assert [(row["name"], row["T"], row.get("error"), row.get("skipped")) for row in rows] == [
+        ("none", 8, "its process ended", None),
+        ("t5", 8, None, "the process ended"),
+        ("t5", 16, None, None),
+    ]
 
 
 def test_the_kernels_of_all_schemes_come_before_other_libraries():
@@ -153,17 +163,20 @@ def run(monkeypatch, tmp_path):
     monkeypatch.setattr(Runner, "machine", lambda self: {"device": "gpu: NVIDIA H100"})
     monkeypatch.setattr(accelerator.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(accelerator, "usable_cores", lambda: 3)
-    parts = []
+    parts, statuses = [], []
 
-    def child(self, name, arguments, seconds, *_, **__):
-        parts.append((name, seconds, arguments))
+    def children(self, name, arguments, seconds, *_, **__):
+        assert (self.out / "page.md").exists()  # Of the parts before.
+        parts.append((name, seconds, arguments[0]))
         (self.out / f"{name}.txt").write_text("")
         if name == "schemes":
             (self.out / "schemes_1.jsonl").write_text('{"outcome": "right"}\n{"outc')
+        return [statuses.pop()] if statuses else [0]
 
-    monkeypatch.setattr(accelerator.Run, "child", child)
+    monkeypatch.setattr(accelerator.Run, "children", children)
 
-    def start(steps, *more):
+    def start(steps, *more, ended=()):
+        statuses.extend(ended)
         monkeypatch.setattr(Runner, "run", lambda self, platform: steps)
         tmp_path.joinpath("out").mkdir(exist_ok=True)
         return accelerator.main([f"--out={tmp_path / 'out'}", *more]), parts, tmp_path / "out"
@@ -196,13 +209,19 @@ def test_what_lost_the_chip_is_not_timed(run):
     assert parts[0][2][-2:] == ["--without", "pallas"]
 
 
+def test_times_go_on_after_a_lost_process(run):
+    _, parts, _ = run([STEP], "--parts", "steps", "times", ended=[0, -6])
+    assert [name for name, *_ in parts] == ["times", "times"]
+
+
 def test_a_part_ends_when_its_time_is_over(monkeypatch, tmp_path, capsys):
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\necho measured\nsleep 20\n")
     slow.chmod(0o700)
     monkeypatch.setattr(accelerator.sys, "executable", str(slow))
-    accelerator.Run(argparse.Namespace(out=tmp_path)).child("times", [], 0.5)
-    assert capsys.readouterr().out == "times: ended after 0 s\nmeasured\n"
+    run = accelerator.Run(argparse.Namespace(out=tmp_path))
+    assert run.children("times", [[], []], 0.5) == ["ended after 0 s"] * 2
+    assert capsys.readouterr().out == "times: ended after 0 s\nmeasured\nmeasured\n" * 2
 
 
 @pytest.mark.parametrize(
