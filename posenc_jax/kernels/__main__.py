@@ -50,9 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
     add, log = parser.add_argument, Path("kernels.jsonl")
     add("--log", type=Path, default=log, metavar="FILE", help=f"lines of JSON (default: {log})")
     add("--seconds", type=float, default=1200.0, help="for all steps (default: 1200)")
-    for name in ("machine", "implementation", "family", "first", "only", "ahead"):
+    for name in ("machine", "implementation", "family", "part", "first", "only", "ahead"):
         kind: dict[str, Any] = {"action": "store_true"} if name in ("machine", "ahead") else {}
         kind |= {"type": int, "default": 0} if name == "first" else {}
+        kind |= {"default": "1/1"} if name == "part" else {}
         add(f"--{name}", help=argparse.SUPPRESS, **kind)
     options = parser.parse_args(arguments)
     if options.machine:
@@ -135,8 +136,9 @@ def machine() -> dict[str, Any]:
 
 
 def run_family(options: argparse.Namespace) -> None:
-    """Runs the steps of a family, a line in the log before and after each."""
-    chosen = steps(options.implementation, family=options.family)
+    """Runs the steps of a part of a family, a line in the log before and after each."""
+    part, parts = map(int, options.part.split("/"))
+    chosen = steps(options.implementation, family=options.family)[part - 1 :: parts]
     write(options.log, {"steps": [step.name for step in chosen]})
     if options.only:
         chosen = [step for step in chosen if step.name == options.only]

@@ -22,7 +22,8 @@ FAKE = """
         sys.exit()
     if arguments["family"] == "decode":
         sys.exit("no such kernel")
-    names = [f"{arguments['family']}: {x}" for x in os.environ["KINDS"].split()]
+    part, parts = map(int, arguments["part"].split("/"))
+    names = [f"{arguments['family']}: {x}" for x in os.environ["KINDS"].split()][part - 1::parts]
     write({"steps": names})
     for name in names[int(arguments["first"]):]:
         print(f"{name}, {'ahead' in arguments}", flush=True)
@@ -46,7 +47,7 @@ FAKE = """
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     """A run of one family of steps, whose outcomes are given."""
-    monkeypatch.setattr(runner, "RUNS", [("pallas", "forward")])
+    monkeypatch.setattr(runner, "RUNS", [("pallas", "forward", 1)])
     file = tmp_path / "fake.py"
     file.write_text(textwrap.dedent(FAKE))
 
@@ -62,7 +63,7 @@ def fake(tmp_path, monkeypatch):
 
 
 def test_a_step_that_hangs_or_dies_costs_itself_alone(fake, monkeypatch, capsys):
-    monkeypatch.setattr(runner, "RUNS", [("pallas", "forward"), ("library", "decode")])
+    monkeypatch.setattr(runner, "RUNS", [("pallas", "forward", 1), ("library", "decode", 1)])
     run = fake()
     rows = run.run("gpu")
     outcomes = [row["outcome"] for row in rows]
@@ -72,7 +73,7 @@ def test_a_step_that_hangs_or_dies_costs_itself_alone(fake, monkeypatch, capsys)
     assert rows[5]["implementation"] == "cudnn"
     assert rows[5]["place"] == "exit status 1: no such kernel"
     # What dies may have been compiled ahead, so it runs alone before it is named.
-    printed = (run.log.parent / "gpu.pallas-forward.txt").read_text()
+    printed = (run.log.parent / "gpu.pallas-forward-1.txt").read_text()
     names = [x.split(": ")[1] for x in printed.splitlines() if x.startswith("forward")]
     assert [x for x in names if "dies" in x] == ["dies, True", "dies, False"]
     assert [json.loads(x) for x in run.log.read_text().splitlines()] == rows
@@ -97,8 +98,19 @@ def test_how_steps_end(fake, kinds, settings, outcomes):
     assert time.monotonic() - began < 15
 
 
+@pytest.mark.parametrize(
+    ("platform", "cores", "order"), [("gpu", 8, "02413"), ("gpu", 4, "01234"), ("tpu", 8, "01234")]
+)
+def test_processes_share_the_steps_of_a_family(platform, cores, order, fake, monkeypatch):
+    monkeypatch.setattr(runner, "RUNS", [("pallas", "forward", 3)])
+    monkeypatch.setattr(runner.os, "cpu_count", lambda: cores)
+    kinds = "ok wrong ok#1 hang ok#2".split()
+    rows = fake(" ".join(kinds)).run(platform)
+    assert [row["step"] for row in rows] == [f"forward: {kinds[int(n)]}" for n in order]
+
+
 def test_ctrl_c_ends_all_families(fake, monkeypatch):
-    monkeypatch.setattr(runner, "RUNS", [("pallas", "forward"), ("xla", "forward")])
+    monkeypatch.setattr(runner, "RUNS", [("pallas", "forward", 1), ("xla", "forward", 1)])
 
     def show(text):
         if text.startswith("pallas"):
@@ -178,6 +190,8 @@ def test_a_process_writes_before_and_after_each_step(tmp_path, monkeypatch):
     log = tmp_path / "log"
     assert program.main([f"--log={log}", *ARGUMENTS]) == 0
     first, *rows = (json.loads(text) for text in log.read_text().splitlines())
+    assert program.main([f"--log={log}.2", "--part=2/3", *ARGUMENTS]) == 0
+    assert json.loads(log.with_name("log.2").read_text().splitlines()[0]) == {"steps": ["wrong"]}
     assert first == {"steps": list(runs)}
     assert [row["running"] for row in rows[::3]] == list(runs)
     assert [row["compiled"] for row in rows[1::3]] == list(runs)

@@ -1,7 +1,7 @@
 """Compiles the steps of the kernels for a chip that is only described.
 
     python -m tests.makers kernels_compiled v5e        also v6e, v5p, 7x: with jax[tpu]
-    python -m tests.makers kernels_compiled h100       with jax[cuda13], and ptxas on PATH
+    python -m tests.makers kernels_compiled h100       with jax[cuda13]
     ... kernels_compiled h100 table "head dim"         steps with one of these in their names
     ... kernels_compiled h100 --write                  writes spilled.json, for this version of jax
 

@@ -1,4 +1,4 @@
-"""The clock of the steps: runs each family in a process of `python -m posenc_jax.kernels`.
+"""The clock of the steps: runs each family in processes of `python -m posenc_jax.kernels`.
 
 A process writes a line to its log before each step and one after it; this one has the clock. A step
 that does not end within its time, or that takes its process with it, is one line of the table: the
@@ -19,13 +19,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from posenc_jax.kernels.checks.steps import FAMILIES
-
 RUNS = (
-    *(("pallas", family) for family in FAMILIES),
-    *(("library", "backward"), ("xla", "backward"), ("xla", "decode")),
+    ("pallas", "forward", 2),
+    ("pallas", "backward", 4),
+    ("pallas", "decode", 1),
+    ("pallas", "tiles", 1),
+    ("library", "backward", 1),
+    ("xla", "backward", 2),
+    ("xla", "decode", 1),
 )
-"""Implementations and families; "library" is the default for calls without a rule."""
+"""Implementations, families, and processes of each on GPUs: one traces and lowers in one thread.
+
+"library" is the default for calls without a rule.
+"""
 LIBRARIES = {"tpu": "splash", "gpu": "cudnn"}
 FAILED = ("wrong", "error", "hang", "died")
 LOST = 75
@@ -44,7 +50,7 @@ class Runner:
 
     Attributes:
       log: the file of all outcomes. Each process has a log in the same folder, named by its
-        implementation and family, and a .txt file with its output.
+        implementation, family and part, and a .txt file with its output.
       seconds: for all steps.
       timeout: seconds for one step after its program is compiled.
       patience: seconds for a process to start, and for a program to compile while others do.
@@ -77,33 +83,36 @@ class Runner:
     def run(self, platform: str) -> list[dict[str, Any]]:
         """Runs all steps of a platform, and returns a row for each.
 
-        Families run at once on GPUs, whose memory processes can share.
+        Processes run at once on GPUs, whose memory they can share.
         """
-        end = time.monotonic() + self.seconds
-
-        def family(run: tuple[str, str]) -> list[dict[str, Any]]:
-            word = LIBRARIES.get(platform) if run[0] == "library" else run[0]
-            return self._family(word, run[1], end) if word is not None else []
-
-        with ThreadPoolExecutor(len(RUNS) if platform == "gpu" else 1) as pool:
+        end, runs = time.monotonic() + self.seconds, []
+        most = max(1, (os.cpu_count() or 1) // 4) if platform == "gpu" else 1
+        for word, family, count in RUNS:
+            name = LIBRARIES.get(platform) if word == "library" else word
+            count = min(count, most)
+            runs += [(name, family, f"{i + 1}/{count}") for i in range(count) if name]
+        with ThreadPoolExecutor(len(runs) if platform == "gpu" else 1) as pool:
             try:
-                rows = judged([row for rows in pool.map(family, RUNS) for row in rows])
+                each = pool.map(lambda run: self._part(*run, end), runs)
+                rows = judged([row for rows in each for row in rows])
             except BaseException:  # Ctrl-C: the pool waits for its threads.
                 self.stopped.set()
                 raise
         self.log.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return rows
 
-    def _family(self, implementation: str, family: str, end: float) -> list[dict[str, Any]]:
-        """Returns a row for each step of a family; `end` is the time when all processes end."""
+    def _part(
+        self, implementation: str, family: str, part: str, end: float
+    ) -> list[dict[str, Any]]:
+        """Returns a row for each step of a part of a family, until the time `end`."""
         rows: list[dict[str, Any]] = []
         names: list[str] = []
         same = {"implementation": implementation, "family": family}
-        log = self.log.with_suffix(f".{implementation}-{family}")
+        log = self.log.with_suffix(f".{implementation}-{family}-{part[0]}")
         ahead, losses = ["--ahead"], 0
         while not names or len(rows) < len(names):
             arguments = [f"--{name}={word}" for name, word in same.items()]
-            arguments += [f"--first={len(rows)}", *ahead]
+            arguments += [f"--part={part}", f"--first={len(rows)}", *ahead]
             events, reason = self._watch(arguments, log, end, same)
             listed = (event["steps"] for event in events if "steps" in event)
             names = names or next(listed, [f"{family}: start of the process"])
