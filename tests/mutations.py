@@ -103,7 +103,7 @@ MUTATIONS = [
     Mutation("programs cannot do without kernels", "engine/chips.py",
              "if _by_default.value is not None", "if _by_default.value",
              "tests/kernels/test_chips.py"),
-    Mutation("a chip gets a row without all families of steps", "kernels/__main__.py",
+    Mutation("a chip gets a row without all families of steps", "kernels/checks/runner.py",
              "if wrong or not", "if wrong and not",
              "tests/kernels/test_chips.py"),
     Mutation("processes that are lost are not counted", "kernels/checks/runner.py",

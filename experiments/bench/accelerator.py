@@ -39,8 +39,14 @@ from experiments.bench.accelerator_times import SCHEMES
 from experiments.errors import ConfigError, ExperimentError
 from experiments.runs.environment import processor, usable_cores, versions
 from experiments.runs.files import to_json, write_whole
-from posenc_jax.kernels.__main__ import chip_of, passed
-from posenc_jax.kernels.checks.runner import FAILED, DeviceError, Runner, table
+from posenc_jax.kernels.checks.runner import (
+    FAILED,
+    DeviceError,
+    Runner,
+    chip_of,
+    passed,
+    table,
+)
 
 PARTS = {"steps": 0.42, "times": 0.26, "torch": 0.10, "schemes": 0.12, "train": 0.10}
 """Parts in their order, with their shares of the time; what one leaves is for those after it."""

@@ -16,7 +16,6 @@ that there are kernels for. It needs jax and numpy alone.
 """
 
 import argparse
-import datetime
 import os
 import platform
 import shutil
@@ -31,13 +30,19 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 
-from posenc_jax.engine.chips import Chip
 from posenc_jax.engine.pallas import Pallas
-from posenc_jax.kernels.checks.runner import FAILED, LOST, DeviceError, Runner, table, write
-from posenc_jax.kernels.checks.steps import FAMILIES, steps
-
-FIT = "for this chip"
-"""What `machine` says of the kernels where there are any."""
+from posenc_jax.kernels.checks.runner import (
+    FAILED,
+    FIT,
+    LOST,
+    DeviceError,
+    Runner,
+    chip_of,
+    passed,
+    table,
+    write,
+)
+from posenc_jax.kernels.checks.steps import steps
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -82,38 +87,6 @@ def main(arguments: list[str] | None = None) -> int:
     elif chip := chip_of(about, dtypes):
         print(f"posenc_jax/engine/chips.py: {chip}")
     return int(not dtypes or any(row["outcome"] in FAILED for row in rows))
-
-
-def passed(rows: list[dict[str, Any]]) -> tuple[str, ...]:
-    """Returns the dtypes in which all steps of the kernels passed; none if one did not.
-
-    Args:
-      rows: the outcomes of all steps; refusals say nothing.
-    """
-    ran = [x for x in rows if x["implementation"] == "pallas" and x["outcome"] != "refused"]
-    wrong = any(x["outcome"] != "ok" for x in ran)
-    if wrong or not {*FAMILIES} <= {x["family"] for x in ran}:
-        return ()
-    return tuple(sorted({x["dtype"] for x in ran if x["family"] == "backward"}))
-
-
-def chip_of(about: dict[str, Any], dtypes: tuple[str, ...]) -> Chip | None:
-    """Returns the row for the result of `machine`; None without a chip for kernels."""
-    if about["kernels"] != FIT or about["jax"] != about["jaxlib"]:
-        return None
-    kind = about["device"].partition(": ")[2]
-    today = datetime.date.today().isoformat()
-    return Chip(kind, about["jax"], about["runtime"], dtypes, today, _commit())
-
-
-def _commit() -> str:
-    """Returns the commit of the sources, marked if they have changed since; "" without git."""
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=8"]
-    try:
-        done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
-    except FileNotFoundError:
-        return ""
-    return done.stdout.strip()
 
 
 def machine() -> dict[str, Any]:

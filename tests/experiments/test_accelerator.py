@@ -14,6 +14,7 @@ import posenc_jax as pe
 from experiments.bench import accelerator, accelerator_page, accelerator_schemes
 from experiments.bench import accelerator_times as times
 from posenc_jax.kernels.checks.runner import Runner
+from posenc_jax.kernels.checks.steps import FAMILIES
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEP = {
@@ -160,7 +161,9 @@ def test_torch_has_the_biases_of_the_papers():
 @pytest.fixture
 def run(monkeypatch, tmp_path):
     """Parts that only leave their names, and steps without processes."""
-    monkeypatch.setattr(Runner, "machine", lambda self: {"device": "gpu: NVIDIA H100"})
+    about = {"device": "gpu: NVIDIA H100", "kernels": "for this chip", "runtime": "cuda 13000"}
+    about |= dict.fromkeys(("jax", "jaxlib"), "0.11.2")
+    monkeypatch.setattr(Runner, "machine", lambda self: about)
     monkeypatch.setattr(accelerator.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(accelerator, "usable_cores", lambda: 3)
     parts, statuses = [], []
@@ -185,7 +188,8 @@ def run(monkeypatch, tmp_path):
 
 
 def test_parts_run_in_order_and_share_the_time(run, capsys):
-    status, parts, out = run([STEP], "--minutes=1")
+    steps = [STEP | {"family": family, "dtype": "bfloat16"} for family in FAMILIES]
+    status, parts, out = run(steps, "--minutes=1")
     assert status == 0
     assert [name for name, *_ in parts] == ["times", "torch", "schemes", "train"]
     # What the steps leave is for the others.
@@ -193,6 +197,7 @@ def test_parts_run_in_order_and_share_the_time(run, capsys):
     assert [seconds for _, seconds, _ in parts] == pytest.approx(60 * shares, abs=5)
     said = capsys.readouterr().out
     assert said == (out / "log.txt").read_text() and "schemes: {'right': 1}" in said
+    assert "posenc_jax/engine/chips.py: Chip(device_kind='NVIDIA H100', jax='0.11.2'" in said
     assert "--parts times --minutes 3 --lengths 8192" in said.splitlines()[-1]
 
 

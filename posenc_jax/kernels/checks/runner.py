@@ -6,6 +6,7 @@ next process goes on after it, as it does after an error that leaves a GPU witho
 """
 
 import dataclasses
+import datetime
 import json
 import os
 import re
@@ -18,6 +19,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from posenc_jax.engine.chips import Chip
+from posenc_jax.kernels.checks.steps import FAMILIES
 
 RUNS = (
     ("pallas", "forward", 2),
@@ -34,6 +38,8 @@ RUNS = (
 """
 LIBRARIES = {"tpu": "splash", "gpu": "cudnn"}
 FAILED = ("wrong", "error", "hang", "died")
+FIT = "for this chip"
+"""What the machine says of the kernels where there are any."""
 LOST = 75
 """The exit status of a process whose chip no longer answers."""
 _MOST_LOSSES = 4  # Processes that a family may lose.
@@ -227,6 +233,38 @@ def _wrong_factor(row: dict[str, Any]) -> tuple[tuple[str, str] | None, float]:
         return None, 0.0
     # Backward steps have outputs, too.
     return (row["step"].replace("forward: ", "backward: "), match[1]), abs(float(match[2]) - 1)
+
+
+def passed(rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Returns the dtypes in which all steps of the kernels passed; none if one did not.
+
+    Args:
+      rows: the outcomes of all steps; refusals say nothing.
+    """
+    ran = [x for x in rows if x["implementation"] == "pallas" and x["outcome"] != "refused"]
+    wrong = any(x["outcome"] != "ok" for x in ran)
+    if wrong or not {*FAMILIES} <= {x["family"] for x in ran}:
+        return ()
+    return tuple(sorted({x["dtype"] for x in ran if x["family"] == "backward"}))
+
+
+def chip_of(about: dict[str, Any], dtypes: tuple[str, ...]) -> Chip | None:
+    """Returns the row for the result of `machine`; None without a chip for kernels."""
+    if about["kernels"] != FIT or about["jax"] != about["jaxlib"]:
+        return None
+    kind = about["device"].partition(": ")[2]
+    today = datetime.date.today().isoformat()
+    return Chip(kind, about["jax"], about["runtime"], dtypes, today, _commit())
+
+
+def _commit() -> str:
+    """Returns the commit of the sources, marked if they have changed since; "" without git."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=8"]
+    try:
+        done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip()
 
 
 def line(row: dict[str, Any]) -> str:
