@@ -16,10 +16,11 @@ import functools
 import hashlib
 import importlib
 import inspect
+import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -267,25 +268,64 @@ def has_table(position: Position) -> bool:
     return "max_length" in fields
 
 
-def with_scaling(position: Position, scaling: pe.FrequencyMap) -> Position | None:
-    """Returns the scheme, or the layers, with other rotary frequencies; None if it has none.
+_MAPS: dict[str, Callable[[float, int], pe.FrequencyMap]] = {
+    "ntk": lambda factor, _: pe.NTK(factor),
+    "pi": lambda factor, _: pe.PI(factor),
+    "yarn": pe.YaRN,
+}
+VARIANTS = (*_MAPS, "rerope", "window", "window_64", "sinks")
+"""Changes of trained schemes; other numbers may follow `window_`."""
+_SINKS = 4
 
-    A scheme can be scaled if it has a setting `scaling` that is no scaling by default.
 
-    >>> with_scaling(pe.RoPE(head_dim=8), pe.PI(2.0)).scaling
+def is_variant(name: str) -> bool:
+    """Returns whether `varied` knows a name."""
+    return name in VARIANTS or re.fullmatch(r"window_[1-9]\d{0,5}", name) is not None
+
+
+def varied(position: Position, name: str, trained: int, length: int) -> Position | None:
+    """Returns a trained scheme with RoPE, or its layers, changed without training.
+
+    Args:
+      position: as it was trained. Layers without a setting `scaling`, or with a scaling, stay.
+      name: ntk, pi and yarn: the frequency map, with factor = length / trained.
+        rerope: distances from a quarter of the trained length on are equal, as in its repository.
+        window, window_N: attention to the last `trained` tokens, or N.
+        sinks: attention to as many as were trained, the first four among them.
+      trained, length: in training, and in evaluation.
+
+    Returns:
+      None if no layer changes: always for frequency maps at the trained length.
+
+    >>> varied(pe.RoPE(head_dim=8), "pi", 128, 256)[0].scheme.scaling
     PI(factor=2.0)
-    >>> with_scaling(pe.NoPE(), pe.PI(2.0)) is None
-    True
+    >>> varied(pe.RoPE(head_dim=8), "window_16", 128, 256)[0].window
+    16
     """
-    if isinstance(position, tuple):
-        scaled = [with_scaling(layer.scheme, scaling) for layer in position]
-        if not any(scaled):
-            return None
-        return tuple(
-            layer if new is None else dataclasses.replace(layer, scheme=new)
-            for layer, new in zip(position, scaled, strict=True)
-        )
-    defaults = {f.name: f.default for f in dataclasses.fields(position)}
-    if defaults.get("scaling") != pe.FrequencyMap():
-        return None
-    return position.replace(scaling=scaling)
+    layers = position if isinstance(position, tuple) else (pe.LayerSpec(position),)
+    changed = tuple(_varied(layer, name, trained, length) for layer in layers)
+    return None if changed == layers else changed
+
+
+def _varied(layer: pe.LayerSpec, name: str, trained: int, length: int) -> pe.LayerSpec:
+    scheme = layer.scheme
+    defaults = {f.name: f.default for f in dataclasses.fields(scheme)}
+    if not defaults.get("scaling") == getattr(scheme, "scaling", None) == pe.FrequencyMap():
+        return layer
+    if name in _MAPS:
+        if length == trained:
+            return layer
+        scaling = _MAPS[name](length / trained, trained)
+        return dataclasses.replace(layer, scheme=scheme.replace(scaling=scaling))
+    if name == "rerope":
+        if type(scheme) is not pe.RoPE:
+            return layer
+        settings = {n: getattr(scheme, n) for n in defaults}
+        return dataclasses.replace(layer, scheme=pe.ReRoPE(**settings, window=trained // 4))
+    if layer.window is not None:
+        return layer
+    if name == "sinks":
+        scheme, window = pe.streaming(scheme, _SINKS), trained - _SINKS
+    else:
+        window = int(name.removeprefix("window_")) if "_" in name else trained
+    return dataclasses.replace(layer, scheme=scheme, window=window)

@@ -347,9 +347,12 @@ def label(scheme: str, variant: str = "") -> str:
 
     >>> label("rope"), label("rope", "ntk"), label("rope+mypkg.mine:MyScheme")
     ('rope', 'rope + NTK', 'rope+MyScheme')
+    >>> label("rope", "window_64")
+    'rope + window of 64'
     """
-    name = short(scheme)
-    return f"{name} + {variant.upper()}" if variant else name
+    names = {"ntk": "NTK", "pi": "PI", "yarn": "YaRN", "rerope": "ReRoPE"}
+    variant = names.get(variant, variant.replace("_", " of "))
+    return f"{short(scheme)} + {variant}" if variant else short(scheme)
 
 
 def footnotes(results: Results) -> list[str]:

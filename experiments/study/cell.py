@@ -22,6 +22,7 @@ class Cell:
       task: with the whole evaluation.
       has_parameters: whether the scheme has parameters of its own.
       source: the scheme at the size that chooses its settings; None: this one.
+      variants: changes without training, by which runs of their own measure the reported ones.
     """
 
     size: str
@@ -31,6 +32,7 @@ class Cell:
     task: Any
     has_parameters: bool
     source: "Cell | None" = None
+    variants: tuple[str, ...] = ()
 
     @property
     def has_equal_time(self) -> bool:
@@ -75,6 +77,13 @@ class Cell:
         rates = {"learning_rate": chosen.learning_rate, "scheme_rate": chosen.scheme_rate}
         whole = variant(dataclasses.replace(self.grid[0], task=self.task), 0, **rates)
         return tuple(variant(whole, seed) for seed in range(self.about.seeds))
+
+    def varied(self, results: Lookup) -> tuple[Run, ...]:
+        """Returns the reported runs with the evaluation of variants alone."""
+        finals = self.finals(results) if self.variants else ()
+        return tuple(
+            dataclasses.replace(run, task=run.task.with_variants(self.variants)) for run in finals
+        )
 
     def timed(self, results: Lookup, baseline: "Cell", clock: Clock | None) -> tuple[Run, ...]:
         """Returns the runs that train as long as the baseline; none without times of both."""

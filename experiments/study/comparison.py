@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from experiments.pages.tables import label, mean
+from experiments.pages.tables import in_words, label, mean
 from experiments.study.plan import Study
 from experiments.study.rows import Bounds, Row, Rows
+from experiments.study.selection import score
 
 FLAT = 0.05
 """The greatest loss beyond the trained length that is called flat: a choice, not a criterion."""
@@ -45,6 +46,24 @@ def losses(row: Row) -> dict[str, str]:
     return out
 
 
+def variant_cells(row: Row) -> dict[str, tuple[str, str, str]]:
+    """Returns what tables say of variants, relative to the same runs' scores at the trained length.
+
+    By name: the score at the trained length, its difference, and the loss at the longest length.
+    """
+    task, cells = row.cell.task, {}
+    own = mean(map(score, row.varied))
+    for name, by_length in row.variants.items():
+        trained = by_length.get(task.train_length, [])
+        loss = task.labels.sign * mean(by_length.get(task.longest, []))
+        cells[label(row.cell.scheme, name)] = (
+            f"{own + mean(trained):.3f}" if trained else "",
+            in_words(trained, sign="+") if trained else "",
+            "" if math.isnan(loss) else f"{loss:+.2f}",
+        )
+    return cells
+
+
 def change_with_size(study: Study, rows: Rows) -> tuple[list[str], list[str]]:
     """Returns the schemes whose difference changes from the first to the last size, and others."""
     first, *_, last = rows.values()
@@ -66,6 +85,10 @@ def side_by_side(study: Study, rows: Rows) -> list[list[str]]:
     baseline, corpora = study.about.baseline, has_corpora(study)
     scores = [f"{mean(row[baseline].at_trained_length):.3f}" for row in rows.values()]
     lines = [[label(baseline), *([""] if corpora else []), *scores]]
+    varied = [variant_cells(row[baseline]) for row in rows.values()]
+    for name in varied[0] if all(varied) else ():
+        if any(differences := [cells[name][1] for cells in varied]):
+            lines.append([name, *([""] if corpora else []), *differences])
     for scheme in study.about.schemes:
         of_scheme = {name: of_size[scheme] for name, of_size in rows.items() if scheme in of_size}
         if scheme == baseline or len(of_scheme) < len(rows):
@@ -84,6 +107,8 @@ def losses_side_by_side(study: Study, rows: Rows) -> tuple[list[str], list[list[
         if all(scheme in of_size for of_size in rows.values()):
             cells = [", ".join(losses(of_size[scheme]).values()) for of_size in rows.values()]
             lines.append([label(scheme), *cells])
+            varied = [variant_cells(of_size[scheme]) for of_size in rows.values()]
+            lines += [[name, *(x[name][2] for x in varied)] for name in varied[0] if all(varied)]
     return views, lines
 
 

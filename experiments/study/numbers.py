@@ -20,6 +20,7 @@ def numbers(study: Study, rows: Rows, results: Lookup) -> str:
     the mean and the standard deviation over the selection seeds, in brackets if they are unstable,
     with * at the best. Relative to the best rate's are the optimum of a parabola through it and its
     neighbours if these are near, the same run with other rounding, and the tries, with * if chosen.
+    Those of variants are relative to the same runs' scores at the trained length.
 
     Args:
       study: the study.
@@ -57,6 +58,9 @@ def _scores(row: Row, scheme: str, baseline: str, curve: Mapping[float, float]) 
         for length in task.test_lengths:
             if values := row.values(view, length):
                 line[f"{view} {length}"] = f"{mean(values):.3f}"
+    for name, by_length in row.variants.items():
+        for length, differences in by_length.items():
+            line[f"{label(scheme, name)} {length}"] = in_words(differences, sign="+")
     return line
 
 

@@ -140,18 +140,19 @@ def _size(
     losses = {scheme: comparison.losses(row) for scheme, row in rows.items()}
     timed = any(row.timed for row in rows.values())
     heads = ["scheme", labels.unit, f"difference to {label(about.baseline)}"]
+    heads += [*losses[about.baseline], *(["in equal time"] if timed else [])]
+    lines = []
+    for scheme, row in rows.items():
+        score = f"{mean(row.at_trained_length):.3f}"
+        difference = "" if scheme == about.baseline else row.difference_in_words()
+        lines.append([label(scheme), score, difference, *losses[scheme].values()])
+        if timed:
+            lines[-1].append(f"{mean(row.against(row.timed)):+.3f}" if row.timed else "")
+        varied = ([name, *cells] for name, cells in comparison.variant_cells(row).items())
+        lines += ([*cells, *[""] * (len(heads) - len(cells))] for cells in varied)
     return out | {
-        "heads": [*heads, *losses[about.baseline], *(["in equal time"] if timed else [])],
-        "rows": [
-            [
-                label(scheme),
-                f"{mean(row.at_trained_length):.3f}",
-                "" if scheme == about.baseline else row.difference_in_words(),
-                *losses[scheme].values(),
-                *([f"{mean(row.against(row.timed)):+.3f}" if row.timed else ""] if timed else []),
-            ]
-            for scheme, row in rows.items()
-        ],
+        "heads": heads,
+        "rows": lines,
         "curve": ", ".join(f"{budget:g} x: {value:.3f}" for budget, value in curve.items()),
         "unfitted": [
             f"`{label(s)}`" for s, row in rows.items() if not any(r.fitted for r in row.results)

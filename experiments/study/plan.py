@@ -69,6 +69,8 @@ class _File:
     """The seed of the grid, above all that are reported."""
     repeats: str = ""
     """The file, beside this one, of a study that this one repeats with other selection seeds."""
+    variants_of_baseline: tuple[str, ...] = ()
+    """Changes of the baseline without training; each reported seed runs once more for them."""
     remark: str = ""
     """A change of the protocol after the first run, shown on the page."""
 
@@ -124,6 +126,7 @@ class Study:
                 yield from cell.selection(results).runs
             yield from cell.finals(results)
             yield from cell.timed(results, cells[self.about.baseline], clock)
+            yield from cell.varied(results)
         baseline = cells[self.about.baseline]
         for budget in baseline.about.budgets:
             yield from baseline.budgeted(results, budget)
@@ -244,7 +247,12 @@ def _cell(
     rates = about_size.rates or (task.train.learning_rate,)
     grid = tuple(variant(first, run.seed, learning_rate=rate) for rate in rates)
     has_parameters = any(map(_has_parameters, schemes_in(run.position)))
-    return Cell(size, scheme, about_size, grid, task, has_parameters, source)
+    variants = about.variants_of_baseline if scheme == about.baseline else ()
+    if variants and not hasattr(task, "with_variants"):
+        raise ConfigError(f"variants_of_baseline: task {task.name} has no variants")
+    if variants:
+        task.with_variants(variants).check()
+    return Cell(size, scheme, about_size, grid, task, has_parameters, source, variants)
 
 
 @functools.cache

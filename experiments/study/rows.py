@@ -25,6 +25,7 @@ class Row:
       run: of the first seed.
       results, baseline: one per seed.
       timed: in equal time, one per seed; empty if there are none.
+      varied: with the cell's variants, one per seed; empty if there are none.
       selection, baseline_selection: the choices of the settings.
       step: the time of a step relative to the baseline's, None where it is not known.
     """
@@ -34,6 +35,7 @@ class Row:
     results: Sequence[Result]
     baseline: Sequence[Result]
     timed: Sequence[Result]
+    varied: Sequence[Result]
     selection: Selection
     baseline_selection: Selection
     step: float | None
@@ -68,6 +70,24 @@ class Row:
     def difference(self) -> Bounds:
         """The mean difference to the baseline with its interval."""
         return interval(self.against(), self.shifts_against)
+
+    @property
+    def variants(self) -> dict[str, dict[int, list[float]]]:
+        """Differences of variants to the same runs' scores at the trained length, by length.
+
+        One per seed, NaN where one diverged; a frequency map has none at the trained length.
+        """
+        lengths = self.cell.task.train_length, self.cell.task.longest
+        return {
+            name: {n: x for n in lengths if (x := self._against_own(name, n))}
+            for name in (self.cell.variants if self.varied else ())
+        }
+
+    def _against_own(self, view: str, length: int) -> list[float]:
+        pairs = [(r.scores.get(view, {}).get(str(length)), score(r)) for r in self.varied]
+        if all(a is None for a, _ in pairs):
+            return []
+        return [math.nan if a is None or b is None else a - b for a, b in pairs]
 
     @property
     def on_validation(self) -> list[float]:
@@ -116,6 +136,7 @@ def rows_of(
                 of_scheme,
                 of_baseline,
                 ended(cell.timed(results, cells[baseline], clock), results),
+                ended(cell.varied(results), results),
                 baseline_selection if scheme == baseline else cell.selection(results),
                 baseline_selection,
                 clock.ratio(cell.size, scheme, baseline) if clock else None,

@@ -19,16 +19,14 @@ import numpy as np
 from flax import nnx
 from pydantic import NonNegativeInt, PositiveInt
 
-import posenc_jax as pe
 from experiments.errors import ConfigError
 from experiments.models.model import Position, structure, token_losses
-from experiments.models.schemes import with_scaling
+from experiments.models.schemes import VARIANTS, is_variant, varied
 from experiments.settings.common import Model, Train
 from experiments.settings.config_io import near
 from experiments.tasks.base import PLACES, Data, Evaluation, Labels, Length, Task
 from experiments.tasks.corpus import load_corpus, pair_bits
 
-VARIANTS = {"ntk": pe.NTK, "pi": pe.PI}
 _TOKENS_PER_CALL = 4096
 _MARGIN = 0.3
 """Least distance of a fitted model below a table of byte pairs, in bits per byte; models without
@@ -60,8 +58,8 @@ class Text(Task):
     """Length n of the n-grams that split the sliding evaluation into repeated and new bytes; 0: no
     split."""
     variants: tuple[str, ...] = ("ntk", "pi")
-    """Zero-shot frequency maps for schemes with a `scaling`: the trained parameters are measured
-    with factor = length / training length."""
+    """Changes of RoPE without training, by which the trained parameters are measured too; see
+    `experiments.models.schemes.varied`."""
     validation: bool = False
     """Whether every other held-out document is for validation: scored at the training length as a
     view of its own, by which a study chooses rates. All other scores are of the rest."""
@@ -116,6 +114,12 @@ class Text(Task):
         task = super().at_trained_length()
         return dataclasses.replace(task, sliding_lengths=(), ngram=0, variants=())
 
+    def with_variants(self, variants: tuple[str, ...]):
+        """Returns the task with these variants alone, at the shortest and the longest length."""
+        lengths = tuple(dict.fromkeys((self.test_lengths[0], self.longest)))
+        changes = {"test_lengths": lengths, "sliding_lengths": (), "ngram": 0}
+        return dataclasses.replace(self, variants=variants, **changes)
+
     def load(self) -> Data:
         """Returns the corpus, the training text on the device as uint8 [bytes].
 
@@ -152,8 +156,8 @@ class Text(Task):
         for length in self.test_lengths:
             trained = length == self.train_length
             variants: dict[str | None, Position | None] = {None: position}
-            for name in self.variants if not trained else ():
-                variants[name] = with_scaling(position, VARIANTS[name](length / self.train_length))
+            for name in self.variants:
+                variants[name] = varied(position, name, self.train_length, length)
             for variant, changed in variants.items():
                 if changed is None:
                     continue
@@ -247,7 +251,7 @@ class Text(Task):
                     f"{list(self.test_lengths)}"
                 )
         for variant in self.variants:
-            if variant not in VARIANTS:
+            if not is_variant(variant):
                 raise ConfigError(
                     f"text.variants: unknown variant {variant!r}{near(variant, VARIANTS)}"
                 )

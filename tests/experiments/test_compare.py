@@ -13,12 +13,11 @@ import pytest
 import posenc_jax as pe
 from experiments.__main__ import main
 from experiments.models import schemes
-from experiments.models.schemes import with_scaling
+from experiments.models.schemes import varied
 from experiments.pages import plots
 from experiments.runs import run as runs_module
 from experiments.runs.experiment import experiment_of, load, objects_in
 from experiments.runs.run import RunFolder
-from experiments.tasks.text import VARIANTS
 from tests import support
 from tests.docs import pages
 
@@ -378,7 +377,7 @@ def test_parameters_are_stored_by_path(run):
 
 def test_per_sequence_scaling_has_no_zero_shot_variants():
     scheme = support.build(pe.SCHEMES["rope_by_length"])
-    assert [with_scaling(scheme, variant(2.0)) for variant in VARIANTS.values()] == [None, None]
+    assert [varied(scheme, name, 8, 16) for name in ("ntk", "pi", "window")] == [None] * 3
 
 
 def test_evaluate_needs_parameters_that_train_makes(run):

@@ -20,6 +20,7 @@ from experiments.models.model import (
     structure,
     token_losses,
 )
+from experiments.models.schemes import varied
 from experiments.runs.experiment import Experiment
 from experiments.settings.common import Model, Train
 from experiments.tasks import Copy, KBack, Text
@@ -347,6 +348,38 @@ def test_text_evaluation_equals_a_loop_over_bytes():
     data = Data(baseline=3.36)
     assert task.fits(3.05, data) and not task.fits(3.07, data)
     assert task.fit_rule(data).endswith("at least 0.3 below those of a table of byte pairs, 3.360")
+
+
+@pytest.mark.parametrize(
+    ("variant", "first", "last"), [("window_7", 0, 7), ("window", 0, 12), ("sinks", 4, 8)]
+)
+def test_a_window_is_a_shorter_text(variant, first, last):
+    """One layer: the loss at the end is that of a text of the visible tokens alone."""
+    params = initialize(SIZES, ROPE, 256, seed_keys([0], "parameters"))
+    params = jax.tree.map(lambda x: 4 * x[0], params)
+    tokens = jax.random.randint(jax.random.key(1), (1, 32), 0, 256)
+    visible = jnp.concatenate([tokens[:, :first], tokens[:, -last - 1 :]], axis=1)
+
+    def loss(position, tokens):
+        graphdef = structure(SIZES, position, 256)
+        return float(jax.jit(functools.partial(token_losses, graphdef))(params, tokens)[0, -1])
+
+    changed = loss(varied(ROPE, variant, 12, 31), tokens)
+    assert changed == pytest.approx(loss(ROPE, visible), abs=1e-5)
+    assert abs(changed - loss(ROPE, tokens)) > 1e-3
+
+
+def test_other_variants_keep_layers_that_they_do_not_know():
+    local = pe.LayerSpec(ROPE, window=3)
+    layers = local, pe.LayerSpec(ROPE), pe.LayerSpec(pe.NoPE())
+    windows = varied(layers, "window", 12, 48)
+    assert windows == (local, pe.LayerSpec(ROPE, window=12), layers[2])
+    yarn = pe.RoPE(head_dim=8, scaling=pe.YaRN(4.0, 12))
+    changed = varied(layers, "yarn", 12, 48)
+    assert changed == (pe.LayerSpec(yarn, window=3), pe.LayerSpec(yarn), layers[2])
+    assert varied(ROPE, "yarn", 12, 12) is None
+    (rerope,) = varied(pe.RoPE(head_dim=8, theta=500.0), "rerope", 12, 12)
+    assert rerope == pe.LayerSpec(pe.ReRoPE(head_dim=8, theta=500.0, window=3))
 
 
 def test_scores_by_place_equal_a_loop_over_tokens():

@@ -86,8 +86,12 @@ def answers(score=measured, diverges=lambda run: False):
             return Result({}, "diverged", "", {}, "", "", error="the loss is not finite at step 10")
         task, at_trained = run.task, score(run)
         scores = {str(n): at_trained * task.train_length / n for n in task.test_lengths}
+        views = {task.views[0]: scores}
+        for name in getattr(task, "variants", ()):  # A tenth is lost; maps change longer texts.
+            lengths = task.test_lengths[name in ("ntk", "yarn") :]
+            views[name] = {str(n): 1.1 * at_trained for n in lengths}
         entries = {"parameters": 1000, "fitted": True, "cpu_seconds": 8.0}
-        return Result({}, "done", "", {}, "", "", scores={task.views[0]: scores}, **entries)
+        return Result({}, "done", "", {}, "", "", scores=views, **entries)
 
     return result
 
@@ -357,7 +361,8 @@ def test_differences_on_several_corpora(study_of):
     corpora = {"speeches": "sotu", "code": "stdlib"}
     sizes = [f'[sizes.{n}]\n{size}text.corpus = "{corpus}"\n' for n, corpus in corpora.items()]
     schemes = ["none", "rope", "kerple", "alibi", "fox"]
-    study = study_of(f'task = "text"\nschemes = {schemes}\n' + "\n".join(sizes))
+    head = f'variants_of_baseline = ["window_64", "yarn"]\nschemes = {schemes}\ntask = "text"\n'
+    study = study_of(head + "\n".join(sizes))
     on_speeches = {"none": 0.5, "kerple": -0.2, "alibi": 0.1, "fox": 0.0}
     on_code = {"none": 0.7, "kerple": 0.0, "alibi": -0.1, "fox": 0.0}
 
@@ -366,7 +371,18 @@ def test_differences_on_several_corpora(study_of):
         noise = 0.001 * (run.seed % 2) * (1 if run.scheme == "rope" else -1)
         return 2.0 + of_corpus.get(run.scheme, 0.0) + noise
 
-    answer = page_of(study, answers(score)).partition("## Settings")[0]
+    results = answers(score)
+    answer = page_of(study, results).partition("## Settings")[0]
+    # Each seed's own score is 2.000 or 2.001.
+    change = "+0.200 [+0.199, +0.201]"
+    assert f"| rope + window of 64 | | {change} | {change} |" in answer and "YaRN | |" not in answer
+    losses = answer.partition("Loss at 1024")[2]
+    assert all(f"| rope + {v} | +0.20 | +0.20 |" in losses for v in ("window of 64", "YaRN"))
+    lengths = [r.task.test_lengths for r in study.cells["code"]["rope"].varied(results)]
+    assert lengths == [(128, 1024)] * 2 and not study.cells["code"]["fox"].varied(results)
+    assert {r.name for r in study.cells["code"]["rope"].varied(results)} <= {
+        r.name for r in study.runs(results, None)
+    }
     verdicts = {"none": "in general", "kerple": "on speeches"}
     verdicts |= {"alibi": "depends on the corpus", "fox": "not resolved"}
     assert all(f"| {scheme} | {words} |" in answer for scheme, words in verdicts.items())
@@ -654,6 +670,7 @@ def test_a_scheme_is_added_with_one_command(call, monkeypatch, tmp_path):
         (("[0.5, 2.0]", "[0.5, 1.0]"), "sizes.small: budgets: must grow, without 1"),
         (('task = "kback"', 'repeats = "wrong.toml"'), "wrong.toml repeats a study itself"),
         (('task = "kback"', 'repeats = "absent.toml"'), "absent.toml"),
+        (('"kerple"]', '"kerple"]\nvariants_of_baseline = ["pi"]'), "task kback has no variants"),
         (("[kback.train]", "[kback.trian]"), "kback.trian: unknown setting"),
         (('schemes = ["none", ', 'schemes = ["nnoe", '), "unknown scheme"),
     ],
