@@ -45,3 +45,18 @@ def local_rope_slow_rope(head_dim: int) -> tuple[pe.LayerSpec, ...]:
 def local_rope(head_dim: int) -> tuple[pe.LayerSpec, ...]:
     """Returns layers with RoPE in a window."""
     return (pe.LayerSpec(pe.RoPE(head_dim=head_dim), window=WINDOW),)
+
+
+def rope_100(head_dim: int) -> pe.Scheme:
+    """Returns RoPE with the base 100: most pairs finish a turn within 128 tokens."""
+    return pe.RoPE(head_dim=head_dim, theta=100.0)
+
+
+def rope_500(head_dim: int) -> pe.Scheme:
+    """Returns RoPE with the base 500."""
+    return pe.RoPE(head_dim=head_dim, theta=500.0)
+
+
+def t5_unscaled(num_heads: int, trained_length: int) -> tuple[pe.LayerSpec, ...]:
+    """Returns layers with T5's bias and its own factor on q . k, which is one."""
+    return (pe.LayerSpec(pe.T5(num_heads=num_heads, max_distance=trained_length), scale=1.0),)

@@ -24,6 +24,7 @@ from experiments.study.numbers import numbers
 from experiments.study.page import drawing, length_suffix, page
 from experiments.study.plan import Study, load
 from experiments.study.rows import Row, Rows, rows_of
+from experiments.study.steps import steps_page, steps_picture
 
 _EPILOG = """\
 python -m experiments study                          the page with what is known so far
@@ -92,8 +93,11 @@ def pages(study: Study, file: Path, folder: Path, target: Path) -> dict[Path, st
     results, times = known(folder), clock.read(folder)
     rows = {size: _rows(study, size, results, times) for size in study.cells}
     is_catalogue = study.about.layout == "catalogue"
+    is_of_steps = study.about.layout == "steps"
     if is_catalogue:
         pictures = {"": catalogue_picture(study, rows)}
+    elif is_of_steps:
+        pictures = {"": steps_picture(study, rows)}
     else:
         pictures = {"": drawing(study, rows), **_plots(study, results)}
     pictures = {suffix: svg for suffix, svg in pictures.items() if svg}
@@ -108,7 +112,12 @@ def pages(study: Study, file: Path, folder: Path, target: Path) -> dict[Path, st
         text = catalogue_page(study, rows, results, times, files, **places)
         table = screen_numbers(next(iter(rows.values())))
     else:
-        text = page(study, rows, results, times, files, earlier(study, folder.parent), **places)
+        before = earlier(study, folder.parent)
+        text = (
+            steps_page(study, rows, results, files, **places)
+            if is_of_steps
+            else page(study, rows, results, times, files, before, **places)
+        )
         table = numbers(study, rows, results)
     inside = {files[suffix]: svg for suffix, svg in pictures.items()}
     return {

@@ -64,6 +64,12 @@ def variant_cells(row: Row) -> dict[str, tuple[str, str, str]]:
     return cells
 
 
+def _variants_side_by_side(rows: Rows, scheme: str) -> dict[str, list[tuple[str, str, str]]]:
+    varied = [variant_cells(of_size[scheme]) for of_size in rows.values()]
+    names = dict.fromkeys(name for cells in varied for name in cells)
+    return {name: [cells.get(name, ("", "", "")) for cells in varied] for name in names}
+
+
 def change_with_size(study: Study, rows: Rows) -> tuple[list[str], list[str]]:
     """Returns the schemes whose difference changes from the first to the last size, and others."""
     first, *_, last = rows.values()
@@ -85,9 +91,8 @@ def side_by_side(study: Study, rows: Rows) -> list[list[str]]:
     baseline, corpora = study.about.baseline, has_corpora(study)
     scores = [f"{mean(row[baseline].at_trained_length):.3f}" for row in rows.values()]
     lines = [[label(baseline), *([""] if corpora else []), *scores]]
-    varied = [variant_cells(row[baseline]) for row in rows.values()]
-    for name in varied[0] if all(varied) else ():
-        if any(differences := [cells[name][1] for cells in varied]):
+    for name, cells in _variants_side_by_side(rows, baseline).items():
+        if any(differences := [difference for _, difference, _ in cells]):
             lines.append([name, *([""] if corpora else []), *differences])
     for scheme in study.about.schemes:
         of_scheme = {name: of_size[scheme] for name, of_size in rows.items() if scheme in of_size}
@@ -107,8 +112,8 @@ def losses_side_by_side(study: Study, rows: Rows) -> tuple[list[str], list[list[
         if all(scheme in of_size for of_size in rows.values()):
             cells = [", ".join(losses(of_size[scheme]).values()) for of_size in rows.values()]
             lines.append([label(scheme), *cells])
-            varied = [variant_cells(of_size[scheme]) for of_size in rows.values()]
-            lines += [[name, *(x[name][2] for x in varied)] for name in varied[0] if all(varied)]
+            for name, of_sizes in _variants_side_by_side(rows, scheme).items():
+                lines.append([name, *(loss for *_, loss in of_sizes)])
     return views, lines
 
 

@@ -63,8 +63,9 @@ class _File:
     """The scheme that others are compared to."""
     title: str = "Which position encoding has the lowest loss? A study"
     """The heading of the page."""
-    layout: Literal["study", "catalogue"] = "study"
-    """The page: with intervals and the choice of settings, or one table of many schemes."""
+    layout: Literal["study", "catalogue", "steps"] = "study"
+    """The page: with intervals and the choice of settings, one table of many schemes, or scores
+    against the steps of the sizes."""
     first_selection_seed: NonNegativeInt = 100
     """The seed of the grid, above all that are reported."""
     repeats: str = ""

@@ -27,6 +27,7 @@ from experiments.study.comparison import holm, t_tests
 from experiments.study.numbers import numbers
 from experiments.study.page import drawing, page
 from experiments.study.rows import curve_of, gain, rows_of
+from experiments.study.steps import steps_page, steps_picture
 from experiments.training.train import of_program
 from tests.support import slow
 
@@ -386,6 +387,37 @@ def test_differences_on_several_corpora(study_of):
     verdicts = {"none": "in general", "kerple": "on speeches"}
     verdicts |= {"alibi": "depends on the corpus", "fox": "not resolved"}
     assert all(f"| {scheme} | {words} |" in answer for scheme, words in verdicts.items())
+
+
+def test_leads_of_speed_and_of_the_limit(study_of):
+    """Against the best theta, which is 100 at first and 10,000 at last."""
+    names = [f"experiments.models.mixes:{n}" for n in ("rope_100", "rope_500")]
+    size = "rates = [1e-3, 2e-3, 4e-3]\nselection_seeds = 1\nseeds = 2\ntext.train.steps = "
+    schemes = ["rope", *names, "t5", "alibi", "none"]
+    head = f'layout = "steps"\nschemes = {schemes}\n[text]\nvalidation = true\n'
+    study = study_of(f"{head}[sizes.few]\n{size}100\n[sizes.many]\n{size}1600\n")
+    losses = {
+        "rope": (2.60, 2.10), names[0]: (2.55, 2.11), names[1]: (2.56, 2.12),
+        "t5": (2.45, 2.07), "alibi": (2.45, 2.09), "none": (2.9, 2.4),
+    }  # fmt: skip
+
+    @functools.cache
+    def results(run):
+        value = losses[run.scheme][run.task.train.steps == 1600]
+        value += 0.001 * (run.seed % 2) * (run.scheme == "alibi")
+        scores = {view: {"128": value} for view in ("nonoverlapping", "validation")}
+        return Result({}, "done", "", {}, "", "", scores=scores)
+
+    rows = rows_by_size(study, results)[0]
+    text = " ".join(steps_page(study, rows, results, {}, **PLACES).split())
+    assert "on validation text: 100 after few steps, 10,000 after many steps." in text
+    assert "| rope_100, theta 100 | 2.550 | 2.110 | |" in text
+    assert "| t5 | -0.100 [-0.100, -0.100] | -0.030 [-0.030, -0.030] | limit |" in text
+    assert "| alibi | -0.099 [" in text and "-0.003] | speed |" in text
+    assert "half as large at last: holds: +0.020 [+0.020" in text
+    assert "at first: holds: +0.050 [" in text and "ahead at last: holds: +0.030 [" in text
+    svg = steps_picture(study, rows)
+    assert svg.count(">rope, best theta<") == 1 and ">rope_100<" not in svg
 
 
 def test_a_study_that_repeats_another(study_of, tmp_path):
