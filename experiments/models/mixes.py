@@ -57,6 +57,36 @@ def rope_500(head_dim: int) -> pe.Scheme:
     return pe.RoPE(head_dim=head_dim, theta=500.0)
 
 
-def t5_unscaled(num_heads: int, trained_length: int) -> tuple[pe.LayerSpec, ...]:
-    """Returns layers with T5's bias and its own factor on q . k, which is one."""
-    return (pe.LayerSpec(pe.T5(num_heads=num_heads, max_distance=trained_length), scale=1.0),)
+def t5_own_scale(num_heads: int, head_dim: int, trained_length: int) -> tuple[pe.LayerSpec, ...]:
+    """Returns layers with T5's bias and logit scale, where the model has 1/sqrt(H)."""
+    return _own_scale(pe.T5(num_heads=num_heads, max_distance=trained_length), head_dim)
+
+
+def cable_own_scale(num_heads: int, head_dim: int, model_dim: int) -> tuple[pe.LayerSpec, ...]:
+    """Returns layers with CABLE and its logit scale."""
+    return _own_scale(pe.contrib.CABLE(num_heads, model_dim), head_dim)
+
+
+def tupe_own_scale(
+    num_heads: int, head_dim: int, model_dim: int, max_length: int
+) -> tuple[pe.LayerSpec, ...]:
+    """Returns layers with TUPE and its logit scale."""
+    return _own_scale(pe.TUPE(num_heads, head_dim, model_dim, max_length), head_dim)
+
+
+def deberta_own_scale(
+    num_heads: int, head_dim: int, model_dim: int, trained_length: int
+) -> tuple[pe.LayerSpec, ...]:
+    """Returns layers with DeBERTa, in buckets up to the trained length, and its logit scale."""
+    span, farthest = trained_length // 2, trained_length
+    scheme = pe.DeBERTa(num_heads, head_dim, model_dim, span=span, max_distance=farthest)
+    return _own_scale(scheme, head_dim)
+
+
+def inkling_own_scale(num_heads: int, head_dim: int, model_dim: int) -> tuple[pe.LayerSpec, ...]:
+    """Returns layers with Inkling and its logit scale."""
+    return _own_scale(pe.Inkling(num_heads, model_dim), head_dim)
+
+
+def _own_scale(scheme: pe.Scheme, head_dim: int) -> tuple[pe.LayerSpec, ...]:
+    return (pe.LayerSpec(scheme, scale=scheme.logit_scale(head_dim)),)

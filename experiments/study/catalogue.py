@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 
 from experiments.pages import plots
 from experiments.pages.page import as_csv, fill
@@ -15,7 +16,7 @@ from experiments.study.comparison import FLAT, holm, t_tests
 from experiments.study.numbers import ratio
 from experiments.study.page import origin
 from experiments.study.plan import Study
-from experiments.study.rows import Row, Rows
+from experiments.study.rows import Row, Rows, curve_of
 
 _SHOWN = 0.1
 """How far beyond the baseline's score a scheme may be to be in the picture."""
@@ -68,7 +69,9 @@ def catalogue_page(
         limit=f"{FLAT:g}",
         shown=f"{_SHOWN:g}",
         picture=pictures.get("", ""),
-        finalists=[_finalists(study, size, rows[size], results) for size in further if rows[size]],
+        finalists=[
+            _finalists(study, size, rows[size], screen, results) for size in further if rows[size]
+        ],
         origin=origin([result for run in runs if (result := results(run))], clock),
         **(_summary(screen, [rows[size] for size in further], baseline) if screen else {}),
         **places,
@@ -127,17 +130,32 @@ def _rate(row: Row) -> str:
     return f"{rate:g}{'*' if row.selection.is_edge(rate) else ''}"
 
 
-def _finalists(study: Study, size: str, rows: Mapping[str, Row], results: Lookup) -> dict[str, Any]:
+def _finalists(
+    study: Study, size: str, rows: Mapping[str, Row], screen: Mapping[str, Row], results: Lookup
+) -> dict[str, Any]:
     """The table of a size with more seeds."""
-    baseline = study.about.baseline
-    screen = next(iter(study.cells.values()))[baseline].about.seeds
+    baseline, curve = study.about.baseline, curve_of(rows[study.about.baseline], results)
+    chose = screen[baseline].cell.about.seeds
     lines = []
     for scheme, row in rows.items():
-        difference = in_words(row.against()[screen:], 3, "+", row.shifts_against)
+        difference = in_words(row.against()[chose:], 3, "+", row.shifts_against)
         lines.append([label(scheme), f"{mean(row.at_trained_length):.3f}"])
         lines[-1] += ["" if scheme == baseline else difference, f"{mean(_longest(row)):.3f}"]
+        if curve:
+            lines[-1].append(
+                "" if scheme == baseline else _in_time(row, screen[scheme].step, curve)
+            )
     about, count = rows[baseline].cell.about, len(study.compared(size, results))
-    return {"name": size, "about": about, "rows": lines, "schemes": count}
+    return {"name": size, "about": about, "rows": lines, "schemes": count, "curve": curve}
+
+
+def _in_time(row: Row, step: float | None, curve: Mapping[float, float]) -> str:
+    """Returns the difference to the baseline with as much time, read off its scores by steps."""
+    if step is None:
+        return ""
+    at_step = np.interp(np.log2(step), np.log2([*curve]), [*curve.values()])
+    bound = "" if step <= max(curve) else "> " if row.cell.task.labels.sign > 0 else "< "
+    return f"{bound}{mean(row.at_trained_length) - at_step:+.3f}"
 
 
 def catalogue_picture(study: Study, rows: Rows) -> str:

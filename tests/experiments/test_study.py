@@ -494,6 +494,13 @@ def test_the_best_run_with_more_seeds(study_of):
     beyond = 32 / 48 * np.mean([HEIGHT["rope"] + 0.002 * seed for seed in range(4)])
     assert f"| rope | {1.5 * beyond:.3f} |  | {beyond:.3f} |" in section
     assert "1 of 1 schemes with 4 seeds" in finalists(more.replace("best = 2", "best = 1"))[1]
+    # RoPE's 0.903 grows by 0.01 with twice the steps; a step of KERPLE takes 5 / 4 of its time.
+    timed = study_of(CATALOGUE + more + "budgets = [0.5, 2.0]\n")
+    of_time, _ = rows_by_size(timed, results, CLOCK)
+    text = catalogue_page(timed, of_time, results, CLOCK, {}, **PLACES)
+    assert "| to rope in its time |" in text
+    kerple = 0.409 - 0.903 - 0.01 * np.log2(10 / 8)
+    assert re.search(rf"\| kerple \|.*\| {kerple:+.3f} \|\n", text)
     always = more.replace("best = 2", 'best = 1\nalways = ["none"]')
     assert "2 of 2 schemes with 4 seeds: the 1 with" in finalists(always)[1]
 
