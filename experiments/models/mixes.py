@@ -77,7 +77,11 @@ def tupe_own_scale(
 def deberta_own_scale(
     num_heads: int, head_dim: int, model_dim: int, trained_length: int
 ) -> tuple[pe.LayerSpec, ...]:
-    """Returns layers with DeBERTa, in buckets up to the trained length, and its logit scale."""
+    """Returns layers with DeBERTa, in buckets up to the trained length, and its logit scale.
+
+    >>> deberta_own_scale(2, 12, 24, 128)[0].scale == 36**-0.5
+    True
+    """
     span, farthest = trained_length // 2, trained_length
     scheme = pe.DeBERTa(num_heads, head_dim, model_dim, span=span, max_distance=farthest)
     return _own_scale(scheme, head_dim)

@@ -291,7 +291,7 @@ def varied(position: Position, name: str, trained: int, length: int) -> Position
       name: ntk, pi and yarn: the frequency map, with factor = length / trained.
         rerope: distances from a quarter of the trained length on are equal, as in its repository.
         window, window_N: attention to the last `trained` tokens, or N.
-        sinks: attention to as many as were trained, the first four among them.
+        sinks: the same number as `window`, with the first four tokens in place of four recent ones.
       trained, length: in training, and in evaluation.
 
     Returns:

@@ -47,17 +47,17 @@ def losses(row: Row) -> dict[str, str]:
 
 
 def variant_cells(row: Row) -> dict[str, tuple[str, str, str]]:
-    """Returns what tables say of variants, relative to the same runs' scores at the trained length.
+    """Returns the cells of variants, relative to the same runs' scores at the trained length.
 
     By name: the score at the trained length, its difference, and the loss at the longest length.
     """
     task, cells = row.cell.task, {}
-    own = mean(map(score, row.varied))
+    unchanged = mean(map(score, row.varied))
     for name, by_length in row.variants.items():
         trained = by_length.get(task.train_length, [])
         loss = task.labels.sign * mean(by_length.get(task.longest, []))
         cells[label(row.cell.scheme, name)] = (
-            f"{own + mean(trained):.3f}" if trained else "",
+            f"{unchanged + mean(trained):.3f}" if trained else "",
             in_words(trained, sign="+") if trained else "",
             "" if math.isnan(loss) else f"{loss:+.2f}",
         )

@@ -34,7 +34,7 @@ def against_best(
 
 
 def outcome(first: Bounds, last: Bounds) -> str:
-    """Returns what a scheme's differences after the fewest and the most steps say.
+    """Returns the kind of a lead, from differences after the fewest and the most steps.
 
     >>> outcome((-0.1, -0.12, -0.08), (-0.01, -0.015, -0.005))
     'speed'
@@ -106,7 +106,7 @@ def _score(row: Row | None) -> str:
 
 
 def _criteria(ends: list[Mapping[str, Row]]) -> dict[str, str]:
-    """Returns the criteria with what they say; none before both ends have their schemes."""
+    """Returns the criteria with their outcomes; none before both ends have their schemes."""
     if not all({*_THETAS, "t5"} <= {*map(short, rows)} for rows in ends):
         return {}
     first, last = (against_best(rows)[1]["t5"].against() for rows in ends)
