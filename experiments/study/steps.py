@@ -15,13 +15,14 @@ from experiments.study.page import origin
 from experiments.study.plan import Study
 from experiments.study.rows import Bounds, Row, Rows
 
-_THETAS = {"rope": "10,000", "rope_500": "500", "rope_100": "100"}
+THETAS = {"rope": "10,000", "rope_500": "500", "rope_100": "100"}
+"""Bases of the frequencies by the names of schemes."""
 _CLOSE = 0.02
 """The greatest difference of schemes that are equal in the limit."""
 
 
 def against_best(
-    rows: Mapping[str, Row], names: Mapping[str, str] = _THETAS
+    rows: Mapping[str, Row], names: Mapping[str, str] = THETAS
 ) -> tuple[str, dict[str, Row]]:
     """Returns the RoPE that is best on validation text, and all rows with differences to it."""
     by_name = {short(scheme): row for scheme, row in rows.items()}
@@ -76,9 +77,9 @@ def steps_page(
     ends = [sizes[size][1] for size in (first, last) if size in sizes]
     lines = []
     for name in map(short, study.about.schemes):
-        if name in _THETAS:
+        if name in THETAS:
             texts = [_score(of_size.get(name)) for _, of_size in sizes.values()]
-            lines.append([f"{name}, theta {_THETAS[name]}", *texts, ""])
+            lines.append([f"{name}, theta {THETAS[name]}", *texts, ""])
         else:
             of_sizes = [of_size.get(name) for _, of_size in sizes.values()]
             texts = [row.difference_in_words() if row else "" for row in of_sizes]
@@ -93,7 +94,7 @@ def steps_page(
         expected=len(runs),
         criteria=_criteria([rows[first], rows[last]]),
         sizes=sizes,
-        thetas=_THETAS,
+        thetas=THETAS,
         rows=lines,
         picture=pictures.get("", ""),
         origin=origin(known, None),
@@ -107,11 +108,11 @@ def _score(row: Row | None) -> str:
 
 def _criteria(ends: list[Mapping[str, Row]]) -> dict[str, str]:
     """Returns the criteria with their outcomes; none before both ends have their schemes."""
-    if not all({*_THETAS, "t5"} <= {*map(short, rows)} for rows in ends):
+    if not all({*THETAS, "t5"} <= {*map(short, rows)} for rows in ends):
         return {}
     first, last = (against_best(rows)[1]["t5"].against() for rows in ends)
     less = [b - a / 2 for a, b in zip(first, last, strict=True)]
-    others = {name: theta for name, theta in _THETAS.items() if name != "rope"}
+    others = {name: theta for name, theta in THETAS.items() if name != "rope"}
     gains = [against_best(rows, others)[1]["rope"].against() for rows in ends]
     return {
         "T5's lead is at most half as large at last": _verdict(less),
@@ -126,7 +127,7 @@ def steps_picture(study: Study, rows: Rows) -> str:
     for of_size in rows.values():
         best, by_name = against_best(of_size) if of_size else ("", {})
         for name, row in by_name.items():
-            shown = "rope, best theta" if name == best else "" if name in _THETAS else name
+            shown = "rope, best theta" if name == best else "" if name in THETAS else name
             bounds = interval(row.at_trained_length, row.shifts)
             lines.setdefault(shown, {})[row.run.task.train.steps] = bounds
     lines.pop("", None)

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
+import posenc_jax as pe
 from experiments.__main__ import main
 from experiments.errors import ConfigError
+from experiments.models.schemes import short
 from experiments.pages import plots
 from experiments.pages.tables import interval
 from experiments.runs.results import packed
@@ -27,7 +29,7 @@ from experiments.study.comparison import holm, t_tests
 from experiments.study.numbers import numbers
 from experiments.study.page import drawing, page
 from experiments.study.rows import curve_of, gain, rows_of
-from experiments.study.steps import steps_page, steps_picture
+from experiments.study.steps import THETAS, steps_page, steps_picture
 from experiments.training.train import of_program
 from tests.support import slow
 
@@ -418,6 +420,22 @@ def test_leads_of_speed_and_of_the_limit(study_of):
     assert "at first: holds: +0.050 [" in text and "ahead at last: holds: +0.030 [" in text
     svg = steps_picture(study, rows)
     assert svg.count(">rope, best theta<") == 1 and ">rope_100<" not in svg
+
+
+def test_rows_of_other_bases_and_scales_differ_in_these_alone(request):
+    configs = request.config.rootpath / "configs"
+    steps, more = (
+        plan.load(configs / f"study_{name}.toml") for name in ("steps", "catalogue_more")
+    )
+    rows = {short(k): cell.grid[0].position for k, cell in steps.cells["16,000"].items()}
+    for name, theta in THETAS.items():
+        assert rows[name] == rows["rope"].replace(theta=float(theta.replace(",", "")))
+    screen = {short(k): cell.grid[0].position for k, cell in more.cells["small"].items()}
+    for name in ("t5", "cable", "tupe", "deberta", "inkling"):
+        (layer, _) = screen[f"{name}_own_scale"]
+        scale = {"t5": 1, "cable": 1, "tupe": 48**-0.5, "deberta": 72**-0.5, "inkling": 1 / 24}
+        assert layer == pe.LayerSpec(screen[name], scale=layer.scale)
+        assert layer.scale == pytest.approx(scale[name])
 
 
 def test_a_study_that_repeats_another(study_of, tmp_path):
