@@ -49,7 +49,8 @@ def losses(row: Row) -> dict[str, str]:
 def variant_cells(row: Row) -> dict[str, tuple[str, str, str]]:
     """Returns the cells of variants, relative to the same runs' scores at the trained length.
 
-    By name: the score at the trained length, its difference, and the loss at the longest length.
+    By name: the score at the trained length and its difference, if it has one, and the loss at
+    the longest length.
     """
     task, cells = row.cell.task, {}
     unchanged = mean(map(score, row.varied))
@@ -57,8 +58,8 @@ def variant_cells(row: Row) -> dict[str, tuple[str, str, str]]:
         trained = by_length.get(task.train_length, [])
         loss = task.labels.sign * mean(by_length.get(task.longest, []))
         cells[label(row.cell.scheme, name)] = (
-            f"{unchanged + mean(trained):.3f}" if trained else "",
-            in_words(trained, sign="+") if trained else "",
+            f"{unchanged + mean(trained):.3f}" if any(trained) else "",
+            in_words(trained, sign="+") if any(trained) else "",
             "" if math.isnan(loss) else f"{loss:+.2f}",
         )
     return cells
