@@ -35,7 +35,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from experiments.bench import accelerator_page
-from experiments.bench.accelerator_times import SCHEMES
+from experiments.bench.accelerator_times import SCHEMES, TIMED
+from experiments.bench.cases import positives
 from experiments.errors import ConfigError, ExperimentError
 from experiments.runs.environment import processor, usable_cores, versions
 from experiments.runs.files import to_json, write_whole
@@ -78,12 +79,14 @@ def main(arguments: list[str]) -> int:
     add(
         "--parts", nargs="+", choices=PARTS, default=[*PARTS], metavar="PART", help="(default: all)"
     )
-    add("--lengths", default="4096,16384", help="T of the times (default: 4096,16384)")
-    add("--schemes", nargs="+", default=SCHEMES, metavar="NAME", help="of the times")
+    add("--lengths", type=positives, default=(4096, 16384), help="T (default: 4096,16384)")
+    add("--schemes", nargs="+", choices=TIMED, default=SCHEMES, metavar="NAME", help="of the times")
     try:
         options = parser.parse_args(arguments)
+        if not options.minutes > 0:
+            parser.error(f"argument --minutes: must be above 0, got {options.minutes:g}")
         return Run(options).run()
-    except (ExperimentError, DeviceError) as error:
+    except (ExperimentError, DeviceError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -96,6 +99,7 @@ class Run:
 
     def __init__(self, options: argparse.Namespace):
         self.options, self.out = options, options.out
+        self.lengths = f"--lengths={','.join(map(str, options.lengths))}"
         self.began, self.platform = time.monotonic(), ""
         self.about: dict[str, Any] = {}
         self.steps: list[dict[str, Any]] = []
@@ -147,7 +151,7 @@ class Run:
         lost = {row["implementation"] for row in self.steps if lost_the_chip(row)}
         for word in sorted(lost):
             self.say(f"{word} is not timed: a step of it did not end")
-        more = ["--lengths", self.options.lengths, "--schemes", *self.options.schemes]
+        more = [self.lengths, "--schemes", *self.options.schemes]
         more += ["--without", *lost] if lost else []
         file, end = self.cleared("times.json"), time.monotonic() + seconds
         # A program that ends its process costs its group: the next process goes on after that.
@@ -160,7 +164,7 @@ class Run:
         """Times PyTorch."""
         if self.platform != "gpu" or importlib.util.find_spec("torch") is None:
             return self.say("torch: not installed, or no GPU")
-        arguments = [f"--json={self.cleared('torch.json')}", f"--lengths={self.options.lengths}"]
+        arguments = [f"--json={self.cleared('torch.json')}", self.lengths]
         arguments.append(f"--seconds={seconds - 15}")
         self.children("torch", [arguments], seconds, {"JAX_PLATFORMS": "cpu"})
         self.say(_tail(self.out / "torch.txt", 12))

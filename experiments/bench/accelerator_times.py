@@ -39,6 +39,7 @@ from experiments.runs.files import to_json, write_whole
 
 FORWARD, BOTH = "forward", "forward+backward"
 SCHEMES = "none", "t5", "fox", "inkling", "alibi"
+TIMED = (*pe.SCHEMES, "shaw_keys")
 NO_ANSWER = 20.0
 """Seconds after which calls end the process."""
 Call = Callable[[], Any]
@@ -342,7 +343,7 @@ def main(arguments: list[str]) -> int:
     add("--json", type=Path, required=True, metavar="FILE", help="the rows")
     add("--seconds", type=float, default=140.0, help="(default: 140)")
     add("--lengths", type=positives, default=(4096, 16384), help="T (default: 4096,16384)")
-    add("--schemes", nargs="+", choices=[*pe.SCHEMES, "shaw_keys"], default=SCHEMES, metavar="NAME")
+    add("--schemes", nargs="+", choices=TIMED, default=SCHEMES, metavar="NAME")
     add("--without", nargs="*", default=(), help="implementations to leave out")
     add("--threads", type=int, default=4, help="programs that are compiled at once (default: 4)")
     options = parser.parse_args(arguments)

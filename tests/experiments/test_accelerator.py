@@ -224,7 +224,7 @@ def test_a_part_ends_when_its_time_is_over(monkeypatch, tmp_path, capsys):
     slow.write_text("#!/bin/sh\necho measured\nsleep 20\n")
     slow.chmod(0o700)
     monkeypatch.setattr(accelerator.sys, "executable", str(slow))
-    run = accelerator.Run(argparse.Namespace(out=tmp_path))
+    run = accelerator.Run(argparse.Namespace(out=tmp_path, lengths=()))
     assert run.children("times", [[], []], 0.5) == ["ended after 0 s"] * 2
     assert capsys.readouterr().out == "times: ended after 0 s\nmeasured\nmeasured\n" * 2
 
@@ -234,6 +234,9 @@ def test_a_part_ends_when_its_time_is_over(monkeypatch, tmp_path, capsys):
     [
         (["--on=tpu"], "--on tpu: JAX runs on gpu here"),
         (["--parts", "time"], "invalid choice: 'time'"),
+        (["--lengths=4096,long"], "argument --lengths"),
+        (["--minutes=nan"], "argument --minutes: must be above 0, got nan"),
+        (["--schemes", "t6"], "invalid choice: 't6'"),
         (["--rouds=3"], "unrecognized arguments: --rouds=3"),
     ],
 )
