@@ -23,7 +23,7 @@ import posenc_jax as pe
 from experiments.bench.cases import sizes_of
 from posenc_jax.kernels.checks.runner import write
 
-BATCH, LENGTH, HEADS, DIM, STEPS = 2, 128, 2, 64, 4
+BATCH, LENGTH, HEADS, DIM, STEPS = 2, 128, 2, 64, 8
 SIZES = sizes_of(HEADS, DIM, LENGTH) | {"num_kv_heads": HEADS}
 IMAGE: dict[str, dict[str, Any]] = {"swin": {"window": (16, 16)}}
 IMAGE["swin_v2"] = {"window": (16, 16), "width": 16}
