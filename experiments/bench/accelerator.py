@@ -6,8 +6,8 @@ It needs jax and numpy alone; parts that need more packages are left out without
 in FOLDER, and is written as it is measured. Parts run one after the other, in processes of their
 own, and end when their share of the time is over:
 
-  steps     `posenc_jax.kernels`: both passes and decoding against float64, and tiles of the
-            default size. steps.jsonl has their outcomes.
+  steps     `posenc_jax.kernels`: both passes and decoding against "reference" on the CPU, and tiles
+            of the default size: steps.jsonl
   times     attention with schemes by each implementation, `jax.nn`, a bias per pair, and the shape
             of a released model (`accelerator_times`): times.json
   torch     SDPA and FlexAttention of PyTorch on the same GPU (`accelerator_torch`): torch.json
