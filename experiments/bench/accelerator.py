@@ -12,7 +12,7 @@ own, and end when their share of the time is over:
             of a released model (`accelerator_times`): times.json
   torch     SDPA and FlexAttention of PyTorch on the same GPU (`accelerator_torch`): torch.json
   schemes   every scheme by every implementation, gradients and decode steps
-            (`accelerator_schemes`): schemes.jsonl
+            (`accelerator_schemes`): schemes_1.jsonl and so on
   train     a training step of five schemes with 25 million parameters (configs/gpu_clock.toml,
             needs the packages of `experiments`; `make kit` brings them): clock.json
 

@@ -108,13 +108,13 @@ def main(arguments: list[str]) -> int:
     part, parts = map(int, options.part.split("/"))
     end = time.monotonic() + options.seconds
     for name in options.schemes[part - 1 :: parts]:
-        run = comparison(name)
+        run = comparison(name) if time.monotonic() < end else None
         for word, dtype in CASES:
             row = {"scheme": name, "implementation": word or "default", "dtype": dtype}
             began = time.monotonic()
             try:
                 with jax.default_matmul_precision("highest"):
-                    x = run(word, dtype) if began < end else None
+                    x = run(word, dtype) if run and began < end else None
                 right = "right" if x is not None and x < LIMITS[dtype] else "wrong"
                 row |= {"outcome": "skipped"} if x is None else {"outcome": right, "error": x}
             except NotImplementedError:
