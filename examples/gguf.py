@@ -125,6 +125,13 @@ class _File:
     def __init__(self, path):
         import gguf
 
+        class Reader(gguf.GGUFReader):
+            def _get(self, offset, dtype, count=1, override_order=None):
+                # Else a damaged count of 2^40 is a loop as long.
+                if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
+                    raise ValueError("it ends early")
+                return super()._get(offset, dtype, count, override_order)
+
         self.path = path
         with path.open("rb") as file:
             start = file.read(8)
@@ -133,7 +140,7 @@ class _File:
         if start[4:6] == b"\0\0":
             raise self.error("is big-endian, which is not supported")
         try:
-            reader = gguf.GGUFReader(path)
+            reader = Reader(path)
         except Exception as error:
             message = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise self.error(f"is truncated or damaged ({message})") from None
@@ -165,6 +172,8 @@ class _File:
         import gguf
 
         for name, tensor in self.tensors.items():
+            if not tensor.n_elements:
+                raise self.error(f"has the tensor {name!r} without elements")
             _, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
             try:
                 gguf.dequantize(np.zeros((1, size), np.uint8), tensor.tensor_type)

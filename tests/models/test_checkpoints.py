@@ -148,6 +148,11 @@ def test_damaged_files_are_refused_in_one_line(tmp_path):
         with pytest.raises(ValueError, match=r"not a GGUF file|truncated or damaged") as error:
             read(file)
         assert "\n" not in str(error.value)
+    count = whole.index(b"ggml.token_type") + 15 + 8  # After two types.
+    assert whole[count : count + 8] == len(_TOKENS).to_bytes(8, "little")
+    file.write_bytes(whole[:count] + (10**6).to_bytes(8, "little") + whole[count + 8 :])
+    with pytest.raises(ValueError, match=r"damaged \(it ends early\)"):
+        read(file)
     file.write_bytes(whole[:4] + whole[4:8][::-1] + whole[8:])
     with pytest.raises(ValueError, match="big-endian"):
         read(file)
@@ -156,6 +161,9 @@ def test_damaged_files_are_refused_in_one_line(tmp_path):
     config, state = small()
     gguf_files.write(file, config, state | {"model.norm.weight": np.zeros(32, np.int8)})
     with pytest.raises(ValueError, match=r"'output_norm\.weight' of type I8"):
+        read(file)
+    gguf_files.write(file, config, state | {"model.norm.weight": np.zeros(0, np.float32)})
+    with pytest.raises(ValueError, match=r"'output_norm\.weight' without elements"):
         read(file)
 
 
