@@ -169,9 +169,7 @@ def test_the_committed_page_is_that_of_the_committed_results(request):
     outcomes = [judge(claim, root / "results" / "scoreboard") for claim in claims]
     assert (root / "docs" / "results.md").read_text() == page(outcomes)
     assert (root / "docs" / "results.csv").read_text() == numbers(outcomes)
-    names = {
-        run.name for c in claims for s in range(c.about.seeds) for run in c.of_seed(s).values()
-    }
+    names = {run.name for c in claims for s in c.seeds for run in c.of_seed(s).values()}
     known = packed(root / "results" / "scoreboard")
     assert known.keys() <= names  # Others would never be read.
 
