@@ -1,16 +1,17 @@
 """The page of a study whose sizes are numbers of steps: which leads are of speed, which remain?"""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
+from scipy import special
 
 from experiments.models.schemes import short
 from experiments.pages import plots
 from experiments.pages.page import fill
-from experiments.pages.tables import Lookup, in_words, interval, mean
-from experiments.study.comparison import sign
+from experiments.pages.tables import Lookup, interval, mean
+from experiments.study.comparison import sign, t_tests
 from experiments.study.page import origin
 from experiments.study.plan import Study
 from experiments.study.rows import Bounds, Row, Rows
@@ -19,19 +20,51 @@ THETAS = {"rope": "10,000", "rope_500": "500", "rope_100": "100"}
 """Bases of the frequencies by the names of schemes."""
 _CLOSE = 0.02
 """The greatest difference of schemes that are equal in the limit."""
+_SHOWN = 0.2
+"""How far behind RoPE a scheme of the picture may be."""
 
 
-def against_best(
-    rows: Mapping[str, Row], names: Mapping[str, str] = THETAS
-) -> tuple[str, dict[str, Row]]:
-    """Returns the RoPE that is best on validation text, and all rows with differences to it."""
+@dataclasses.dataclass(frozen=True)
+class Lead:
+    """A difference of means, with a standard error from the pooled spread of all schemes."""
+
+    mean: float
+    error: float
+    degrees: int
+
+    @property
+    def bounds(self) -> Bounds:
+        """The mean and its 95 % interval by Student's t."""
+        half = float(special.stdtrit(self.degrees, 0.975)) * self.error
+        return self.mean, self.mean - half, self.mean + half
+
+    def __str__(self) -> str:
+        """Returns the mean and its interval."""
+        return "{:+.3f} [{:+.3f}, {:+.3f}]".format(*self.bounds)
+
+
+def leads(rows: Mapping[str, Row], thetas: Collection[str] = THETAS) -> tuple[str, dict[str, Lead]]:
+    """Returns the RoPE that is best on validation text, and differences of all schemes to it.
+
+    Args:
+      rows: by scheme.
+      thetas: the names of RoPE among which the best is chosen.
+    """
     by_name = {short(scheme): row for scheme, row in rows.items()}
-    view = next(iter(rows.values())).run.task.selection_view
-    length = next(iter(rows.values())).run.task.train_length
-    best = min(names.keys() & by_name, key=lambda name: mean(by_name[name].values(view, length)))
-    reference = by_name[best]
-    changes = {"baseline": reference.results, "baseline_selection": reference.selection}
-    return best, {name: dataclasses.replace(row, **changes) for name, row in by_name.items()}
+    task = rows["rope"].run.task
+
+    def validated(name: str) -> float:
+        return mean(by_name[name].values(task.selection_view, task.train_length))
+
+    best = min([name for name in thetas if name in by_name], key=validated)
+    scores = {name: row.at_trained_length for name, row in by_name.items()}
+    degrees, (_, spread) = sum(len(x) - 1 for x in scores.values()), t_tests(scores, scores[best])
+
+    def lead(x: Sequence[float]) -> Lead:
+        error = spread * (1 / len(x) + 1 / len(scores[best])) ** 0.5
+        return Lead(mean(x) - mean(scores[best]), error, degrees)
+
+    return best, {name: lead(x) for name, x in scores.items() if x}
 
 
 def outcome(first: Bounds, last: Bounds) -> str:
@@ -51,11 +84,11 @@ def outcome(first: Bounds, last: Bounds) -> str:
     return "limit" if beyond else "not resolved"
 
 
-def _verdict(values: list[float], least: float = 0.0) -> str:
+def _verdict(lead: Lead, least: float = 0.0) -> str:
     """Returns whether a criterion holds: that a mean is at least a threshold."""
-    _, low, high = interval(values)
+    _, low, high = lead.bounds
     word = "holds" if low >= least else "fails" if high < least else "is not resolved"
-    return f"{word}: {in_words(values, sign='+')}"
+    return f"{word}: {lead}"
 
 
 def steps_page(
@@ -72,20 +105,20 @@ def steps_page(
     """
     runs = list({run.name: run for run in study.runs(results, None)}.values())
     known = [result for run in runs if (result := results(run))]
-    sizes = {size: against_best(of_size) for size, of_size in rows.items() if of_size}
+    sizes = {size: leads(of_size) for size, of_size in rows.items() if of_size}
     first, *_, last = study.cells
-    ends = [sizes[size][1] for size in (first, last) if size in sizes]
     lines = []
-    for name in map(short, study.about.schemes):
+    for scheme in study.about.schemes:
+        name, of_sizes = short(scheme), [of_size for _, of_size in sizes.values()]
+        texts = [str(of_size.get(name, "")) for of_size in of_sizes]
         if name in THETAS:
-            texts = [_score(of_size.get(name)) for _, of_size in sizes.values()]
-            lines.append([f"{name}, theta {THETAS[name]}", *texts, ""])
-        else:
-            of_sizes = [of_size.get(name) for _, of_size in sizes.values()]
-            texts = [row.difference_in_words() if row else "" for row in of_sizes]
-            both = len(ends) == 2 and all(name in of_size for of_size in ends)
-            bounds = [of_size[name].difference for of_size in ends] if both else []
-            lines.append([name, *texts, outcome(*bounds) if both else ""])
+            known_rows = [rows[size].get(scheme) for size in sizes]
+            texts = [f"{mean(row.at_trained_length):.3f}" if row else "" for row in known_rows]
+            name += f", theta {THETAS[name]}"
+        elif first in sizes and last in sizes:
+            ends = [sizes[size][1].get(name) for size in (first, last)]
+            texts.append(outcome(*(lead.bounds for lead in ends if lead)) if all(ends) else "")
+        lines.append([name, *texts, *[""] * (1 + len(sizes) - len(texts))])
     return fill(
         Path(__file__).with_name("steps.md.jinja"),
         about=study.about,
@@ -102,22 +135,19 @@ def steps_page(
     )
 
 
-def _score(row: Row | None) -> str:
-    return f"{mean(row.at_trained_length):.3f}" if row else ""
-
-
 def _criteria(ends: list[Mapping[str, Row]]) -> dict[str, str]:
     """Returns the criteria with their outcomes; none before both ends have their schemes."""
     if not all({*THETAS, "t5"} <= {*map(short, rows)} for rows in ends):
         return {}
-    first, last = (against_best(rows)[1]["t5"].against() for rows in ends)
-    less = [b - a / 2 for a, b in zip(first, last, strict=True)]
-    others = {name: theta for name, theta in THETAS.items() if name != "rope"}
-    gains = [against_best(rows, others)[1]["rope"].against() for rows in ends]
+    first, last = (leads(rows)[1]["t5"] for rows in ends)
+    error = (last.error**2 + first.error**2 / 4) ** 0.5
+    less = Lead(last.mean - first.mean / 2, error, min(first.degrees, last.degrees))
+    gains = [leads(rows, [name for name in THETAS if name != "rope"])[1]["rope"] for rows in ends]
+    left = dataclasses.replace(gains[1], mean=_CLOSE - gains[1].mean)
     return {
         "T5's lead is at most half as large at last": _verdict(less),
         f"Theta 100 or 500 is {_CLOSE} ahead of 10,000 at first": _verdict(gains[0], _CLOSE),
-        f"It is less than {_CLOSE} ahead at last": _verdict([_CLOSE - x for x in gains[1]]),
+        f"It is less than {_CLOSE} ahead at last": _verdict(left),
     }
 
 
@@ -125,9 +155,11 @@ def steps_picture(study: Study, rows: Rows) -> str:
     """Returns the plot of scores against steps, as <svg>; a line per scheme, one for RoPE."""
     lines: dict[str, dict[int, Bounds]] = {}
     for of_size in rows.values():
-        best, by_name = against_best(of_size) if of_size else ("", {})
-        for name, row in by_name.items():
-            shown = "rope, best theta" if name == best else "" if name in THETAS else name
+        best, differences = leads(of_size) if of_size else ("", {})
+        for scheme, row in of_size.items():
+            name = short(scheme)
+            shown = "" if name in THETAS or differences[name].mean > _SHOWN else name
+            shown = "rope, best theta" if name == best else shown
             bounds = interval(row.at_trained_length, row.shifts)
             lines.setdefault(shown, {})[row.run.task.train.steps] = bounds
     lines.pop("", None)

@@ -406,20 +406,22 @@ def test_leads_of_speed_and_of_the_limit(study_of):
     @functools.cache
     def results(run):
         value = losses[run.scheme][run.task.train.steps == 1600]
-        value += 0.001 * (run.seed % 2) * (run.scheme == "alibi")
+        value += 0.001 * (-1) ** run.seed
         scores = {view: {"128": value} for view in ("nonoverlapping", "validation")}
         return Result({}, "done", "", {}, "", "", scores=scores)
 
     rows = rows_by_size(study, results)[0]
     text = " ".join(steps_page(study, rows, results, {}, **PLACES).split())
-    assert "on validation text: 100 after few steps, 10,000 after many steps." in text
+    assert " of all schemes: 100 after few steps, 10,000 after many steps. | scheme |" in text
     assert "| rope_100, theta 100 | 2.550 | 2.110 | |" in text
-    assert "| t5 | -0.100 [-0.100, -0.100] | -0.030 [-0.030, -0.030] | limit |" in text
-    assert "| alibi | -0.099 [" in text and "-0.003] | speed |" in text
-    assert "half as large at last: holds: +0.020 [+0.020" in text
+    half = stats.t.ppf(0.975, 6) * 0.001 * 2**0.5  # Six schemes of two seeds.
+    at_last = f"-0.030 [{-0.03 - half:.3f}, {-0.03 + half:.3f}]"
+    assert f"| t5 | -0.100 [-0.103, -0.097] | {at_last} | limit |" in text
+    assert "| alibi | -0.100 [" in text and "-0.007] | speed |" in text
+    assert f"half as large at last: holds: +0.020 [{0.02 - half * 1.25**0.5:+.3f}" in text
     assert "at first: holds: +0.050 [" in text and "ahead at last: holds: +0.030 [" in text
     svg = steps_picture(study, rows)
-    assert svg.count(">rope, best theta<") == 1 and ">rope_100<" not in svg
+    assert svg.count(">rope, best theta<") == 1 and ">none<" not in svg
 
 
 def test_rows_of_other_bases_and_scales_differ_in_these_alone(request):
