@@ -137,9 +137,10 @@ def steps_page(
 
 def _criteria(ends: list[Mapping[str, Row]]) -> dict[str, str]:
     """Returns the criteria with their outcomes; none before both ends have their schemes."""
-    if not all({*THETAS, "t5"} <= {*map(short, rows)} for rows in ends):
+    compared = [leads(rows)[1] if rows else {} for rows in ends]
+    if not all({*THETAS, "t5"} <= of_size.keys() for of_size in compared):
         return {}
-    first, last = (leads(rows)[1]["t5"] for rows in ends)
+    first, last = (of_size["t5"] for of_size in compared)
     error = (last.error**2 + first.error**2 / 4) ** 0.5
     less = Lead(last.mean - first.mean / 2, error, min(first.degrees, last.degrees))
     gains = [leads(rows, [name for name in THETAS if name != "rope"])[1]["rope"] for rows in ends]
