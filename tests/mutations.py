@@ -699,7 +699,7 @@ MUTATIONS = [
              "interval(self.against(), self.shifts_against)", "interval(self.against())",
              "tests/experiments/test_study.py::test_intervals_hold_the_choice"),
     Mutation("a lower accuracy is no loss", "../experiments/study/comparison.py",
-             "task.labels.sign * mean(rises)", "mean(rises)",
+             "task.labels.sign * mean(b - a for a,", "mean(b - a for a,",
              "tests/experiments/test_study.py::test_the_answer_is_a_table"),
     Mutation("differences that overlap change with size", "../experiments/study/comparison.py",
              "low_last > high or high_last < low", "high_last > high or low_last < low",

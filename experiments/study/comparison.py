@@ -32,18 +32,14 @@ def has_corpora(study: Study) -> bool:
 
 
 def losses(row: Row) -> dict[str, str]:
-    """Returns what is lost from the trained length to the longest, in windows and sliding ones."""
-    task, out = row.cell.task, {}
-    for view in [task.views[0], *(["sliding"] if "sliding" in task.views[1:] else [])]:
-        longest = max(map(int, row.baseline[0].scores.get(view, {})), default=0)
-        if longest > task.train_length:
-            scores = [result.scores.get(view, {}) for result in row.results]
-            pairs = [(x.get(str(task.train_length)), x.get(str(longest))) for x in scores]
-            rises = [b - a for a, b in pairs if a is not None and b is not None]
-            loss = task.labels.sign * mean(rises)
-            name = f"loss at {longest}" + (", sliding" if view == "sliding" else "")
-            out[name] = "" if math.isnan(loss) else f"{loss:+.2f}"
-    return out
+    """Returns what is lost from the trained length to the longest; nothing if that is the same."""
+    task, view = row.cell.task, row.cell.task.views[0]
+    if task.longest == task.train_length:
+        return {}
+    scores = [result.scores.get(view, {}) for result in row.results]
+    pairs = [(x.get(str(task.train_length)), x.get(str(task.longest))) for x in scores]
+    loss = task.labels.sign * mean(b - a for a, b in pairs if a is not None and b is not None)
+    return {f"loss at {task.longest}": "" if math.isnan(loss) else f"{loss:+.2f}"}
 
 
 def variant_cells(row: Row) -> dict[str, tuple[str, str, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.pages import plots
 from experiments.pages.page import fill, provenance
-from experiments.pages.tables import Lookup, label, mean, ordered
+from experiments.pages.tables import Lookup, label, mean
 from experiments.runs.run import Result
 from experiments.study import comparison
 from experiments.study.cell import Cell
@@ -234,7 +234,7 @@ def drawing(study: Study, rows: Rows) -> str:
 
 
 def origin(results: Sequence[Result], clock: Clock | None) -> dict[str, Any] | None:
-    """Returns versions, processors, code, times and data; None without results."""
+    """Returns the processors, the number of runs and their times; None without results."""
     if not results:
         return None
     clocks = []
@@ -243,11 +243,8 @@ def origin(results: Sequence[Result], clock: Clock | None) -> dict[str, Any] | N
             share, processor = clock.others[size], clock.environment["processor"]
             others = "an unknown part" if share is None else f"{share:.1%}"
             clocks.append(dict(size=size, rounds=rounds, processor=processor, others=others))
-    facts = [item for result in results for item in result.environment.items()]
-    corpora = [f"{k}: {v.rpartition(', ')[2]}" for k, v in facts if k.startswith("corpus ")]
     return provenance(results) | {
         "runs": len(results),
         "wall": sum(result.train_seconds + result.compile_seconds for result in results),
         "clock": clocks,
-        "corpora": ordered(corpora),
     }
