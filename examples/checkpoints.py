@@ -64,7 +64,7 @@ def read(path: str | pathlib.Path) -> Checkpoint:
       ValueError: if the file is damaged, or has settings, tensors or types that are not supported.
     """
     path = pathlib.Path(path)
-    if not path.exists():
+    if not path.is_file() and not path.is_dir():
         raise ValueError(f"read: there is no file or folder {str(path)!r}.")
     if path.is_dir() or path.suffix == ".safetensors":
         config, readers, new_tokenizer = _read_safetensors(path)
@@ -90,7 +90,10 @@ def _read_safetensors(path):
     if config.get("quantization_config"):
         raise ValueError(f"read: {str(folder)!r} is quantised, which is read from GGUF files only.")
     index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    parts = _json(index).get("weight_map", {}).values() if index.exists() else ()
+    weight_map = _json(index).get("weight_map") if index.exists() else {}
+    if not isinstance(weight_map, dict) or not all(isinstance(x, str) for x in weight_map.values()):
+        raise ValueError(f"read: {str(index)!r} is damaged: weight_map must name files.")
+    parts = weight_map.values()
     if path.is_dir() or path.name in parts:
         files = [folder / name for name in sorted({*parts})]
         files = files or ([whole] if whole.exists() else sorted(folder.glob("*.safetensors")))
@@ -103,28 +106,36 @@ def _read_safetensors(path):
     def reader(file, name):
         def array():
             with safe_open(file, "np") as arrays:
+                kind = arrays.get_slice(name).get_dtype()
+                if kind not in ("BF16", "F16", "F32", "F64"):
+                    raise ValueError(f"read: {str(file)!r} has {name!r} of type {kind}.")
                 return np.asarray(arrays.get_tensor(name), np.float32)
 
         return array
 
     for file in files:
-        if not file.exists():
-            raise ValueError(f"read: {index.name} names {file.name!r}, which is not there.")
+        if not file.is_file():
+            raise ValueError(f"read: {str(folder)!r} has no file {file.name!r}.")
         try:
             with safe_open(file, "np") as arrays:
-                readers |= {name: reader(file, name) for name in arrays.keys()}
+                new = {name: reader(file, name) for name in arrays.keys()}
         except SafetensorError as error:
             raise ValueError(f"read: {str(file)!r} is damaged: {error}.") from None
+        if twice := new.keys() & readers.keys():
+            raise ValueError(f"read: {str(folder)!r} has {min(twice)!r} in several files.")
+        readers |= new
     # Files of 2023 have frequencies beside the weights, and some repeat a tied embedding.
     readers = {n: x for n, x in readers.items() if not n.endswith(".rotary_emb.inv_freq")}
     config.setdefault("tie_word_embeddings", "lm_head.weight" not in readers)
-    if config["tie_word_embeddings"] and "model.embed_tokens.weight" in readers:
-        readers.pop("lm_head.weight", None)
+    embedding = readers.get("model.embed_tokens.weight")
+    if config["tie_word_embeddings"] and embedding and "lm_head.weight" in readers:
+        if not np.array_equal(readers.pop("lm_head.weight")(), embedding()):
+            raise ValueError(f"read: {str(folder)!r} ties weights that differ.")
     return config, readers, lambda: _tokenizer_json(folder)
 
 
 def _json(file):
-    if not file.exists():
+    if not file.is_file():
         raise ValueError(f"read: {str(file.parent)!r} has no {file.name}.")
     try:
         value = json.loads(file.read_text("utf-8"))
@@ -139,7 +150,7 @@ def _tokenizer_json(folder):
     from tokenizers import Tokenizer
 
     file = folder / "tokenizer.json"
-    if not file.exists():
+    if not file.is_file():
         raise ValueError(f"read: {str(folder)!r} has no tokenizer.json.")
     try:
         return Tokenizer.from_file(str(file))

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 import posenc_jax as pe
-from examples.decoder import Decoder, ModelConfig
+from examples.decoder import ACTIVATIONS, Decoder, ModelConfig
 from examples.weights import State, Weights, fill
 
 _LLAMA = {
@@ -148,7 +148,7 @@ _SYNONYMS = {
     "hidden_size": ("n_embd",),
     "num_attention_heads": ("n_head",),
     "intermediate_size": ("n_inner",),
-    "hidden_act": ("hidden_activation", "activation_function"),
+    "hidden_activation": ("hidden_act", "activation_function"),
     "epsilon": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
 }
 
@@ -162,8 +162,8 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     Raises:
       ValueError: for an unknown model type, a missing key, and settings that it does not support.
     """
-    kind = config["model_type"]
-    if kind not in FAMILIES:
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_config: model_type must be one of {[*FAMILIES]}, got {kind!r}.")
     family = FAMILIES[kind]
     values = {**family.defaults, **config}
@@ -176,13 +176,22 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
             raise ValueError(f"model_config: the {kind} config must have {name!r}.")
         return default[0]
 
-    def derive(name, value):
-        return read(name, value) if name in family.derived else read(name)
+    def check(name, wanted, is_right, *default):
+        value = read(name, *default)
+        if not is_right(value):
+            raise ValueError(f"model_config: {name} must be {wanted}, got {value!r}.")
+        return value
 
-    for name in ("apply_residual_connection_post_layernorm", "use_bidirectional_attention"):
+    def size(name, *default):
+        default = default if name in family.derived else ()
+        return check(name, "a positive integer", lambda x: type(x) is int and x > 0, *default)
+
+    unsupported = ["apply_residual_connection_post_layernorm", "use_bidirectional_attention"]
+    unsupported += [] if family.scaled_embedding else ["final_logit_softcapping"]  # Gemma's.
+    for name in unsupported:
         if values.get(name):
             raise ValueError(f"model_config: {name}={values[name]} is not supported.")
-    dim, heads = read("hidden_size"), read("num_attention_heads")
+    dim, heads = size("hidden_size"), size("num_attention_heads")
     experts = None
     if kind == "gpt_oss":
         experts = read("num_local_experts"), read("num_experts_per_tok")
@@ -190,15 +199,17 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
             raise ValueError("model_config: swiglu_alpha and swiglu_limit must be 1.702 and 7.0.")
     return ModelConfig(
         layers=pe.from_hf(config),
-        vocabulary=read("vocab_size"),
+        vocabulary=size("vocab_size"),
         model_dim=dim,
         num_heads=heads,
-        num_kv_heads=derive("num_key_value_heads", heads),
-        head_dim=derive("head_dim", dim // heads),
-        mlp_dim=derive("intermediate_size", 4 * dim),
+        num_kv_heads=size("num_key_value_heads", heads),
+        head_dim=size("head_dim", dim // heads),
+        mlp_dim=size("intermediate_size", 4 * dim),
         norm=family.norm,
-        epsilon=read("epsilon"),
-        activation=read("hidden_act"),
+        epsilon=check("epsilon", "above 0", lambda x: type(x) in (int, float) and 0 < x < 1),
+        activation=check(
+            "hidden_activation", f"one of {[*ACTIVATIONS]}", lambda x: f"{x}" in ACTIVATIONS
+        ),
         gated=family.gated,
         attention_bias=read("attention_bias", family.biases[0]),
         mlp_bias=read("mlp_bias", family.biases[1]),
@@ -206,7 +217,7 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
         post_norms=family.post_norms,
         embedding_norm=family.embedding_norm,
         embedding_scale=dim**0.5 if family.scaled_embedding else 1.0,
-        tied=read("tie_word_embeddings"),
+        tied=check("tie_word_embeddings", "true or false", lambda x: type(x) is bool),
         logit_softcap=read("final_logit_softcapping", None),
         experts=experts,
     )

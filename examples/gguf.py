@@ -75,7 +75,7 @@ def read(
         )
     try:
         config = _config(file)
-    except (TypeError, ZeroDivisionError):
+    except (IndexError, TypeError, ZeroDivisionError):
         raise file.error("has settings that make no model") from None
     readers = {}
 
@@ -146,10 +146,10 @@ class _File:
             raise self.error(f"is truncated or damaged ({message})") from None
         self.fields, self.used = reader.fields, set()
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
-        if self.get("split.count", 1) > 1:
+        if self.get("split.count", 1) not in (0, 1):
             raise self.error("is one of several parts; llama-gguf-split --merge joins them")
         self.architecture = self.get("general.architecture")
-        self._check_types()
+        self._check_tensors(int(reader.data_offset), int(reader.alignment))
 
     def error(self, text):
         """An error about the file."""
@@ -168,12 +168,18 @@ class _File:
             raise self.error(f"lacks the setting {key!r}")
         return default[0]
 
-    def _check_types(self):
+    def _check_tensors(self, offset, alignment):
         import gguf
 
         for name, tensor in self.tensors.items():
-            if not tensor.n_elements:
-                raise self.error(f"has the tensor {name!r} without elements")
+            shape = tensor.shape.tolist()
+            if not 0 < len(shape) < 3 or 0 in shape:
+                raise self.error(f"has the tensor {name!r} of shape {shape}")
+            if tensor.data_offset != offset:  # As llama.cpp wants it.
+                raise self.error(
+                    f"has the tensor {name!r} at {tensor.data_offset}, not at {offset}"
+                )
+            offset += -(-int(tensor.n_bytes) // alignment) * alignment
             _, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
             try:
                 gguf.dequantize(np.zeros((1, size), np.uint8), tensor.tensor_type)
@@ -204,6 +210,8 @@ def _config(file):
     if "token_embd.weight" not in tensors:
         raise file.error("lacks the tensor 'token_embd.weight'")
     dim, heads, layers = get("embedding_length"), get("attention.head_count"), get("block_count")
+    if type(layers) is not int or not 0 < layers <= len(tensors):
+        raise file.error(f"has {layers} blocks and {len(tensors)} tensors")
     head_dim = get("attention.key_length", dim // heads)
     only("attention.value_length", head_dim)
     only("attention.causal", True)
@@ -294,6 +302,7 @@ def _rope_scaling(file, get, only, rotated):
     only("rope.scaling.attn_factor", 1.0)
     if file.architecture == "llama" and "rope_freqs.weight" in file.tensors:
         only("rope.scaling.factor", 0.0)
+        only("rope.scale_linear", 0.0)
         return _llama3(factors("freqs"), get("rope.freq_base", 10000.0), length)
     if kind == "yarn":
         only("rope.scaling.yarn_ext_factor", 1.0)
@@ -371,10 +380,11 @@ def _tokenizer(file):
             [tokenizers.AddedToken(text, normalized=False, special=special) for text in texts]
         )
     defaults = {"bos": kind == "llama" or get("pre", None) in _WHOLE_WORDS, "eos": False}
-    bos, eos = (
-        tokens[get(f"{name}_token_id")] if get(f"add_{name}_token", default) else None
+    ids = [
+        get(f"{name}_token_id") if get(f"add_{name}_token", default) else -1
         for name, default in defaults.items()
-    )
+    ]
+    bos, eos = (tokens[i] if i >= 0 else None for i in ids)
     if bos or eos:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[text for text in (bos, "$A", eos) if text],

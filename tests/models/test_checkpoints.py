@@ -122,10 +122,12 @@ REFUSED = {
     "rope.scaling.type='dynamic'": {"llama__rope__scaling__type": "dynamic"},
     "lacks the setting 'llama.block_count'": {"llama__block_count": None},
     "lacks the tensor 'blk.1.attn_norm.weight'": {"llama__block_count": 2},
-    "'blk.0.attn_q.weight', which 'llama' does": {"llama__block_count": 0},
+    "has 0 blocks and 11 tensors": {"llama__block_count": 0},
+    "has 4294967295 blocks": {"llama__block_count": 2**32 - 1},
+    "settings that make no model\\.": {"llama__block_count": "1"},
     "differs by layer": {"llama__attention__head_count_kv": [1, 2]},
     "llama.rope.dimension_count=8; supported: 16": {"llama__rope__dimension_count": 8},
-    "one of several parts": {"split__count": 3},
+    "one of several parts": {"split__count": "3"},
     "settings that make no model": {"llama__attention__head_count": 0},
 }
 
@@ -153,6 +155,10 @@ def test_damaged_files_are_refused_in_one_line(tmp_path):
     file.write_bytes(whole[:count] + (10**6).to_bytes(8, "little") + whole[count + 8 :])
     with pytest.raises(ValueError, match=r"damaged \(it ends early\)"):
         read(file)
+    offset = whole.index(b"output_norm.weight") + 18 + 4 + 8 + 4  # After dimensions and type.
+    file.write_bytes(whole[:offset] + bytes(8) + whole[offset + 8 :])
+    with pytest.raises(ValueError, match=r"'output_norm\.weight' at \d+, not at"):
+        read(file)
     file.write_bytes(whole[:4] + whole[4:8][::-1] + whole[8:])
     with pytest.raises(ValueError, match="big-endian"):
         read(file)
@@ -163,7 +169,7 @@ def test_damaged_files_are_refused_in_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"'output_norm\.weight' of type I8"):
         read(file)
     gguf_files.write(file, config, state | {"model.norm.weight": np.zeros(0, np.float32)})
-    with pytest.raises(ValueError, match=r"'output_norm\.weight' without elements"):
+    with pytest.raises(ValueError, match=r"'output_norm\.weight' of shape \[0\]"):
         read(file)
 
 
@@ -232,7 +238,7 @@ def test_folders_of_safetensors(tmp_path):
     names = sorted(state)
     half = {n: state[n].astype(ml_dtypes.bfloat16) for n in names[:5]}
     rest = {n: state[n].astype(np.float16) for n in names[5:]}
-    rest["lm_head.weight"] = state["model.embed_tokens.weight"]
+    rest["lm_head.weight"] = (half | rest)["model.embed_tokens.weight"]
     rest["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
     parts = {"a.safetensors": half, "b.safetensors": rest}
     for file, arrays in parts.items():
@@ -260,12 +266,46 @@ def test_folders_of_safetensors(tmp_path):
     del config["tie_word_embeddings"]  # Configs leave out what is the default of their type.
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read(tmp_path).config["tie_word_embeddings"] is False
+    wrong = rest | {"lm_head.weight": rest["lm_head.weight"] * 2}
+    for file, arrays, message in (
+        ("b.safetensors", rest | dict(list(half.items())[:1]), f"has '{names[0]}' in several"),
+        ("a.safetensors", {n: x.view(np.int16) for n, x in half.items()}, "' of type I16"),
+        ("b.safetensors", wrong, "ties weights that differ"),
+    ):
+        before = (tmp_path / file).read_bytes()
+        save_file(arrays, tmp_path / file)
+        (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+        with pytest.raises(ValueError, match=message):
+            dict(read(tmp_path).state)
+        (tmp_path / file).write_bytes(before)
     (tmp_path / "a.safetensors").write_bytes(b"12345678")
     with pytest.raises(ValueError, match=r"a\.safetensors' is damaged"):
         read(tmp_path)
     (tmp_path / "a.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"names 'a\.safetensors', which is not there"):
+    with pytest.raises(ValueError, match=r"has no file 'a\.safetensors'"):
         read(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": 5}}')
+    with pytest.raises(ValueError, match="weight_map must name files"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("model_type", (["llama"], None)),
+        ("hidden_size", ("32", 32.0, -1)),
+        ("num_attention_heads", (0, True)),
+        ("intermediate_size", ([64],)),
+        ("rms_norm_eps", (float("nan"), -1e-5, "1e-5")),
+        ("hidden_act", ("relu2", ["silu"])),
+        ("tie_word_embeddings", ("false", 1)),
+        ("final_logit_softcapping", (5.0,)),  # transformers ignores it in a Llama.
+    ],
+)
+def test_wrong_configs_are_refused(name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=r"^model_config: .*(must|not supported)"):
+            families.model_config(small()[0] | {name: value})
 
 
 def test_bfloat16_parameters_and_norms_with_an_offset():

@@ -66,6 +66,11 @@ class LongRoPE(PerSequenceMap):
                 len(values) > 0 and all(0 < value < math.inf for value in values),
                 f"LongRoPE: {name} must have a positive number per pair, got {values}.",
             )
+        require(
+            len(self.short_factor) == len(self.long_factor),
+            f"LongRoPE: short_factor has {len(self.short_factor)} numbers, and long_factor "
+            f"{len(self.long_factor)}.",
+        )
         one_of("LongRoPE", ("su", "yarn"), magnitude=self.magnitude)
         if self.attention_factor is not None:
             require(

@@ -84,6 +84,7 @@ ERRORS = [
         r"short_factor must have a positive number per pair, got \(\)",
     ),
     (long, {"long_factor": (1.0, 0.0)}, r"long_factor must have a positive .*got \(1.0, 0.0\)"),
+    (long, {"short_factor": (1.0,)}, "short_factor has 1 numbers, and long_factor 8"),
     (long, {"magnitude": "none"}, "magnitude must be one of .* got 'none'"),
     (long, {"attention_factor": -1.0}, "attention_factor=-1.0 must be positive"),
     (
