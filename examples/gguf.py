@@ -211,7 +211,7 @@ def _config(file):
         raise file.error("lacks the tensor 'token_embd.weight'")
     dim, heads, layers = get("embedding_length"), get("attention.head_count"), get("block_count")
     if type(layers) is not int or not 0 < layers <= len(tensors):
-        raise file.error(f"has {layers} blocks and {len(tensors)} tensors")
+        raise file.error(f"has block_count={layers!r} and {len(tensors)} tensors")
     head_dim = get("attention.key_length", dim // heads)
     only("attention.value_length", head_dim)
     only("attention.causal", True)
