@@ -83,11 +83,12 @@ def change(scheme):
 
 
 def beyond(least=3):
-    """What a released model gains at twice its trained length, once enough documents are read."""
+    """What a released model gains at twice its length, once enough documents are read by all."""
     lines = csv.DictReader(pages.read("docs/lengths.csv").splitlines())
     scores = {(x["name"], x["view"], x["length"]): x for x in lines if x["kind"] == "score"}
     rows = [scores.get((name, "at", "16384")) for name in ("yarn", "sinks_4")]
-    if any(row is None or int(row["documents"]) < least for row in rows):
+    counts = {int(row["documents"]) if row else 0 for row in rows}
+    if len(counts) > 1 or min(counts) < least:
         return []
     yarn, sinks = (-float(row["difference to rope"]) for row in rows if row)
     return [
