@@ -272,7 +272,8 @@ def load_corpus(
     if len(train) < least_train or least_part < least_held_out:
         raise CorpusError(
             f"corpus {name}: too small: {len(train):,} bytes to train on and "
-            f"{len(held) + len(validated):,} held out, needs {least_train:,} and {least:,}"
+            f"{len(held) + len(validated):,} held out, needs {least_train:,} and {least:,}; "
+            "a smaller --text.eval-bytes needs less"
         )
     return Corpus(name, train, held, validated, _digest(files), rule)
 

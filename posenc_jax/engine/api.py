@@ -520,7 +520,8 @@ def _check_rules(rules: tuple) -> None:
 def _check_mask(mask, shape: tuple[int, int, int, int]) -> None:
     if not jnp.issubdtype(_dtype("mask", mask), jnp.bool_):
         raise TypeError(
-            f"attention: mask must be bool, got {mask.dtype}; add numbers to logits by `rules`."
+            f"attention: mask must be bool, got {mask.dtype}; a mask of 0 and 1 needs dtype=bool, "
+            "and numbers that are added to logits are `rules`."
         )
     require(
         mask.ndim == 4

@@ -183,11 +183,11 @@ def check(scheme: Scheme, **sizes: int) -> Report:
     if violations:
         errors = (violation.__cause__ for violation in violations.values())
         raise AssertionError(_summary(case, violations)) from next(filter(None, errors), None)
-    notes, change = [], mirrored_change(case)
-    if change is not None and change < 2e-5:
-        notes = ["Without causality, past and future are alike (traits.mirrored)."]
+    notes, change = _hints(case), mirrored_change(case)
     if reason := scheme.traits.causal_only:
-        notes = [f"For causal attention alone: {reason}."]
+        notes.append(f"For causal attention alone: {reason}.")
+    elif change is not None and change < 2e-5:
+        notes.append("Without causality, past and future are alike (traits.mirrored).")
     return Report(scheme, tuple(rows), tuple(notes))
 
 

@@ -368,6 +368,12 @@ SUMMARIES = [
 ]
 
 
+def test_check_notes_what_may_be_misspelt(monkeypatch):
+    some = {"hashable_and_equal_by_value": testing.PROPERTIES["hashable_and_equal_by_value"]}
+    monkeypatch.setattr(testing.properties, "PROPERTIES", some)
+    assert "`keys` is no hook; is it a misspelt `key`?" in testing.check(KeyMisspelt(8)).notes
+
+
 @pytest.mark.parametrize("scheme, names, parts", SUMMARIES, ids=lambda x: type(x).__name__)
 def test_check_names_what_fails_once(scheme, names, parts, monkeypatch):
     names = ["hashable_and_equal_by_value", "jit_equals_eager", *names]
