@@ -101,8 +101,6 @@ CHOOSE = [
     f"{len(MODEL_TYPES)} model types",
     f"a training step takes {CLOCK['rope'] / CLOCK['none']:.2f} times as long as without",
     f"lose nothing at 8 times the length, RoPE alone {change('rope'):.2f} bits per byte",
-    "in a window RoPE loses nothing at 8 times its length, with YaRN "
-    f"{varied(SMALL, 'YaRN'):.2f} bits per byte",
     f"after 1,000 steps it is {-SMALL['t5', DIFFERENCE]:.3f} bits per byte",
     f"with RoPE {claim('R07', 'rope', 32):.3f} of masked symbols are right",
     f"within {MODELS['qwen2_vl', ERROR]:.0e}",
