@@ -148,7 +148,7 @@ _SYNONYMS = {
     "hidden_size": ("n_embd",),
     "num_attention_heads": ("n_head",),
     "intermediate_size": ("n_inner",),
-    "hidden_activation": ("hidden_act", "activation_function"),
+    "hidden_act": ("hidden_activation", "activation_function"),
     "epsilon": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
 }
 
@@ -169,7 +169,7 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
     values = {**family.defaults, **config}
 
     def read(name, *default):
-        for key in (name, *_SYNONYMS.get(name, ())):
+        for key in (*_SYNONYMS.get(name, ()), name):  # Gemma files may have both.
             if values.get(key) is not None:
                 return values[key]
         if not default:
@@ -187,7 +187,7 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
         return check(name, "a positive integer", lambda x: type(x) is int and x > 0, *default)
 
     unsupported = ["apply_residual_connection_post_layernorm", "use_bidirectional_attention"]
-    unsupported += [] if family.scaled_embedding else ["final_logit_softcapping"]  # Gemma's.
+    unsupported += [] if kind.startswith("gemma") else ["final_logit_softcapping"]
     for name in unsupported:
         if values.get(name):
             raise ValueError(f"model_config: {name}={values[name]} is not supported.")
@@ -206,10 +206,10 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
         head_dim=size("head_dim", dim // heads),
         mlp_dim=size("intermediate_size", 4 * dim),
         norm=family.norm,
-        epsilon=check("epsilon", "above 0", lambda x: type(x) in (int, float) and 0 < x < 1),
-        activation=check(
-            "hidden_activation", f"one of {[*ACTIVATIONS]}", lambda x: f"{x}" in ACTIVATIONS
+        epsilon=check(
+            "epsilon", "between 0 and 1", lambda x: type(x) in (int, float) and 0 < x < 1
         ),
+        activation=check("hidden_act", f"one of {[*ACTIVATIONS]}", lambda x: f"{x}" in ACTIVATIONS),
         gated=family.gated,
         attention_bias=read("attention_bias", family.biases[0]),
         mlp_bias=read("mlp_bias", family.biases[1]),

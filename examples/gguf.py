@@ -97,6 +97,9 @@ def read(
         module = (_OUTSIDE if block is None else names).get(stem)
         if module is None or int(block or 0) >= config["num_hidden_layers"]:
             raise file.error(f"has the tensor {name!r}, which {file.architecture!r} does not have")
+        shape = tensor.shape.tolist()
+        if not 0 < len(shape) < 3 or 0 in shape:
+            raise file.error(f"has the tensor {name!r} of shape {shape}")
         prefix = "" if block is None else f"model.layers.{block}."
         readers[f"{prefix}{module}.{leaf}"] = reader(tensor, stem)
     for i in range(config["num_hidden_layers"]):
@@ -172,9 +175,6 @@ class _File:
         import gguf
 
         for name, tensor in self.tensors.items():
-            shape = tensor.shape.tolist()
-            if not 0 < len(shape) < 3 or 0 in shape:
-                raise self.error(f"has the tensor {name!r} of shape {shape}")
             if tensor.data_offset != offset:  # As llama.cpp wants it.
                 raise self.error(
                     f"has the tensor {name!r} at {tensor.data_offset}, not at {offset}"

@@ -197,7 +197,7 @@ class Run:
             os.replace(folder / "clock.json", self.out / "clock.json")
 
     def cleared(self, name: str) -> Path:
-        """Returns the path of a result, without that of an earlier run."""
+        """Returns the path of a result, and removes the file of an earlier run."""
         path = self.out / name
         path.unlink(missing_ok=True)
         return path
@@ -213,7 +213,7 @@ class Run:
         """Runs processes of a part at once, and ends them when its time is over.
 
         Returns:
-          Their exit statuses; a text instead for those that were ended.
+          Their exit statuses, or a text for each one that was ended.
         """
         command = [sys.executable, "-m", module or f"experiments.bench.accelerator_{name}"]
         variables, end = os.environ | (environment or {}), time.monotonic() + seconds

@@ -146,8 +146,11 @@ def _probed(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def rows(table: Table) -> Iterator[list[str]]:
     """Yields the rows of the table: RoPE's losses, and the differences of others to them."""
     contexts, copies = _probed(table.plan)
+    most = len(table.values("rope", "at", table.plan.shortest))
     for method in table.plan.methods:
         base = None if method == "rope" else "rope"
+        count = len(table.values(method, "at", table.plan.shortest, base))
+        fewer = f" ({count} documents)" if 0 < count < most else ""
         cells = [
             plus_minus(table.values(method, view, length, base), "+" if base else "", 3)
             for _, view, length in columns(table.plan)
@@ -161,7 +164,7 @@ def rows(table: Table) -> Iterator[list[str]]:
         cells.append("" if math.isnan(ratio) else f"{ratio:.2f}")
         cells.append("" if math.isnan(memory) else f"{memory:,.0f}")
         if any(cells):
-            yield [f"`{method}`", *cells]
+            yield [f"`{method}`{fewer}", *cells]
 
 
 def numbers(table: Table, outcomes: list[Outcome]) -> Iterator[dict[str, str]]:

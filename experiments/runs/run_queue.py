@@ -235,7 +235,7 @@ class Queue:
                 raise
 
     def _take(self, future: Future) -> None:
-        """Raises what ended a process before its time."""
+        """Raises the error that ended a process before its time."""
         try:
             future.result()
         except Exception as error:  # Of a process that has ended.

@@ -32,7 +32,7 @@ def has_corpora(study: Study) -> bool:
 
 
 def losses(row: Row) -> dict[str, str]:
-    """Returns what is lost from the trained length to the longest; nothing if that is the same."""
+    """Returns the loss from the trained length to the longest; nothing if they are the same."""
     task, view = row.cell.task, row.cell.task.views[0]
     if task.longest == task.train_length:
         return {}

@@ -158,6 +158,8 @@ def load(path: Path, also: Sequence[str] = ()) -> Study:
             raise ConfigError(f"baseline: must be one of the schemes{hint}")
         if not about.sizes:
             raise ConfigError("sizes: must hold at least one")
+        if about.layout == "steps" and (about.baseline != "rope" or len(about.sizes) < 2):
+            raise ConfigError("layout: steps needs the baseline rope and two sizes or more")
         common = {k: v for k, v in tables.items() if k not in known}
         cells: dict[str, dict[str, Cell]] = {}
         for size, table in about.sizes.items():

@@ -258,7 +258,7 @@ def train(
       position: the scheme, or one layer each.
       seeds: of parameters and data.
       data: `Data.train` of what `task.load` returned.
-      checkpoint: stores the state, and returns that of an interrupted call: `runs.checkpoints`.
+      checkpoint: stores the state, and returns the one of an interrupted call (`runs.checkpoints`).
       mesh: of `experiments.training.mesh`, to compute on all its devices; default: on one.
     """
     started = time.perf_counter()

@@ -716,6 +716,10 @@ def test_a_scheme_is_added_with_one_command(call, monkeypatch, tmp_path):
         (("[1e-3, 2e-3, 4e-3]", '[1.0]\nrates_of = "small"'), "rates: and rates_of exclude"),
         (("rates = [1e-3, 2e-3, 4e-3]", 'rates_of = "c"'), "large: rates_of: must be a size above"),
         (('baseline = "rope"', 'baseline = "alibi"'), "baseline: must be one of the schemes"),
+        (
+            ('baseline = "rope"', 'baseline = "none"\nlayout = "steps"'),
+            "layout: steps needs the baseline rope",
+        ),
         (("tries = 2", "tries = 3"), "sizes.small: tries"),
         (("equal_time = true", 'equal_time = ["t6"]'), "small: equal_time: t6 is not compared"),
         (("seeds = 2", "seed = 2"), "sizes.small: seed: unknown setting"),

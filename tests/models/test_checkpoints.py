@@ -168,6 +168,10 @@ def test_damaged_files_are_refused_in_one_line(tmp_path):
     gguf_files.write(file, config, state | {"model.norm.weight": np.zeros(32, np.int8)})
     with pytest.raises(ValueError, match=r"'output_norm\.weight' of type I8"):
         read(file)
+    experts = state | {"model.norm.weight": np.zeros((2, 2, 2), np.float32)}
+    gguf_files.write(file, config, experts, llama__expert_count=2)  # The reason, not its shapes.
+    with pytest.raises(ValueError, match=r"expert_count=2, which is not supported"):
+        read(file)
     gguf_files.write(file, config, state | {"model.norm.weight": np.zeros(0, np.float32)})
     with pytest.raises(ValueError, match=r"'output_norm\.weight' of shape \[0\]"):
         read(file)

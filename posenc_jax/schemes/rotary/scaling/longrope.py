@@ -6,7 +6,7 @@ s is the new length divided by the trained length L. Models ship two lists of la
 sequences of up to L tokens and for longer ones; g belongs to both. `magnitude="yarn"` is
 g = 0.1 ln s + 1, and `attention_factor` gives g itself (Phi-3.5-MoE).
 
-In `RoPEByLength` each sequence has the list for its length. `RoPE` rotates by one list at every
+`RoPEByLength` takes the list for the length of each sequence. `RoPE` rotates by one list at every
 length, which `long` selects.
 
 Paper: Ding et al. LongRoPE: Extending LLM Context Window Beyond 2 Million Tokens. 2024.
