@@ -21,6 +21,8 @@ comma := ,
 EXTRAS := experiments$(patsubst %,$(comma)%,$(ACCEL:cuda=cuda13))
 RUN ?= $(if $(ACCEL),,JAX_PLATFORMS=cpu )$(VENV)/bin/python
 installed = $(if $(filter file,$(origin RUN)),$(VENV)/.installed-$(1))
+# Where this is set, every process compiles the packages that it imports.
+export PYTHONDONTWRITEBYTECODE :=
 # Compilation takes most of the time, on one core per process, and a few files hold most of the work.
 WORKERS := -n auto --maxprocesses 4 --dist worksteal
 

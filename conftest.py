@@ -10,14 +10,13 @@ from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Compiling is most of the time of these tests. The older of jaxlib 0.10's two ways to make code
-# for CPUs takes half as long; later versions do not have it. A program that is not split for
-# several threads takes less of the processors, and each worker has one.
-# XLA_FLAGS="" is what users run.
-if "XLA_FLAGS" not in os.environ and version("jaxlib").startswith("0.10."):
-    os.environ["XLA_FLAGS"] = (
-        "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    )
+# Compiling is most of the time of these tests. A program that is not split for several threads
+# takes less of the processors, and each worker has one. The older of jaxlib 0.10's two ways to make
+# code for CPUs takes half as long; later versions do not have it. XLA_FLAGS="" is what users run.
+if "XLA_FLAGS" not in os.environ and version("jaxlib").startswith(("0.10.", "0.11.", "0.12.")):
+    os.environ["XLA_FLAGS"] = "--xla_cpu_parallel_codegen_split_count=1"
+    if version("jaxlib").startswith("0.10."):
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 # All processes of one run share what they compile. A cache that is given also serves the next run.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     compiled = tempfile.mkdtemp(prefix="posenc_jax-tests-")
