@@ -39,6 +39,23 @@ def array_of_rank(caller: str, name: str, x, rank: int, axes: str) -> None:
         raise ValueError(f"{caller}: {name} must be {axes}, got shape {jnp.shape(x)}.")
 
 
+def bool_rows(caller: str, name: str, x) -> jax.Array:
+    """Returns bool [B, T].
+
+    Raises:
+      TypeError: for other dtypes: token ids, too, are true where they are not 0.
+      ValueError: for another number of axes.
+    """
+    array_of_rank(caller, name, x, 2, "[B, T]")
+    x = jnp.asarray(x)
+    if x.dtype != jnp.bool_:
+        raise TypeError(
+            f"{caller}: {name} must be bool, got {x.dtype}; of 0 and 1 take `== 1`, and of tokens "
+            "a comparison such as `tokens != pad_id`."
+        )
+    return x
+
+
 def integers_from(least: int, caller: str, **sizes) -> None:
     """Raises unless all named sizes are integers of at least `least`.
 

@@ -2,7 +2,7 @@
 
 from flax import linen as nn
 
-from posenc_jax.modules.attention_fn import attention_fn, check_scale
+from posenc_jax.modules.attention_fn import attention_fn, check_fits_flax
 from posenc_jax.modules.linen_attention import Attention
 from posenc_jax.modules.linen_encoding import HeadNorm, PositionEncoding
 from posenc_jax.schemes.scheme import Scheme, check_direction
@@ -26,7 +26,8 @@ class AttentionFn(nn.Module):
         Default: the layer's, 1/sqrt(H).
 
     Raises:
-      ValueError: for a scheme of another logit scale than 1/sqrt(H) without `scale`.
+      ValueError: for schemes that act on the token embedding alone or read the layer's input, and
+        for one of another logit scale than 1/sqrt(H) without `scale`.
 
     >>> import posenc_jax as pe
     >>> layer = nn.MultiHeadDotProductAttention(
@@ -41,7 +42,7 @@ class AttentionFn(nn.Module):
     scale: float | None = None
 
     def __post_init__(self):
-        check_scale("AttentionFn", self.scheme, self.scale)
+        check_fits_flax("AttentionFn", self.scheme, self.scale)
         super().__post_init__()
 
     @nn.compact

@@ -3,7 +3,7 @@
 import jax
 from flax import nnx
 
-from posenc_jax.modules.attention_fn import attention_fn, check_scale
+from posenc_jax.modules.attention_fn import attention_fn, check_fits_flax
 from posenc_jax.modules.nnx_attention import Attention
 from posenc_jax.modules.nnx_encoding import HeadNorm, PositionEncoding
 from posenc_jax.modules.shared import layer_spec
@@ -51,11 +51,11 @@ class AttentionFn(nnx.Module):
           rngs: for the parameters of `position`, if it has any.
 
         Raises:
-          ValueError: for a scheme with parameters without `rngs`, and for one of another logit
-            scale than 1/sqrt(H) without `scale`.
+          ValueError: for schemes that act on the token embedding alone or read the layer's input;
+            with parameters, without `rngs`; of another logit scale than 1/sqrt(H), without `scale`.
         """
         scheme = layer_spec("AttentionFn", position, shared_encoding).scheme
-        check_scale("AttentionFn", scheme, scale)
+        check_fits_flax("AttentionFn", scheme, scale)
         self.scale = scale
         if shared_encoding is None:
             shapes = jax.eval_shape(scheme.init, jax.random.key(0))

@@ -11,7 +11,7 @@ from posenc_jax.checks import require, token_coordinates, token_integers
 from posenc_jax.engine.api import CommonOptions
 from posenc_jax.functional.pipeline import Norms, Pipeline
 from posenc_jax.positions import count_up, from_padding_mask
-from posenc_jax.schemes.scheme import Acts, Params, Scheme, check_scheme
+from posenc_jax.schemes.scheme import Acts, Params, Scheme, check_scheme, check_sizes
 
 
 class TokenOptions(TypedDict, total=False):
@@ -50,10 +50,13 @@ def check_params(caller: str, scheme: Scheme, params: Params) -> None:
             )
 
 
-def check_pipeline(caller: str, pipeline: Pipeline) -> None:
-    """Raises unless the scheme, its parameters and the norms fit together."""
+def check_pipeline(caller: str, pipeline: Pipeline, q: jax.Array, k: jax.Array) -> None:
+    """Raises unless the scheme, its parameters, the norms, q and k fit together."""
     scheme = pipeline.scheme
     check_params(caller, scheme, pipeline.params)
+    (num_heads, head_dim), num_kv_heads = q.shape[-2:], k.shape[-2]
+    sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    check_sizes(caller, scheme, **sizes)
     norms = pipeline.norms
     if norms is None:
         return

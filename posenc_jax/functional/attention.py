@@ -222,7 +222,7 @@ def self_attention(
     """
     caller, scheme = "scheme_attention", pipeline.scheme
     tokens.check(caller)
-    check_pipeline(caller, pipeline)
+    check_pipeline(caller, pipeline, tokens.q, tokens.k)
     _check_call(call, cache, scheme)
     shape = tokens.q.shape[:2]
     default = call.q_positions is None and call.q_coordinates is None and cache is None

@@ -108,7 +108,7 @@ def cross_attention(
     queries.check(caller)
     array_of_rank(caller, "k", k, 4, "[B, S, K, H]")
     keys.check(caller)
-    check_pipeline(caller, pipeline)
+    check_pipeline(caller, pipeline, q, k)
     q_ids, k_ids = call.q_segment_ids, call.k_segment_ids
     if q_ids is not None or k_ids is not None:
         q_ids = jnp.zeros(q.shape[1], jnp.int32) if q_ids is None else q_ids

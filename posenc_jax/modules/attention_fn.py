@@ -68,8 +68,7 @@ def attention_fn(
         raise NotImplementedError("AttentionFn: sow_weights=True; the weights are not computed.")
     if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
         raise NotImplementedError("AttentionFn: products of attention cannot be replaced.")
-    check_acts_in_attention("AttentionFn", scheme)
-    check_scale("AttentionFn", scheme, scale)
+    check_fits_flax("AttentionFn", scheme, scale)
     lead, (length, keys) = query.shape[:-3], (query.shape[-3], key.shape[-3])
     q, k, v = (x.reshape(-1, *x.shape[len(lead) :]) for x in (query, key, value))
     k_slots = count_up(q.shape[0], keys)
@@ -127,9 +126,14 @@ def attention_fn(
     return out.reshape(*lead, *out.shape[1:])
 
 
-def check_scale(caller: str, scheme: Scheme, scale: float | None) -> None:
-    """Raises for a scheme whose logit scale is not that of Flax's layers, unless one is given."""
-    check_scheme(caller, scheme)
+def check_fits_flax(caller: str, scheme: Scheme, scale: float | None) -> None:
+    """Raises for a scheme whose place, inputs or logit scale are not those of Flax's layers."""
+    check_acts_in_attention(caller, scheme)
+    require(
+        not scheme.traits.reads_x,
+        f"{caller}: {scheme!r} reads the input of the layer, which an attention_fn does not get; "
+        "use posenc_jax's Attention.",
+    )
     if scale is not None:
         finite(caller, scale=scale)
         return

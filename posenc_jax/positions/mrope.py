@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from posenc_jax.checks import array_of_rank, integer_positions, require, segments
+from posenc_jax.checks import bool_rows, integer_positions, require, segments
 from posenc_jax.positions.packing import changes, since
 
 
@@ -57,8 +57,7 @@ def mrope_coordinates(
            [0, 1, 1, 3],
            [0, 1, 2, 3]], dtype=int32), Array([0], dtype=int32))
     """
-    array_of_rank("mrope_coordinates", "is_vision", is_vision, 2, "[B, T]")
-    is_vision = jnp.asarray(is_vision, bool)
+    is_vision = bool_rows("mrope_coordinates", "is_vision", is_vision)
     batch = is_vision.shape[0]
     grids = integer_positions("mrope_coordinates", grids, "grids")
     require(

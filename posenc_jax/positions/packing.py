@@ -15,7 +15,7 @@ Reference code: mcleish7/arithmetic, abacus.py; zhenyuhe00/BiPE, my_modeling_lla
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import array_of_rank, integer_positions, segments
+from posenc_jax.checks import array_of_rank, bool_rows, integer_positions, segments
 
 
 def count_up(batch: int, length: int, start: jax.Array | int = 0) -> jax.Array:
@@ -88,8 +88,7 @@ def from_padding_mask(mask: jax.Array, start: jax.Array | int = 0) -> tuple[jax.
     >>> from_padding_mask(jnp.array([[False, False, True, True]]))[0]
     Array([[0, 0, 0, 1]], dtype=int32)
     """
-    array_of_rank("from_padding_mask", "mask", mask, 2, "[B, T]")
-    mask = jnp.asarray(mask, bool)
+    mask = bool_rows("from_padding_mask", "mask", mask)
     start = integer_positions("from_padding_mask", start, "start")
     start = jnp.broadcast_to(start, mask.shape[:1])[:, None]
     positions = start + jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
@@ -119,8 +118,7 @@ def digit_places(
     >>> digit_places(jnp.array([[False, True, True, False, True]]))
     Array([[0, 1, 2, 0, 1]], dtype=int32)
     """
-    array_of_rank("digit_places", "digits", digits, 2, "[B, T]")
-    digits = jnp.asarray(digits, bool)
+    digits = bool_rows("digit_places", "digits", digits)
     starts = changes(digits) | changes(segments("digit_places", segment_ids, digits.shape))
     first = jnp.cumsum(starts, axis=1, dtype=jnp.int32) == 1
     shift, before = (
@@ -151,8 +149,7 @@ def bilevel(
     Array([[0, 1, 0, 1],
            [0, 0, 1, 1]], dtype=int32)
     """
-    array_of_rank("bilevel", "ends", ends, 2, "[B, T]")
-    before = jnp.pad(jnp.asarray(ends, bool)[:, :-1], ((0, 0), (1, 0)))
+    before = jnp.pad(bool_rows("bilevel", "ends", ends)[:, :-1], ((0, 0), (1, 0)))
     new = changes(segments("bilevel", segment_ids, before.shape))
     first_segment = jnp.cumsum(new, axis=1, dtype=jnp.int32) == 1
     place, sentence = (

@@ -367,9 +367,17 @@ def resembling_hooks(scheme: type[Scheme]) -> dict[str, str]:
 
 
 def check_scheme(caller: str, scheme: Any) -> None:
-    """Raises `TypeError` for other types, such as the name or the class of a scheme."""
+    """Raises `TypeError` for other types, and for a scheme with a field such as an array."""
     if not isinstance(scheme, Scheme):
         raise TypeError(f"{caller}: scheme must be a Scheme, got {scheme!r}{call_hint(scheme)}.")
+    try:
+        hash(scheme)
+    except TypeError as error:
+        raise TypeError(
+            f"{caller}: the fields of {type(scheme).__name__} are static under jit and must be "
+            f"numbers, strings, tuples or frozen dataclasses ({error}); arrays are parameters, "
+            "which `init` returns."
+        ) from None
 
 
 def call_hint(thing: Any) -> str:

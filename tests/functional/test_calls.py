@@ -122,6 +122,11 @@ SCHEME = {
     "segment_ids must be .*got (3,)": {"segment_ids": AT[:3]},
     "scheme must be a Scheme, got <class .*RoPE": {"scheme": pe.RoPE},
     "scheme must be a Scheme, got 'rope'": {"scheme": "rope"},
+    "num_heads is 6, and ALiBi(num_heads=4.* was made for 4": {
+        "scheme": pe.chain(pe.streaming(pe.ALiBi(4), 2), ROPE),
+        "params": pe.chain(pe.streaming(pe.ALiBi(4), 2), ROPE).init(jax.random.key(0)),
+    },
+    "the fields of T5 are static .*unhashable.*numpy": {"scheme": pe.T5(6, stddev=np.ones(1))},
     "params lack ['table'] of T5(num.*make them with": {"scheme": T5},
     "params lack [1]['keys'], [1]['val": {"scheme": pe.chain(ROPE, SHAW), "params": ({}, {})},
     "params['table'] must be (6, 32) for T5(num_heads=6.*, got (6, 16)": {"scheme": T5}

@@ -163,11 +163,6 @@ ERRORS = [
         ONE | {"mask": MASK, "input_positions": np.zeros((2, 1))},
         "AttentionFn: input_positions in a decode step",
     ),
-    (
-        attention_fn,
-        ONE | {"scheme": pe.Sinusoidal(model_dim=4)},
-        "AttentionFn: Sinusoidal.* acts on the token embedding",
-    ),
 ]
 
 
@@ -178,6 +173,16 @@ def test_parameters_need_rngs():
     first, second = (pn.AttentionFn(pe.T5(num_heads=6), scale=1.0, rngs=rngs) for _ in range(2))
     tables = [f.encoding.values()["table"] for f in (first, second)]
     assert np.abs(tables[0] - tables[1]).max() > 1e-3
+
+
+def test_schemes_that_flax_layers_cannot_have_are_refused_when_they_are_given():
+    for scheme, message in (
+        (pe.chain(pe.RoPE(4), pe.FoX(6, 24)), r"Chain\(.*FoX.* reads the input of the layer"),
+        (pe.Sinusoidal(24), r"Sinusoidal\(.* acts on the token embedding alone"),
+    ):
+        for make in (functools.partial(pn.AttentionFn, rngs=nnx.Rngs(0)), pl.AttentionFn):
+            with pytest.raises(ValueError, match=f"AttentionFn: {message}"):
+                make(scheme)
 
 
 SCALED = {

@@ -45,11 +45,10 @@ def test_equal_ids_that_are_not_contiguous_are_two_segments():
     ],
 )
 def test_the_first_token_of_a_padded_row_has_position_zero(mask, positions):
-    for dtype in (bool, np.int32):
-        got, segments = from_padding_mask(jnp.asarray([mask], dtype))
-        np.testing.assert_array_equal(got[0], positions)
-        np.testing.assert_array_equal(segments[0], np.array(mask) - 1)
-        assert got.dtype == segments.dtype == jnp.int32
+    got, segments = from_padding_mask(jnp.asarray([mask], bool))
+    np.testing.assert_array_equal(got[0], positions)
+    np.testing.assert_array_equal(segments[0], np.array(mask) - 1)
+    assert got.dtype == segments.dtype == jnp.int32
 
 
 def test_positions_that_restart_separate_documents():
@@ -90,6 +89,15 @@ ERRORS = [
         "count_up: start must be integers, got",
         TypeError,
     ),
+    *[  # Token ids are true where they are not 0, and the id of padding may be another.
+        (
+            call,
+            {name: np.zeros((1, 3), np.int32)},
+            f"{name} must be bool, got int32; .*pad_",
+            TypeError,
+        )
+        for call, name in ((from_padding_mask, "mask"), (digit_places, "digits"), (bilevel, "ends"))
+    ],
 ]
 
 
@@ -118,7 +126,7 @@ def test_digit_places_match_the_authors(mask, cut, shift):
 
 
 def test_digit_places_of_rows_that_differ():
-    digits = np.array([[0, 1, 1, 0, 1, 1, 1, 0, 1], [1, 0, 0, 0, 0, 0, 0, 1, 1]])
+    digits = np.array([[0, 1, 1, 0, 1, 1, 1, 0, 1], [1, 0, 0, 0, 0, 0, 0, 1, 1]]) == 1
     expected = [[0, 1, 2, 0, 1, 2, 3, 0, 1], [12, 0, 0, 0, 0, 0, 0, 8, 9]]
     got = digit_places(digits, shift=np.array([0, 7]), before=np.array([3, 4]))
     np.testing.assert_array_equal(got, expected)
