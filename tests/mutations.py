@@ -612,7 +612,7 @@ MUTATIONS = [
     Mutation("q of other heads than the scheme has", "functional/arguments.py",
              "check_sizes(caller, scheme, **sizes)", "pass", "tests/functional/test_calls.py"),
     Mutation("token ids are a mask", "checks.py", "if x.dtype != jnp.bool_", "if False",
-             "tests/positions/test_packing.py"),
+             "tests/test_every_error.py"),
     Mutation("an assigned encoding may act on the embedding alone", "modules/nnx_attention.py",
              'check_acts_in_attention("Attention", encoding.scheme)', "pass",
              "tests/modules/test_flax.py::test_an_assigned_encoding_is_that_of_a_new_layer"),
