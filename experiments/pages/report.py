@@ -88,7 +88,7 @@ def render(
         facts=[
             ("Configuration", _lines(settings or {})),
             ("Environment", _lines(environment)),
-            ("Schemes", definitions),
+            ("Schemes; the model scales logits by 1/sqrt(H), unless a layer has a scale", definitions),
         ],
     )
     return as_html(text, pictures)
