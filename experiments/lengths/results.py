@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,8 +37,8 @@ class CellResult:
 
     settings: dict[str, Any]
     losses: list[float]
-    questions: list[list[float]]
-    copies: list[list[float]]
+    questions: list[tuple[float, float, float, float, float]]
+    copies: list[tuple[float, float, float]]
     cpu_seconds: float
     compile_seconds: float
     temporary_mib: float
@@ -45,6 +46,11 @@ class CellResult:
     environment: dict[str, Any]
     commit: str
     finished: str
+
+    def __post_init__(self):
+        losses = 0 if self.questions or self.copies else self.settings.get("count", 0) // BIN
+        if len(self.losses) != losses:
+            raise ValueError(f"must have {losses} losses, got {len(self.losses)}")
 
 
 def read(folder: Path) -> dict[str, CellResult]:
@@ -56,7 +62,9 @@ def read(folder: Path) -> dict[str, CellResult]:
     results, file = {}, folder / PACK
     try:
         if file.exists():
-            for line in gzip.decompress(file.read_bytes()).splitlines():
+            if not (content := file.read_bytes()):
+                raise ValueError("it is empty")
+            for line in gzip.decompress(content).splitlines():
                 entry = json.loads(line)
                 results[entry["cell"]] = convert(CellResult, entry["result"], entry["cell"])
         for file in sorted(folder.glob(f"*/{FILE}")):
@@ -65,7 +73,7 @@ def read(folder: Path) -> dict[str, CellResult]:
         for name, result in results.items():
             if name.rpartition("-")[2] != digest(result.settings):
                 raise ValueError(f"{name} has other settings than its name says")
-    except (OSError, EOFError, KeyError, TypeError, ValueError) as error:
+    except (OSError, EOFError, zlib.error, KeyError, TypeError, ValueError) as error:
         raise ResultsError(f"{file}: cannot be read: {error}") from None
     return results
 

@@ -97,17 +97,17 @@ class Runner:
         )
 
 
-def _answers(probe: texts.Probe, scores: Scores) -> list[list[float]]:
+def _answers(probe: texts.Probe, scores: Scores) -> list[tuple[float, float, float, float, float]]:
     """The scores of answers; the token at place i has the score i - 1."""
     rows = []
     for x in probe.questions:
         part = slice(x.start - 1, x.start - 1 + x.count)
         loss, hit = float(scores.losses[part].sum()), float(scores.hits[part].all())
-        rows.append([float(x.context), x.depth, float(x.distance), loss, hit])
+        rows.append((float(x.context), x.depth, float(x.distance), loss, hit))
     return rows
 
 
-def _copied(probe: texts.Probe, scores: Scores) -> list[list[float]]:
+def _copied(probe: texts.Probe, scores: Scores) -> list[tuple[float, float, float]]:
     """The losses of paragraphs at their first and their second place."""
     rows = []
     for x in probe.copies:
@@ -115,7 +115,7 @@ def _copied(probe: texts.Probe, scores: Scores) -> list[list[float]]:
             float(scores.losses[place - 1 : place - 1 + x.count].mean())
             for place in (x.first, x.second)
         )
-        rows.append([float(x.distance), first, second])
+        rows.append((float(x.distance), first, second))
     return rows
 
 

@@ -88,7 +88,10 @@ def render(
         facts=[
             ("Configuration", _lines(settings or {})),
             ("Environment", _lines(environment)),
-            ("Schemes; the model scales logits by 1/sqrt(H), unless a layer has a scale", definitions),
+            (
+                "Schemes; logits are scaled by 1/sqrt(H), unless a layer says else",
+                definitions,
+            ),
         ],
     )
     return as_html(text, pictures)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import gzip
+import json
 import re
 import types
 from typing import Any
@@ -383,6 +385,32 @@ def test_another_checkpoint_is_refused_in_a_line(plan, tmp_path, capsys):
         assert __main__.main([*command, str(tmp_path / file)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("config error: checkpoint: ") and message in line
+
+
+def test_damaged_results_are_one_line(tmp_path, capsys):
+    whole = (docs.ROOT / "results/lengths" / results.PACK).read_bytes()
+    entries = [json.loads(line) for line in gzip.decompress(whole).splitlines()]
+    file = tmp_path / results.PACK
+    for name, value, message in (
+        ("losses", [1.0, 2.0], "must have 16 losses, got 2"),
+        ("copies", [[1.0]], "copies[0]"),
+        ("questions", [[1.0] * 6], "questions[0]: "),
+    ):
+        entry = next(e for e in entries if e["result"][name])
+        entry = entry | {"result": entry["result"] | {name: value}}
+        file.write_bytes(gzip.compress(json.dumps(entry).encode()))
+        _refused(tmp_path, capsys, message)
+    for content in (b"", b"{}", whole[: len(whole) // 2], whole[:20] + b"damaged" + whole[27:]):
+        file.write_bytes(content)
+        _refused(tmp_path, capsys, str(file))
+
+
+def _refused(folder, capsys, message):
+    page = folder / "page.md"
+    plan = str(docs.ROOT / "configs/lengths.toml")
+    assert __main__.main(["lengths", plan, "--results", str(folder), "--page", str(page)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot be read: " in line and message in line and not page.exists()
 
 
 def test_the_committed_plan_has_every_method_but_one():
