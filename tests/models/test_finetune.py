@@ -54,6 +54,11 @@ def test_the_program_trains_saves_and_loads(tmp_path, monkeypatch, capsys):
     before, after = map(float, re.findall(r"2 addresses held out: (\S+)", printed))
     assert after < before - 1.0 and "lower in 2\n" in printed and "loaded: equal" in printed
     assert printed.count("step ") == 20
-    with pytest.raises(SystemExit, match="2"):
-        finetune.main(arguments)
-    assert "must be a new folder, and it exists" in capsys.readouterr().err
+    for wrong, message in (
+        (arguments, "must be a new folder, and it exists"),
+        (["x", "y", "--length=32", "--steps=900"], "--steps 900: there are "),
+        (["x", "y", "--rate=nan"], "--rate must be between 0 and 1, got nan"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            finetune.main(wrong)
+        assert message in capsys.readouterr().err
