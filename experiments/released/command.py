@@ -20,7 +20,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from experiments.errors import ConfigError, ExperimentError
 from experiments.pages import plots
 from experiments.released import equality
 from experiments.released.losses import Losses
-from experiments.released.methods import METHODS, Trained, layer_of, set_method
+from experiments.released.methods import METHODS, changed, set_method
 from experiments.released.page import ByPlace, as_text, render
 from experiments.released.speed import Steps
 from experiments.runs.environment import environment, usable_cores
@@ -69,7 +69,7 @@ class Plan:
       text: the name of the long text.
       tokens: int32, the first of it, none without a tokenizer.
       count: the number of losses N, below that of the tokens.
-      layers: the layer of each method.
+      layers: the layers of the model by each method.
       notes: reasons for measurements that are left out.
     """
 
@@ -81,7 +81,7 @@ class Plan:
     text: str
     tokens: np.ndarray
     count: int
-    layers: Mapping[str, pe.LayerSpec]
+    layers: Mapping[str, tuple[pe.LayerSpec, ...]]
     notes: list[str]
 
 
@@ -133,7 +133,8 @@ def main(arguments: list[str]) -> int:
             machine=environment(),
             methods=[
                 [name, f"`{as_code(x.scheme)}`", "" if x.window is None else f"`{x.window}`"]
-                for name, x in plan.layers.items()
+                for name, layers in plan.layers.items()
+                for x in dict.fromkeys(layers)
             ],
         )
         write_whole(file, page)
@@ -265,7 +266,7 @@ def _plan(options: argparse.Namespace, path: Path, checkpoint: Checkpoint) -> Pl
         if not 0 < (length := len(checkpoint.tokenizer.encode(prompt).ids)) <= most:
             raise ConfigError(f"--prompt: must have 1 to {most} tokens, has {length}")
         count = options.tokens or min(trained * 3 // 2, SHORT if options.quick else LONGEST)
-        layers = _layers(options, config, trained, count, notes)
+        layers = _layers(options, settings.layers, trained if stated else 0, count, notes)
         text, tokens = _tokens(options.text, checkpoint.tokenizer, count + 1 if layers else 2)
     name = (
         path.stem
@@ -301,28 +302,41 @@ def _encodings(schemes: list[pe.Scheme]) -> str:
 
 def _layers(
     options: argparse.Namespace,
-    config: Mapping[str, Any],
+    layers: Sequence[pe.LayerSpec],
     trained: int,
     count: int,
     notes: list[str],
-) -> dict[str, pe.LayerSpec]:
-    """The layers of the methods, none where they do not apply."""
-    try:
-        about = Trained.of(config)
-    except ValueError as error:
-        if options.methods:
-            raise
-        notes.append(f"No losses by place: {str(error).removeprefix('methods: ')}")
+) -> dict[str, tuple[pe.LayerSpec, ...]]:
+    """The layers by each method, none where methods do not apply."""
+    reason = "" if any(hasattr(x.scheme, "scaling") for x in layers) else "no layer has RoPE"
+    if not trained:
+        reason = "the checkpoint must state its trained length"
+    if reason and options.methods:
+        raise ConfigError(f"--methods: {reason}")
+    if reason:
+        notes.append(f"No losses by place: {reason}.")
         return {}
-    default = SHOWN
-    if count <= trained:
-        default = QUICK
-        if not options.quick and not options.methods:
-            notes.append(
-                f"{count:,} tokens are within the trained length, where ntk and yarn change "
-                "nothing (--tokens N reads more)."
-            )
-    return {name: layer_of(name, about, count) for name in names(options.methods or default)}
+    whole = [x for x in layers if x.window is None and x.chunk_size is None]
+    if len(whole) < len(layers):
+        notes.append(f"Methods change {len(whole)} of {len(layers)} layers; others have windows.")
+    default = (SHOWN if count > trained else QUICK) if whole else "rope"
+    if count <= trained and not (options.quick or options.methods):
+        notes.append(
+            f"{count:,} tokens are within the trained length, where ntk and yarn change "
+            "nothing (--tokens N reads more)."
+        )
+    # A quarter of a trained length that is far beyond the text would be no window.
+    length, methods, left = trained if trained < 4 * count else count, {}, []
+    for name in names(options.methods or default):
+        try:
+            methods[name] = tuple(changed(name, x, length, count) for x in layers)
+        except ValueError:
+            if options.methods:
+                raise
+            left.append(name)
+    if left:
+        notes.append(f"Left out, as they do not apply to these layers: {', '.join(left)}.")
+    return methods
 
 
 def _tokens(file: Path | None, tokenizer: Any, needed: int) -> tuple[str, np.ndarray]:
@@ -364,7 +378,8 @@ def _measure(checkpoint: Checkpoint, model: Decoder, plan: Plan) -> Measured:
         same = _equality(checkpoint, model, plan.tokens[: min(512, plan.trained)])
         _say(f"\n{same}")
     if plan.layers:
-        losses, window = _losses(model, plan), _seen(plan.layers.get("window"))
+        losses = _losses(model, plan)
+        window = max(map(_seen, plan.layers.get("window", (pe.LayerSpec(pe.NoPE()),))))
         by_place = ByPlace(plan.text, plan.trained, window, losses)
         heads, rows = by_place.table()
         _say(f"\n{as_text(['nats per token', *heads], rows)}\n")
@@ -402,7 +417,7 @@ def _losses(model: Decoder, plan: Plan) -> dict[str, np.ndarray]:
     """The losses by method; on CPUs two methods run at a time, and compile while the other runs."""
     count, began = plan.count, time.monotonic()
     _say(f"\nLoss of {count:,} tokens of {plan.text}, {', '.join(plan.layers)}:")
-    costs = {name: _cost(model, layer, count) for name, layer in plan.layers.items()}
+    costs = {name: _cost(model, layers, count) for name, layers in plan.layers.items()}
     workers = 2 if jax.default_backend() == "cpu" and usable_cores() > 1 else 1
 
     def measured(model: Decoder) -> tuple[np.ndarray, float]:
@@ -418,8 +433,8 @@ def _losses(model: Decoder, plan: Plan) -> dict[str, np.ndarray]:
         return f", about {duration(seconds)} left" if seconds > 5.0 else ""
 
     models = {name: nnx.merge(*nnx.split(model)) for name in plan.layers}
-    for name, layer in plan.layers.items():
-        set_method(models[name], layer)
+    for name, layers in plan.layers.items():
+        set_method(models[name], *layers)
     pool, done, work = concurrent.futures.ThreadPoolExecutor(workers), {}, 0.0
     waiting = {pool.submit(measured, each): name for name, each in models.items()}
     while waiting:
@@ -437,19 +452,19 @@ def _losses(model: Decoder, plan: Plan) -> dict[str, np.ndarray]:
     return {name: done[name] for name in plan.layers}
 
 
-def _cost(model: Decoder, layer: pe.LayerSpec, count: int) -> float:
+def _cost(model: Decoder, layers: Sequence[pe.LayerSpec], count: int) -> float:
     """Products of a pass: of weights, and of the pairs of queries and keys that are seen."""
     config = model.config
     weights = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    pairs = count * min(count / 2, _seen(layer))
-    return count * weights + 2 * len(config.layers) * config.num_heads * config.head_dim * pairs
+    pairs = sum(count * min(count / 2, _seen(layer)) for layer in layers)
+    return count * weights + 2 * config.num_heads * config.head_dim * pairs
 
 
-def _seen(layer: pe.LayerSpec | None) -> int:
+def _seen(layer: pe.LayerSpec) -> int:
     """The number of tokens that a token sees, itself included, without those of sinks."""
-    window = None if layer is None else layer.window
-    back = window[0] if isinstance(window, tuple) else window
-    return 2**31 if back is None else back + 1
+    if layer.window is None:
+        return 2**31
+    return layer.window[0] + 1 if isinstance(layer.window, tuple) else layer.window
 
 
 def as_code(value: Any) -> str:

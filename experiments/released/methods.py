@@ -15,10 +15,12 @@ recommend or use themselves, in proportion to L:
     window, sinks_N  the last L / 4 tokens, N of them replaced by first ones, as in StreamingLLM's
                      Table 1 (0+1024 and 4+1020 of 4096)
 
-rope, rerope, dual_chunk and windows do not depend on N.
+rope, rerope, dual_chunk and windows do not depend on N. Where a checkpoint has layers of several
+kinds, methods change those that see all tokens.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -145,11 +147,47 @@ def layer_of(name: str, trained: Trained, target: int) -> pe.LayerSpec:
     return METHODS[name](trained, target)
 
 
-def set_method(model: Any, layer: pe.LayerSpec) -> None:
-    """Gives all blocks of an `examples.decoder.Decoder` the scheme and window of a layer, in place.
+def changed(name: str, layer: pe.LayerSpec, length: int, target: int) -> pe.LayerSpec:
+    """Returns a layer of any checkpoint as a method has it.
 
-    The scheme has no parameters, so the model's are unchanged.
+    A layer with a window or chunks of its own stays as it is, and so does one without an encoding,
+    but for the methods that are windows.
+
+    Args:
+      name: of `METHODS`.
+      layer: of the checkpoint.
+      length: L, its trained length.
+      target: N, the length to which the model shall read.
+
+    Raises:
+      ValueError: for a scaling of frequencies that the layer's scheme cannot have.
+
+    >>> layers = pe.LayerSpec(pe.RoPE(head_dim=64), window=512), pe.LayerSpec(pe.RoPE(head_dim=64))
+    >>> [changed("window", layer, 8192, 12288).window for layer in layers]
+    [512, (2047, 0)]
+    >>> changed("ntk", layers[1], 8192, 12288).scheme.scaling
+    NTK(factor=1.5)
     """
-    for block in model.blocks:
-        block.attention.encoding = PositionEncoding(layer.scheme, rngs=nnx.Rngs(0))
+    scheme: Any = layer.scheme
+    windows = name == "window" or name.startswith("sinks_")
+    if name == "rope" or layer.window is not None or layer.chunk_size is not None:
+        return layer
+    if not windows and isinstance(scheme, pe.NoPE):
+        return layer
+    if not windows and getattr(scheme, "scaling", None) != pe.FrequencyMap():
+        raise ValueError(
+            f"methods: {name} changes RoPE without scaling, and a layer has {scheme!r}."
+        )
+    new = METHODS[name](Trained(scheme, length), target)
+    return dataclasses.replace(layer, scheme=new.scheme, window=new.window)
+
+
+def set_method(model: Any, *layers: pe.LayerSpec) -> None:
+    """Gives the blocks of an `examples.decoder.Decoder` the schemes and windows of layers.
+
+    One layer is for all blocks. Schemes have no parameters, so the model's are unchanged.
+    """
+    for block, layer in zip(model.blocks, itertools.cycle(layers), strict=False):
+        if block.attention.position != layer.scheme:
+            block.attention.encoding = PositionEncoding(layer.scheme, rngs=nnx.Rngs(0))
         block.attention.window = layer.window

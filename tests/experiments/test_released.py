@@ -154,6 +154,46 @@ def test_a_model_without_rope_writes_text(files, capsys):
     assert main(["released", "gpt2", "--methods", "ntk", "--text", "text.txt"]) == 2
 
 
+@slow
+def test_methods_change_the_layers_that_see_all_tokens(files, capsys):
+    """Qwen 2 may have a window from some layer on; scaled RoPE takes windows alone."""
+    config = CONFIG | {"model_type": "qwen2", "num_hidden_layers": 2, "tie_word_embeddings": True}
+    config |= {
+        "hidden_act": "silu",
+        "use_sliding_window": True,
+        "sliding_window": 16,
+        "max_window_layers": 1,
+    }
+    scaling = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0}
+    scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 48}
+    config["rope_parameters"] = scaling | {"rope_theta": 100.0}
+    random, shapes = np.random.default_rng(0), dict(SHAPES)
+    shapes |= {name.replace("s.0", "s.1"): shape for name, shape in SHAPES.items()}
+    for i in range(2):
+        for name, width in (("q", 24), ("k", 8), ("v", 8)):
+            shapes[f"model.layers.{i}.self_attn.{name}_proj.bias"] = (width,)
+    folder = files / "qwen"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    arrays = {n: random.normal(0.0, 0.5, shape).astype("f4") for n, shape in shapes.items()}
+    save_file(arrays, folder / "model.safetensors")
+    checkpoints.read(files / "tiny.gguf").tokenizer.save(str(folder / "tokenizer.json"))
+    assert main(["released", "qwen", "--prompt", "one", "--text", "text.txt"]) == 0
+    shown = capsys.readouterr().out
+    assert "Methods change 1 of 2 layers" in shown and "apply to these layers: ntk, yarn." in shown
+
+    checkpoint = checkpoints.read(folder)
+    model = families.load(checkpoint.config, checkpoint.state)
+    tokens = np.array(checkpoint.tokenizer.encode((files / "text.txt").read_text()).ids)
+    assert [block.attention.window for block in model.blocks] == [None, 16]
+    for name, window in (("rope", None), ("window", LENGTH // 4)):
+        model.blocks[0].attention.window = window
+        means = Losses(model)(tokens[: TOKENS + 1]).reshape(6, -1).mean(1)
+        assert re.search(rf"{name} +{' +'.join(f'{x:.3f}' for x in means)}\n", shown)
+    assert main(["released", "qwen", "--methods", "rope,yarn", "--text", "text.txt"]) == 2
+    assert "yarn changes RoPE without scaling, and a layer has RoPE(" in capsys.readouterr().err
+
+
 def test_equality_is_that_of_the_next_tokens():
     random = np.random.default_rng(0)
     ours, tokens = random.normal(size=(5, 7)), np.array([3, 1, 4, 1, 5])
