@@ -86,8 +86,8 @@ released: $(call installed,released) ## Run a released model beyond its length (
 study scoreboard: $(call installed,experiments) ## Continue the study; test claims (ARGS="--minutes 30")
 	$(RUN) -m experiments $@ --run $(ARGS)
 
-bench: $(call installed,experiments) ## Measure speed as ratios (ARGS="attention")
-	$(RUN) -m experiments bench $(or $(ARGS),rope)
+bench: $(call installed,experiments) ## Measure speed as ratios (ARGS="released")
+	$(RUN) -m experiments bench $(or $(ARGS),attention)
 
 kit: $(call installed,experiments)
 	$(RUN) -m experiments.commands.kit $(ARGS)

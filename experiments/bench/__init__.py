@@ -29,7 +29,7 @@ SETTINGS = {
     "JAX_ENABLE_COMPILATION_CACHE": "false",
 }
 _STARTED = "POSENC_BENCH_WARM_HEAP"
-BENCHMARKS = ("attention", "rope", "decode", "llama", "released")
+BENCHMARKS = ("attention", "released")
 
 
 def main(arguments: list[str]) -> int:

@@ -31,9 +31,8 @@ import jax
 import jax.numpy as jnp
 
 import posenc_jax as pe
-from experiments.bench import peers
 from experiments.bench.cases import attend_with, positives, sizes_of
-from experiments.bench.decode import our_case
+from experiments.bench.decode import jax_nn_case, our_case
 from experiments.bench.peers import compile_program, t5_matrix, with_gradients
 from experiments.runs.files import to_json, write_whole
 
@@ -320,13 +319,12 @@ def decode_jobs(shape: tuple[int, ...], schemes: list[str]) -> list[Job]:
     row["bytes"] = 2 * 2 * math.prod((batch, slots, kv_heads, dim))  # bfloat16, k and v.
 
     def prepare(name: str, by: str) -> tuple[Call, dict[str, Any]]:
-        scheme = pe.T5(num_heads=heads) if by == "jax.nn" else scheme_of(name, shape)
+        scheme = scheme_of(name, shape)
         arrays = arrays_of(scheme, shape)
         if by == "jax.nn":
-            case = peers.with_cache(arrays, tokens=1)["jax.nn without bias"]
+            case = jax_nn_case(*arrays[:3])
         else:
-            word = None if by == "default" else by
-            case = our_case(scheme, arrays, tokens=1, implementation=word)
+            case = our_case(scheme, arrays, None if by == "default" else by)
         return case.call, dict(case.facts)
 
     cases = [("none", "jax.nn"), *((x, by) for by in ("default", "pallas") for x in schemes)]

@@ -12,29 +12,36 @@ import posenc_jax as pe
 from experiments.bench import peers
 from experiments.bench.cases import (
     DTYPES,
-    add_common_arguments,
     attend_with,
     make_arguments,
     named_schemes,
+    positive,
+    positives,
     sizes_of,
 )
 from experiments.bench.timing import show, side_by_side
+from experiments.settings.config_io import names
 
-SCHEMES = "t5,alibi,shaw:values=false"
-"""Shaw has vectors on the keys alone, as in most models."""
+SCHEMES = "t5,alibi,shaw"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's settings."""
-    lengths = "--lengths", (512, 1024, 2048, 4096, 8192), "T"
-    add_common_arguments(parser, sizes=lengths, schemes=SCHEMES, seconds=10.0)
-    parser.add_argument("--forward", action="store_true", help="without the backward pass")
-    parser.add_argument(
+    add, lengths = parser.add_argument, (512, 1024, 2048, 4096, 8192)
+    add("--lengths", type=positives, default=lengths, help="T (default: 512 to 8192)")
+    for name, size in (("--batch", 1), ("--heads", 8), ("--head-dim", 64)):
+        add(name, type=positive, default=size, help=f"(default: {size})")
+    add("--dtype", choices=tuple(DTYPES), default="float32")
+    add("--schemes", type=names, default=names(SCHEMES), help=f"(default: {SCHEMES})")
+    add("--forward", action="store_true", help="without the backward pass")
+    add(
         "--naive-to",
         type=int,
         default=4096,
         help="longest T for arrays of T x S; 0 leaves them out (default: 4096)",
     )
+    add("--rounds", type=positive, default=15, help="(default: 15)")
+    add("--seconds", type=float, default=10.0, help="beyond the rounds (default: 10)")
 
 
 def run(options: argparse.Namespace) -> dict:

@@ -1,11 +1,7 @@
-"""Schemes named on the command line, and attention with a scheme.
-
-For instance `t5,shaw:clip=16:values=false,mypkg.mine:Own`.
-"""
+"""Schemes by name, and attention with a scheme."""
 
 import argparse
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -16,37 +12,16 @@ import posenc_jax as pe
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
-def named_schemes(words: str, sizes: Mapping[str, int]) -> dict[str, pe.Scheme]:
-    """Returns schemes by name and options, `none` first.
+def named_schemes(names: Iterable[str], sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Returns schemes, chains and objects of your own by name, `none` first.
 
-    Args:
-      words: names with commas between; options follow a name after colons.
-      sizes: of the model, by the names in `experiments.models.schemes.SIZES`.
-
-    Raises:
-      ConfigError: for unknown schemes and options, and for values that a scheme refuses.
-
-    >>> named_schemes("alibi,t5:num_buckets=16", {"num_heads": 4})["t5:num_buckets=16"].num_buckets
-    16
+    >>> list(named_schemes(["alibi", "rope+t5"], {"num_heads": 4, "head_dim": 8}))
+    ['none', 'alibi', 'rope+t5']
     """
-    # `accelerator` runs without the libraries that these import.
+    # `accelerator` runs without the libraries that this imports.
     from experiments.models.schemes import build
-    from experiments.settings.config_io import literal
 
-    out: dict[str, pe.Scheme] = {"none": pe.NoPE()}
-    for word in re.split(r",(?![^(\[]*[)\]])", words):  # A comma in brackets is a value's.
-        word = word.strip()
-        first, *parts = word.split(":")
-        name = ":".join([first, *(part for part in parts if "=" not in part)])
-        table: dict[str, Any] = {}
-        for part in parts:
-            option, equals, value = part.partition("=")
-            if equals:
-                table[option] = None if value == "none" else literal(value)
-        scheme = build(name, sizes, {f"schemes.{name}": table}, "the benchmark")
-        assert isinstance(scheme, pe.Scheme)  # No layers, as `num_layers` is not passed.
-        out[word] = scheme
-    return out
+    return {"none": pe.NoPE()} | {name: build(name, sizes, {}, "the benchmark") for name in names}
 
 
 def sizes_of(heads: int, dim: int, length: int) -> dict[str, int]:
@@ -95,37 +70,3 @@ def positive(text: str) -> int:
 def positives(text: str) -> tuple[int, ...]:
     """Returns the distinct integers between commas, in ascending order."""
     return tuple(sorted({positive(part) for part in text.split(",")}))
-
-
-def add_common_arguments(
-    parser: argparse.ArgumentParser,
-    *,
-    sizes: tuple[str, tuple[int, ...], str] | None = None,
-    schemes: str = "",
-    seconds: float | None = None,
-) -> None:
-    """Adds the settings that benchmarks share.
-
-    Args:
-      parser: of the benchmark.
-      sizes: flag, default and meaning of the size that grows; adds the other sizes of attention.
-      schemes: the default; empty for a benchmark without schemes.
-      seconds: the default time beyond the rounds; None for a benchmark without times.
-    """
-    if sizes:
-        flag, default, meaning = sizes
-        words = f"{meaning}, commas between (default: {default[0]} to {default[-1]})"
-        parser.add_argument(flag, type=positives, default=default, help=words)
-        for name, size in (("--batch", 1), ("--heads", 8), ("--head-dim", 64)):
-            parser.add_argument(name, type=positive, default=size, help=f"default: {size}")
-        parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
-    if schemes:
-        words = (
-            "names with commas between; options after colons, as in shaw:clip=16:values=false "
-            f"(default: {schemes})"
-        )
-        parser.add_argument("--schemes", default=schemes, help=words)
-    if seconds is not None:
-        parser.add_argument("--rounds", type=positive, default=15, help="rounds (default: 15)")
-        words = f"continue for that long beyond the rounds (default: {seconds:g})"
-        parser.add_argument("--seconds", type=float, default=seconds, help=words)

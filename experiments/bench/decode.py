@@ -1,86 +1,24 @@
-"""One new token, or a chunk of tokens, attending to a cache of keys and values, with each scheme.
+"""One token that attends to a full cache, by this library and by `jax.nn`: a part of `accelerator`.
 
-The cache has room for the new tokens only, and is donated: every call writes the same slots. The
-reference is attention without positions. `jax.nn` attends to a cache of the same layout, with slots
-masked by position and T5's bias as a row.
+The cache is donated, and every call writes the same slot.
 """
 
-import argparse
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 import posenc_jax as pe
-from experiments.bench import peers
-from experiments.bench.cases import (
-    DTYPES,
-    add_common_arguments,
-    make_arguments,
-    named_schemes,
-    positives,
-    sizes_of,
-)
-from experiments.bench.peers import compile_program
-from experiments.bench.timing import show, side_by_side
-
-SCHEMES = "rope,t5,alibi,fire,shaw"
+from experiments.bench.peers import Case, compile_program
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds this benchmark's settings."""
-    slots = "--slots", (1024, 2048, 4096, 8192, 16384, 32768), "sizes of the cache"
-    add_common_arguments(parser, sizes=slots, schemes=SCHEMES, seconds=4.0)
-    parser.add_argument(
-        "--tokens", type=positives, default=(1, 64), help="new tokens (default: 1,64)"
-    )
+def our_case(scheme: pe.Scheme, arguments: tuple, implementation: str | None = None) -> Case:
+    """Returns attention of the last token; earlier ones are written by the default implementation.
 
-
-def run(options: argparse.Namespace) -> dict:
-    """Measures every size of the cache and number of new tokens; returns the numbers."""
-    results = []
-    for tokens in options.tokens:
-        for slots in options.slots:
-            print(f"\ncompiling {tokens} after {slots - tokens} ...", flush=True)
-            cases = all_cases(tokens, slots, options)
-            timings = side_by_side(
-                {name: case.call for name, case in cases.items()},
-                rounds=options.rounds,
-                seconds=options.seconds,
-                inner=max(1, 16384 // (slots * tokens)),
-            )
-            show(f"decode: {_say(tokens)} after {slots - tokens} in the cache", timings)
-            rows = [dataclasses.asdict(t) | dict(cases[t.name].facts) for t in timings]
-            results.append({"tokens": tokens, "slots": slots, "rows": rows})
-    shape = {"batch": options.batch, "heads": options.heads, "head_dim": options.head_dim}
-    return {**shape, "dtype": options.dtype, "results": results}
-
-
-def _say(tokens: int) -> str:
-    return "one token" if tokens == 1 else f"{tokens} tokens at once"
-
-
-def all_cases(tokens: int, slots: int, options: argparse.Namespace) -> dict[str, peers.Case]:
-    """Returns the cases of this library and of `jax.nn` by name."""
-    shape = options.batch, slots, options.heads, options.head_dim
-    dtype = DTYPES[options.dtype]
-    sizes = sizes_of(options.heads, options.head_dim, slots)
-    schemes = named_schemes(options.schemes, sizes)
-    cases = {
-        name: our_case(scheme, make_arguments(scheme, shape, dtype), tokens)
-        for name, scheme in schemes.items()
-    }
-    t5 = pe.T5(num_heads=options.heads)
-    arguments = make_arguments(t5, shape, dtype)
-    ours = {"none": cases["none"], "t5": our_case(t5, arguments, tokens)}
-    return cases | peers.agreeing(peers.with_cache(arguments, tokens), ours)
-
-
-def our_case(
-    scheme: pe.Scheme, arguments: tuple, tokens: int, implementation: str | None = None
-) -> peers.Case:
-    """Returns attention of the last `tokens` tokens to a cache of the earlier ones.
-
-    Earlier tokens are written by the default implementation.
+    Args:
+      scheme: the scheme.
+      arguments: q, k, v, parameters and, if the scheme reads it, x, of all tokens.
+      implementation: of `pe.attention`.
     """
     q, k, v, params, *inputs = arguments
     batch, slots, heads, dim = q.shape
@@ -96,7 +34,7 @@ def our_case(
         dtype=q.dtype,
     )
     scale = dim**-0.5
-    first, last = slice(None, slots - tokens), slice(slots - tokens, None)
+    first, last = slice(None, slots - 1), slice(slots - 1, None)
 
     def part(slots: slice) -> tuple:
         return tuple(None if y is None else y[:, slots] for y in (q, k, v, x))
@@ -131,4 +69,29 @@ def our_case(
         out, cache = program(cache, *fresh)
         return out
 
-    return peers.Case(call, facts)
+    return Case(call, facts)
+
+
+def jax_nn_case(q: jax.Array, k: jax.Array, v: jax.Array) -> Case:
+    """Returns the same without a scheme, where slots are masked by position."""
+    last = jnp.int32(q.shape[1] - 1)
+
+    def step(cache, last, q, *new):
+        keys, values = (
+            jax.lax.dynamic_update_slice_in_dim(x, y, last, 1)
+            for x, y in zip(cache, new, strict=True)
+        )
+        mask = jnp.arange(keys.shape[1], dtype=jnp.int32) <= last
+        out = jax.nn.dot_product_attention(q, keys, values, mask=mask[None, None, None])
+        return out, (keys, values)
+
+    cache = tuple(x.at[:, -1:].set(0) for x in (k, v))
+    inputs = last, *(x[:, -1:] for x in (q, k, v))
+    program, facts = compile_program(step, (cache, *inputs), donate_argnums=0)
+
+    def call():
+        nonlocal cache
+        out, cache = program(cache, *inputs)
+        return out
+
+    return Case(call, facts)

@@ -34,7 +34,6 @@ import posenc_jax as pe
 from examples import checkpoints, families
 from examples.decoder import Decoder, jit_step
 from experiments.bench.cases import DTYPES, positive, positives
-from experiments.bench.llama import rotate
 from experiments.bench.timing import show, side_by_side
 from experiments.errors import ConfigError
 from experiments.released.command import CHECKPOINT, packaged
@@ -192,6 +191,15 @@ class Masked(nnx.Module):
         mask = jnp.arange(k_cache.shape[1]) <= positions[:, None]
         out = jax.nn.dot_product_attention(q, k_cache, v_cache, mask=mask[None, None])
         return layer.out(out), (k_cache, v_cache, length + x.shape[1])
+
+
+def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """Returns x [B, T, N, H] rotated by positions [T]."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None] * theta ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
+    a, b = jnp.split(x, 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 def masked(model: Decoder) -> Decoder:

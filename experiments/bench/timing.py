@@ -32,7 +32,6 @@ def side_by_side(
     *,
     rounds: int = 15,
     seconds: float = 30.0,
-    inner: int = 1,
     units: Mapping[str, int] = MappingProxyType({}),
     warm: int = 2,
     clock: Callable[[], float] = time.perf_counter,
@@ -43,7 +42,6 @@ def side_by_side(
       cases: functions without arguments that return arrays, or trees of arrays.
       rounds: the least number; up to four times that number until `seconds` are over.
       seconds: time to continue beyond `rounds`.
-      inner: calls per measurement, for cases shorter than the resolution of the clock.
       units: the number of steps of a call, by which its times are divided.
       warm: calls of each case before the first round.
       clock: in seconds.
@@ -62,9 +60,8 @@ def side_by_side(
                 break
             for name in names[i % len(names) :] + names[: i % len(names)]:
                 began = clock()
-                for _ in range(inner):
-                    result = jax.block_until_ready(cases[name]())
-                took[name].append((clock() - began) / inner / units.get(name, 1))
+                result = jax.block_until_ready(cases[name]())
+                took[name].append((clock() - began) / units.get(name, 1))
                 del result
     finally:
         gc.enable()

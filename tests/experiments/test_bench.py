@@ -11,11 +11,10 @@ import pytest
 import posenc_jax as pe
 from experiments import bench
 from experiments.__main__ import main
-from experiments.bench import WARM_HEAP, decode, llama, released, rope, use_warm_heap
+from experiments.bench import WARM_HEAP, decode, released, use_warm_heap
 from experiments.bench.cases import attend_with, make_arguments, named_schemes
 from experiments.bench.peers import Case, agreeing
 from experiments.bench.timing import side_by_side
-from experiments.errors import ConfigError
 from experiments.runs.environment import processor
 from tests.support import slow
 
@@ -24,21 +23,6 @@ def test_ratios_are_to_the_first_case():
     a, b = side_by_side({"a": lambda: jnp.zeros(3), "b": lambda: jnp.ones(3)}, rounds=3, seconds=0)
     assert (a.name, a.ratio, a.median_ratio, a.rounds) == ("a", 1.0, 1.0, 3)
     assert b.ratio == b.least / a.least
-
-
-def test_bench_rope_at_tiny_size(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(rope, "SHAPES", ((1, 8, 2, 4),))
-    monkeypatch.setattr(rope, "DTYPES", {"float32": jnp.float32})
-    path = tmp_path / "rope.json"
-    arguments = ["rope", "--cold-heap", "--rounds=2", "--seconds=0", f"--json={path}"]
-    assert bench.main(arguments) == 0
-    out, written = capsys.readouterr().out, json.loads(path.read_text())
-    assert "heap: as the system has it" in out and "x + 1, y + 1" in out
-    assert "concatenating" in out
-    x, positions = jax.random.normal(jax.random.key(0), (1, 8, 2, 4)), jnp.arange(8)
-    expected = pe.apply_rope(x, positions, theta=100.0)
-    np.testing.assert_allclose(rope.concatenating(x, 100.0), expected, atol=1e-5)
-    assert [r["what"] for r in written["results"]] == ["forward", "forward+backward"]
 
 
 @slow
@@ -77,24 +61,13 @@ def test_the_processor_is_named(tmp_path):
     assert processor(tmp_path / "none")
 
 
-def test_schemes_by_name_and_option():
+def test_schemes_by_name():
     sizes = {"num_heads": 4, "head_dim": 8, "model_dim": 32, "max_length": 16}
-    schemes = named_schemes(
-        "shaw:values=false:clip=5, learned,posenc_jax:ALiBi,none,rope+alibi", sizes
-    )
-    assert list(schemes)[:3] == ["none", "shaw:values=false:clip=5", "learned"]
-    assert schemes["shaw:values=false:clip=5"] == pe.Shaw(4, 8, clip=5, values=False)
+    schemes = named_schemes(["learned", "posenc_jax:ALiBi", "none", "rope+alibi"], sizes)
+    assert list(schemes) == ["none", "learned", "posenc_jax:ALiBi", "rope+alibi"]
     assert schemes["rope+alibi"] == pe.chain(pe.RoPE(head_dim=8), pe.ALiBi(num_heads=4))
     assert schemes["posenc_jax:ALiBi"] == pe.ALiBi(4)
     assert schemes["learned"] == pe.LearnedAbsolute(max_length=16, model_dim=32)
-    for wrong, says in (
-        ("rpoe", "unknown scheme 'rpoe'; did you mean 'rope'"),
-        ("shaw:clp=5", "unknown option of Shaw; did you mean 'clip'"),
-        ("shaw:clip=far", "must be a valid integer, got 'far'"),
-        ("shaw:num_heads=5", "5, but the model of the benchmark has 4"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            named_schemes(wrong, sizes)
 
 
 def test_schemes_that_read_x_are_given_x():
@@ -106,40 +79,15 @@ def test_schemes_that_read_x_are_given_x():
     assert jax.eval_shape(attend_with(scheme), *arguments).shape == shape
 
 
-def test_bench_decode_at_tiny_size(tmp_path, capsys):
-    path = tmp_path / "decode.json"
-    arguments = ["decode", "--cold-heap", "--slots=32", "--heads=2", "--head-dim=4"]
-    arguments += ["--tokens=1", "--schemes=t5", "--rounds=1", "--seconds=0"]
-    assert bench.main([*arguments, f"--json={path}"]) == 0
-    assert "one token after 31 in the cache" in capsys.readouterr().out
-    results = json.loads(path.read_text())["results"]
-    assert [(r["tokens"], r["slots"]) for r in results] == [(1, 32)]
-    names = ["none", "t5", "jax.nn without bias", "jax.nn with T5 rows"]
-    assert [row["name"] for row in results[0]["rows"]] == names
-
-
-def test_decode_case_equals_attention_over_the_whole_sequence():
-    scheme, shape = pe.RoPE(head_dim=4), (1, 16, 2, 4)
-    arguments = make_arguments(scheme, shape, jnp.float32)
-    whole = jax.jit(attend_with(scheme))(*arguments)
-    case = decode.our_case(scheme, arguments, tokens=3)
-    for _ in range(2):
-        np.testing.assert_allclose(case.call(), whole[:, -3:], atol=1e-5)
-
-
-def test_bench_llama_at_tiny_size(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(jax, "clear_caches", lambda: None)  # Other tests go on with the programs.
-    path = tmp_path / "llama.json"
-    arguments = ["llama", "--cold-heap", "--rounds=1", "--seconds=0", "--lengths=8", "--layers=1"]
-    arguments += ["--heads=2", "--kv-heads=1", "--head-dim=4", "--compilations=1", f"--json={path}"]
-    assert bench.main(arguments) == 0
-    assert "s of tracing and compiling, 1.00 times as much" in capsys.readouterr().out
-    by_hand, *ours = json.loads(path.read_text())["results"][0]["rows"]
-    assert by_hand["compile_ratio"] == by_hand["ratio"] == 1.0
-    assert [row["name"] for row in ours] == ['posenc_jax, implementation="jax"', "posenc_jax"]
-    assert all(row["compile_seconds"] > 0 for row in ours)
-    with pytest.raises(RuntimeError, match="the models differ"):
-        llama.check_losses({"by hand": jnp.float32(1.0), "posenc_jax": jnp.float32(1.001)})
+def test_decode_cases_equal_attention_over_the_whole_sequence():
+    q, k, v, params = arguments = make_arguments(pe.RoPE(head_dim=4), (1, 16, 2, 4), jnp.float32)
+    for scheme, case in (
+        (pe.RoPE(head_dim=4), decode.our_case(pe.RoPE(head_dim=4), arguments)),
+        (pe.NoPE(), decode.jax_nn_case(q, k, v)),
+    ):
+        whole = jax.jit(attend_with(scheme))(q, k, v, params)
+        for _ in range(2):
+            np.testing.assert_allclose(case.call(), whole[:, -1:], atol=1e-5)
 
 
 def test_bench_released_at_tiny_size(tmp_path, capsys, monkeypatch):
@@ -163,14 +111,14 @@ def test_bench_restarts_with_a_warm_heap(monkeypatch):
     calls = []
     monkeypatch.setattr("os.execve", lambda *arguments: calls.append(arguments))
     monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
-    use_warm_heap(["rope", "--rounds=2"])
+    use_warm_heap(["attention", "--rounds=2"])
     ((path, command, env),) = calls
     assert [path, *command[1:]] == [
-        sys.executable, "-m", "experiments", "bench", "rope", "--rounds=2"
+        sys.executable, "-m", "experiments", "bench", "attention", "--rounds=2"
     ]  # fmt: skip
     assert env["GLIBC_TUNABLES"].count(":") == len(WARM_HEAP) - 1
     monkeypatch.setattr("os.environ", env)
-    use_warm_heap(["rope"])  # The new process goes on.
+    use_warm_heap(["attention"])  # The new process goes on.
     assert len(calls) == 1
 
 
@@ -178,12 +126,11 @@ def test_bench_restarts_with_a_warm_heap(monkeypatch):
     ("arguments", "message"),
     [
         ([], "the following arguments are required"),
-        (["roep"], "invalid choice: 'roep'"),
-        (["rope", "--rounds=many"], "argument --rounds: must be an integer from 1, got 'many'"),
-        (["rope", "--rounds=0"], "argument --rounds: must be an integer from 1, got '0'"),
-        (["decode", "--slots=16,-1"], "argument --slots: must be an integer from 1, got '-1'"),
-        (["attention", "--heads=0"], "argument --heads: must be an integer from 1, got '0'"),
-        (["decode", "--schemes=roep"], "unknown scheme 'roep'; did you mean 'rope'?"),
+        (["atention"], "invalid choice: 'atention'"),
+        (["attention", "--rounds=0"], "argument --rounds: must be an integer from 1, got '0'"),
+        (["released", "--slots=16,-1"], "argument --slots: must be an integer from 1, got '-1'"),
+        (["attention", "--heads=many"], "--heads: must be an integer from 1, got 'many'"),
+        (["attention", "--schemes=roep"], "unknown scheme 'roep'; did you mean 'rope'?"),
     ],
 )
 def test_bad_arguments_exit_with_one_line(arguments, message, capsys, monkeypatch):
