@@ -94,8 +94,10 @@ kit: $(call installed,experiments)
 
 # Without ACCEL, the Python that has JAX for the device there; it needs no network.
 gpu tpu: $(if $(ACCEL),$(call installed,experiments)) ## Check and time attention on a GPU or a TPU
-	$(if $(ACCEL)$(filter-out file,$(origin RUN)),$(RUN),python3) \
-	  -m experiments.bench.accelerator --on $@ --out results/$@-new $(ARGS)
+	@$(device) -c "import jax, numpy" 2>/dev/null || { echo "make $@: $(device) cannot import jax and numpy: \
+	give a Python that has it, RUN=..., or ACCEL=cuda, cuda12 or tpu to install it." >&2; exit 2; }
+	$(device) -m experiments.bench.accelerator --on $@ --out results/$@-new $(ARGS)
+device = $(if $(ACCEL)$(filter-out file,$(origin RUN)),$(RUN),python3)
 
 # Installed once, and again when pyproject.toml changes. Groups came with pip 25.1.
 # Python compiles what it imports, in less time than pip compiles everything.
