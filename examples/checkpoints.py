@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,11 @@ class LazyState(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self.readers)
+
+
+_PREFIXES = {"gpt2": "transformer.", "bloom": "transformer.", "gpt_neox": "gpt_neox."}
+"""Of names in transformers; files of the model without its head lack it."""
+_MASK = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
 
 
 def read(path: str | pathlib.Path) -> Checkpoint:
@@ -124,7 +130,12 @@ def _read_safetensors(path):
         if twice := new.keys() & readers.keys():
             raise ValueError(f"read: {str(folder)!r} has {min(twice)!r} in several files.")
         readers |= new
-    # Files of 2023 have frequencies beside the weights, and some repeat a tied embedding.
+    # Older files have frequencies and masks beside the weights, and some repeat a tied embedding.
+    prefix = _PREFIXES.get(str(config.get("model_type")), "")
+    if prefix:
+        readers = {name: x for name, x in readers.items() if not _MASK.search(name)}
+    if not any(name.startswith(prefix) for name in readers):
+        readers = {prefix + name: x for name, x in readers.items()}
     readers = {n: x for n, x in readers.items() if not n.endswith(".rotary_emb.inv_freq")}
     config.setdefault("tie_word_embeddings", "lm_head.weight" not in readers)
     embedding = readers.get("model.embed_tokens.weight")

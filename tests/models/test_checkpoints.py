@@ -237,6 +237,20 @@ def test_a_checkpoint_says_why_it_has_no_tokenizer(tmp_path):
     assert "lacks the setting 'tokenizer.ggml.model'" in error
 
 
+@pytest.mark.parametrize("name", ["gpt2", "bloom"])
+def test_files_of_the_model_without_its_head(tmp_path, name):
+    """On the Hub, names of GPT-2 and BLOOM lack a prefix; GPT-2's files have masks, too."""
+    about, _, state = agreement.read(name)
+    arrays = {n.removeprefix("transformer."): np.asarray(x) for n, x in state.items()}
+    assert not arrays.keys() & state.keys()
+    masks = {f"h.0.attn.{x}": np.ones((1, 1, 9, 9), "f4") for x in ("bias", "masked_bias")}
+    save_file(arrays | (masks if name == "gpt2" else {}), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(about["config"]))
+    checkpoint = read(tmp_path)
+    assert set(checkpoint.state) == set(state)
+    families.load(checkpoint.config, checkpoint.state)
+
+
 def test_folders_of_safetensors(tmp_path):
     config, state = small()
     names = sorted(state)
