@@ -15,7 +15,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,16 +114,6 @@ def stored(folder: Path, run: str) -> Result | None:
 def write(folder: Path, run: str, result: Result) -> None:
     """Writes the result of a run to a file of its own."""
     write_whole(folder / run / FILE, to_json(dataclasses.asdict(result), indent=1) + "\n")
-
-
-def forget(folder: Path, runs: Collection[str]) -> None:
-    """Removes results of runs."""
-    with locked(folder):
-        results = packed(folder)
-        if results.keys() & set(runs):
-            _write_pack(folder, {name: x for name, x in results.items() if name not in runs})
-        for run in runs:
-            (folder / run / FILE).unlink(missing_ok=True)
 
 
 def pack(folder: Path) -> int:

@@ -161,12 +161,6 @@ class RunFolder:
             raise ResultsError(f"{self.path}: has a result with other settings than its name says")
         return result
 
-    def forget(self) -> None:
-        """Removes the result, the states and the parameters."""
-        results.forget(self.path.parent, [self.run.name])
-        (self.path / "parameters.npz").unlink(missing_ok=True)
-        self._remove_states()
-
     def _remove_states(self) -> None:
         for path in self.path.glob("checkpoints*"):
             shutil.rmtree(path, ignore_errors=True)

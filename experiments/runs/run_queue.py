@@ -79,7 +79,7 @@ def differences(versions: set[tuple[str, ...]]) -> str:
 
 
 def refuse_other_versions(
-    runs: Iterable[Run], results: Lookup, title: str, remedy: str = "remove these results"
+    runs: Iterable[Run], results: Lookup, title: str, remedy: str = "take another --results"
 ) -> None:
     """Raises ResultsError if a run has a result of other versions, or of other code or text."""
     facts = here()

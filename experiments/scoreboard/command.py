@@ -6,7 +6,7 @@ from pathlib import Path
 
 from experiments.errors import ConfigError, ResultsError
 from experiments.runs.files import write_whole
-from experiments.runs.run import Run, RunFolder, known
+from experiments.runs.run import Run, known
 from experiments.runs.run_queue import (
     add_arguments,
     carry_out,
@@ -41,7 +41,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--run", action="store_true", help="run what has no result yet")
     add_arguments(parser)
     parser.add_argument("--seeds", type=int, help="seeds to run now (default: as the claim says)")
-    parser.add_argument("--fresh", action="store_true", help="remove earlier results of the claims")
     parser.add_argument(
         "--folder", type=Path, default=LIBRARY.folder, help="claims (default: %(default)s)"
     )
@@ -57,8 +56,6 @@ def main(arguments: list[str]) -> int:
     refuse_without_run(options)
     if options.seeds is not None and options.seeds < 1:
         raise ConfigError(f"--seeds: must be at least 1, got {options.seeds}")
-    if options.fresh and not (options.run and options.claims):
-        raise ConfigError("--fresh: needs --run and the names of claims")
     folder = Path(os.path.relpath(options.folder))
     default = LIBRARY if folder == LIBRARY.folder else of_folder(folder)
     files = Files(folder, options.results or default.results, options.page or default.page)
@@ -67,7 +64,7 @@ def main(arguments: list[str]) -> int:
     status = 0
     if options.run:
         tasks = [run.task for claim in chosen for run in claim.runs.values()]
-        stages = _stages(chosen, files.results, options.seeds, options.fresh)
+        stages = _stages(chosen, files.results, options.seeds)
         status = carry_out(options, files.results, tasks, stages).status
     outcomes = [judge(claim, files.results) for claim in everything]
     if mixed := [outcome for outcome in outcomes if outcome.mixed]:
@@ -79,33 +76,16 @@ def main(arguments: list[str]) -> int:
     return status
 
 
-def _stages(
-    claims: Sequence[Claim], folder: Path, seeds: int | None, fresh: bool
-) -> Iterator[list[Run]]:
-    """Yields the runs that claims need.
-
-    Args:
-      claims: the claims.
-      folder: of the folders of runs.
-      seeds: how many; None: as each claim states.
-      fresh: whether to remove earlier results first.
-    """
-    plan = _plan(claims, seeds)
-    if fresh:
-        for each in plan:
-            RunFolder(folder, each).forget()
+def _stages(claims: Sequence[Claim], folder: Path, seeds: int | None) -> Iterator[list[Run]]:
+    """Yields the runs that claims need, each once."""
+    runs = (run for claim in claims for run in _all(claim, claim.seeds[:seeds]))
+    plan = list({run.name: run for run in runs}.values())
     results = known(folder)
     for claim in claims:
         refuse_other_versions(_all(claim, claim.seeds), results, claim.name)
     ended = sum(results(each) is not None for each in plan)
     say(f"{len(plan)} runs, {ended} with a result.")
     yield plan
-
-
-def _plan(claims: Sequence[Claim], seeds: int | None) -> list[Run]:
-    """Returns the runs, each once."""
-    runs = (run for claim in claims for run in _all(claim, claim.seeds[:seeds]))
-    return list({run.name: run for run in runs}.values())
 
 
 def _all(claim: Claim, seeds: Iterable[int]) -> Iterator[Run]:

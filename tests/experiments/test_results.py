@@ -9,7 +9,7 @@ import pytest
 from experiments.errors import ResultsError
 from experiments.runs import results
 from experiments.runs.files import locked
-from experiments.runs.results import PACK, Result, forget, pack, packed, stored, write
+from experiments.runs.results import PACK, Result, pack, packed, stored, write
 
 RESULTS = {}
 for seed in range(5):
@@ -110,10 +110,3 @@ def test_a_damaged_pack_is_one_line(folder):
         with pytest.raises(ResultsError, match=message) as caught:
             stored(folder, NAMES[0])
         assert PACK in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_results_are_forgotten_wherever_they_are(folder):
-    pack(folder)
-    write(folder, NAMES[1], RESULTS[NAMES[1]])
-    forget(folder, NAMES[:2])
-    assert [stored(folder, name) for name in NAMES] == [None, None, *list(RESULTS.values())[2:]]

@@ -153,13 +153,15 @@ def test_a_claim_trains_on_a_mesh(call):
     (call.claims / "T1.toml").write_text(text)
     assert call("--run", "--seeds", "1")[0] == 0
     known = {path: json.loads(path.read_text()) for path in call.results.glob("*/result.json")}
-    fresh = "--run", "T1", "--fresh", "--seeds", "1"
-    assert call(*fresh, "--mesh", "data=4,tensor=2")[0] == 0
+    for path in known:
+        path.unlink()
+    again = "--run", "--seeds", "1"
+    assert call(*again, "--mesh", "data=4,tensor=2")[0] == 0
     for path, before in known.items():
         after = json.loads(path.read_text())
         assert after["environment"]["mesh"] == "data=4,tensor=2"
         np.testing.assert_allclose(after["curve"]["loss"], before["curve"]["loss"], atol=1.5e-5)
-    err = call(*fresh, "--mesh", "tensor=8")[2]
+    err = call(*again, "--mesh", "tensor=8")[2]
     assert "--mesh: tensor=8 does not divide kback.model.num_heads = 2" in err
 
 
@@ -185,7 +187,8 @@ def test_other_versions_are_not_mixed(call):
         assert status == 2 and err.count("\n") == 1 and "T1" in err
         assert re.search(r"versions: jax 0\.1 and jax 0\.\d+\.", err)
         assert len(list(call.results.glob("*/result.json"))) == 3
-    assert call("--run", "T1", "--fresh", "--seeds", "1")[0] == 0
+    assert "or take another --results" in err
+    assert call("--run", "--seeds", "1", "--results", "other")[0] == 0
 
 
 def test_a_diverged_run_is_marked_and_the_others_go_on(call):
@@ -327,7 +330,6 @@ def test_a_wrong_claim_is_one_line(call, change, message):
     [
         (("T2",), "unknown claim 'T2'; did you mean 'T1'?"),
         (("--run", "--seeds", "0"), "--seeds: must be at least 1"),
-        (("--fresh",), "--fresh: needs --run"),
         (("--folder", "nowhere"), "nowhere: has no files of claims"),
     ],
 )
