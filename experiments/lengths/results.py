@@ -1,16 +1,15 @@
 """Results of cells: a file in the folder of each, or a line of one compressed file."""
 
 import dataclasses
-import gzip
+import functools
 import json
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from experiments.errors import ResultsError
 from experiments.runs.files import to_json, write_whole
-from experiments.runs.results import FILE, PACK, digest
+from experiments.runs.results import FILE, PACK, digest, read_pack, write_pack
 from experiments.settings.config_io import STRICT, convert
 
 BIN = 1024
@@ -59,22 +58,16 @@ def read(folder: Path) -> dict[str, CellResult]:
     Raises:
       ResultsError: if one cannot be read.
     """
-    results, file = {}, folder / PACK
-    try:
-        if file.exists():
-            if not (content := file.read_bytes()):
-                raise ValueError("it is empty")
-            for line in gzip.decompress(content).splitlines():
-                entry = json.loads(line)
-                results[entry["cell"]] = convert(CellResult, entry["result"], entry["cell"])
-        for file in sorted(folder.glob(f"*/{FILE}")):
-            name = file.parent.name
-            results[name] = convert(CellResult, json.loads(file.read_text("utf-8")), name)
-        for name, result in results.items():
-            if name.rpartition("-")[2] != digest(result.settings):
+    result_of, pack = functools.partial(convert, CellResult), folder / PACK
+    results = read_pack(pack, "cell", result_of) if pack.exists() else {}
+    for file in sorted(folder.glob(f"*/{FILE}")):
+        name = file.parent.name
+        try:
+            results[name] = result_of(json.loads(file.read_text("utf-8")), name)
+            if name.rpartition("-")[2] != digest(results[name].settings):
                 raise ValueError(f"{name} has other settings than its name says")
-    except (OSError, EOFError, zlib.error, KeyError, TypeError, ValueError) as error:
-        raise ResultsError(f"{file}: cannot be read: {error}") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise ResultsError(f"{file}: cannot be read: {error}") from None
     return results
 
 
@@ -85,9 +78,4 @@ def write(folder: Path, name: str, result: CellResult) -> None:
 
 def pack(folder: Path, results: Mapping[str, CellResult]) -> None:
     """Writes results to the one file that is worth committing; equal results are equal bytes."""
-    lines = (
-        to_json({"cell": name, "result": dataclasses.asdict(results[name])}, separators=(",", ":"))
-        for name in sorted(results)
-    )
-    content = "".join(f"{line}\n" for line in lines).encode()
-    write_whole(folder / PACK, gzip.compress(content, mtime=0))
+    write_pack(folder, "cell", results)

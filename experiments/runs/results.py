@@ -15,7 +15,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,16 +137,17 @@ def _pack(folder: Path, files: Sequence[Path]) -> None:
         for file in files:
             if result := stored(folder, file.parent.name):
                 results[file.parent.name] = result
-        _write_pack(folder, results)
+        write_pack(folder, "run", results)
         for file in files:
             file.unlink()
             with contextlib.suppress(OSError):  # It has parameters or states.
                 file.parent.rmdir()
 
 
-def _write_pack(folder: Path, results: Mapping[str, Result]) -> None:
+def write_pack(folder: Path, key: str, results: Mapping[str, Any]) -> None:
+    """Writes results, as dataclasses, in one file; `key` is that of names in its lines."""
     lines = (
-        to_json({"run": name, "result": dataclasses.asdict(results[name])}, separators=(",", ":"))
+        to_json({key: name, "result": dataclasses.asdict(results[name])}, separators=(",", ":"))
         for name in sorted(results)
     )
     content = "".join(f"{line}\n" for line in lines).encode()
@@ -163,25 +164,36 @@ def packed(folder: Path) -> Mapping[str, Result]:
         stat = (folder / PACK).stat()
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    return _read_pack(folder / PACK, stat.st_mtime_ns, stat.st_ino)
+    return _packed(folder / PACK, stat.st_mtime_ns, stat.st_ino)
 
 
 @functools.lru_cache(maxsize=8)
-def _read_pack(file: Path, *version: int) -> Mapping[str, Result]:
-    """Returns the results of a pack by name; it is read again if it is another file."""
-    results = {}
+def _packed(file: Path, *version: int) -> Mapping[str, Result]:
+    """Reads a pack, again if it is another file."""
+    return read_pack(file, "run", _result)
+
+
+def read_pack(file: Path, key: str, result_of: Callable[[Any, str], Any]) -> dict[str, Any]:
+    """Returns the results of a file that `write_pack` wrote, by name.
+
+    Args:
+      file: the file.
+      key: of names in its lines.
+      result_of: makes a result from JSON and its name, or raises ValueError.
+    """
+    results: dict[str, Any] = {}
     try:
         content = file.read_bytes()
         if not content:
             raise ValueError("it is empty")
         for line in gzip.decompress(content).splitlines():
             entry = _parse(line)
-            if not isinstance(entry, dict) or entry.keys() != {"run", "result"}:
-                raise ValueError("a line must have run and result")
-            name = str(entry["run"])
+            if not isinstance(entry, dict) or entry.keys() != {key, "result"}:
+                raise ValueError(f"a line must have {key} and result")
+            name = str(entry[key])
             if name in results:
                 raise ValueError(f"{name} has two lines")
-            results[name] = _result(entry["result"], name)
+            results[name] = result_of(entry["result"], name)
             if name.rpartition("-")[2] != digest(results[name].settings):
                 raise ValueError(f"{name} has other settings than its name says")
     except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
