@@ -18,7 +18,6 @@ from matplotlib.figure import Figure
 
 from experiments.pages import tables
 from experiments.pages.tables import Results, mean
-from experiments.tasks.base import Labels
 
 PALETTE = (
     *("#0072b2", "#d55e00", "#009e73", "#c2649b", "#d08f00"),
@@ -130,9 +129,7 @@ def maps(results: Results, section: str) -> str:
     if not values:
         return ""
     first = next(iter(tables.of_section(results, section).values()))
-    labels, trained = first.labels, None
-    if labels.places == Labels.places:
-        trained = first.runs[0].task.train_length
+    labels, trained = first.labels, first.runs[0].task.train_length
     limits = (0.0, 1.0) if labels.higher_is_better else (min(values), max(values))
     with mpl.rc_context({**STYLE, "svg.hashsalt": f"maps-{section}", "axes.grid": False}):
         figure, all_axes = _small_multiples(len(places), 0.18 * len(lengths))
@@ -140,13 +137,13 @@ def maps(results: Results, section: str) -> str:
             axes.set_title(tables.label(scheme), fontsize=9.5, pad=3.0)
             for y, length in enumerate(lengths):
                 if length in rows:
-                    _map_row(axes, y, rows[length], limits, trained and trained / length)
+                    _map_row(axes, y, rows[length], limits, trained / length)
             axes.set_ylim(len(lengths) - 0.5, -0.5)
             axes.set_yticks(range(len(lengths)), lengths)
             axes.tick_params(length=0, labelsize=8.5)
         left, right = all_axes[0].get_position().x0, max(a.get_position().x1 for a in all_axes)
         bottom, top = all_axes[-1].get_position().y0, all_axes[0].get_position().y1
-        figure.text((left + right) / 2, 0.0, labels.places, va="bottom", ha="center")
+        figure.text((left + right) / 2, 0.0, "place in the row", va="bottom", ha="center")
         width, height = figure.get_size_inches()
         high = min(top - bottom, 1.6 / height)
         scale = figure.add_axes((right + 0.2 / width, (top + bottom - high) / 2, 0.1 / width, high))
@@ -156,7 +153,7 @@ def maps(results: Results, section: str) -> str:
         return drawing(figure, f"maps-{section}", f"{section}: {labels.metric} by length and place")
 
 
-def _map_row(axes, y: int, row: Sequence[float], limits: tuple[float, float], mark: float | None):
+def _map_row(axes, y: int, row: Sequence[float], limits: tuple[float, float], mark: float):
     """Draws the scores of one length as cells, and a line where training ended."""
     edges = np.linspace(0.0, 1.0, len(row) + 1)
     heights = y - 0.45, y + 0.45
@@ -164,7 +161,7 @@ def _map_row(axes, y: int, row: Sequence[float], limits: tuple[float, float], ma
     axes.pcolormesh(
         edges, heights, cells, vmin=limits[0], vmax=limits[1], cmap=_MAP, ec="face", lw=0.2
     )
-    if mark and mark < 1:
+    if mark < 1:
         axes.plot((mark, mark), heights, color=PALETTE[1], linewidth=1.6)
 
 

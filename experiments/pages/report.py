@@ -15,10 +15,7 @@ from experiments.pages.tables import Results, SchemeResults, in_words, interval,
 from experiments.settings.common import Rates
 from experiments.settings.config_io import flatten
 
-_COSTS = (
-    *("task", "scheme", "parameters", "ms a step", "relative to none", "memory MiB"),
-    *("compile s", "train s", "CPU s", "final loss in nats"),
-)
+_COSTS = (*("task", "scheme", "parameters", "ms a step", "relative to none", "memory MiB"),)
 _CONFIGS = [Path(__file__).parents[2] / "configs" / f"{name}.toml" for name in ("compare", "study")]
 
 
@@ -121,8 +118,13 @@ def _baseline(results: Results) -> str:
     return "rope" if "rope" in schemes else next(iter(schemes), "")
 
 
-def _head(column: tables.Column) -> str:
-    return f"{column.length}{' (trained)' if column.trained else ''}"
+def _cell(cell: tables.Cell) -> str:
+    """Returns a cell as Markdown."""
+    if cell.kind != "value":
+        return {"unfitted": "*not fitted*"}.get(cell.kind, cell.text)
+    text = f"**{cell.text}**" if cell.best else cell.text
+    spread = f"<br><small>{cell.spread}</small>" if cell.spread else ""
+    return text + tables.note_mark(cell.note) + spread
 
 
 def _summary(results: Results, section: str, baseline: str, draw: Any) -> dict | None:
@@ -175,11 +177,12 @@ def _section(results: Results, section: str, draw: Any) -> dict:
     for mode in tables.modes(results, section):
         grid = tables.grid(results, section, mode)
         svg = plots.lengths(results, section, mode)
+        marks = {n: " (trained)" if n in grid.trained else "" for n in grid.lengths}
         views.append(
             dict(
                 mode=mode,
-                grid=grid,
-                heads=[_head(column) for column in grid.columns] if grid else [],
+                heads=["scheme", *(f"{n}{mark}" for n, mark in marks.items())],
+                rows=[[row.label, *map(_cell, row.cells)] for row in grid.rows],
                 picture=draw(f"lengths-{section}-{mode}", svg),
                 explanation=labels.modes.get(mode, ""),
             )
@@ -189,7 +192,6 @@ def _section(results: Results, section: str, draw: Any) -> dict:
         about=" ".join(filter(None, (_sentence(labels.about), _setting(done), *_fits(done)))),
         views=views,
         map=draw(f"maps-{section}", plots.maps(results, section)),
-        places=labels.places,
         fitted=not done or any(row.fitted for row in done),
     )
 
@@ -313,8 +315,6 @@ def _costs(results: Results) -> Iterator[list[str]]:
                 _number(ms, ".1f"),
                 _number(ms / base if ms and base else None, ".2f"),
                 _number((row.first.memory_bytes or math.nan) / 2**20, ".1f"),
-                *(_number(row.mean_of(f"{x}_seconds"), ".1f") for x in ("compile", "train", "cpu")),
-                _number(row.final_loss, ".3f"),
             ]
 
 

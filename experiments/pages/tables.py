@@ -165,19 +165,10 @@ class SchemeResults:
         return self.done and all(result.fitted for _, result in self.ended)
 
     @property
-    def final_loss(self) -> float:
-        """The mean of the last losses."""
-        return mean(result.curve["loss"][-1] for _, result in self.ended if result.curve)
-
-    @property
     def step_time(self) -> float:
         """Milliseconds per training step, NaN if they were not measured."""
-        seconds, steps = self.mean_of("seconds"), self.runs[0].task.train.steps
-        return 1e3 * seconds / steps if self.done and seconds else math.nan
-
-    def mean_of(self, entry: str) -> float:
-        """Returns the mean of an entry of the results, NaN if one has none."""
-        return mean(getattr(result, entry) for _, result in self.ended)
+        seconds = mean(result.seconds for _, result in self.ended)
+        return 1e3 * seconds / self.runs[0].task.train.steps if self.done and seconds else math.nan
 
     @property
     def views(self) -> list[tuple[str, str]]:
@@ -235,7 +226,7 @@ def by_scheme(
 Results = Sequence[SchemeResults]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Cell:
     """A number or the reason for its absence.
 
@@ -250,31 +241,22 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True)
-class Column:
-    """A length at which the task was evaluated."""
-
-    length: int
-    trained: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class Row:
-    """One scheme, or a zero-shot variant of it."""
+    """One scheme, or a zero-shot variant of it, with a cell for each length."""
 
     label: str
     scheme: str
-    cells: tuple[Cell, ...]
+    cells: list[Cell]
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
     """One section under one way of evaluating."""
 
-    section: str
     labels: Labels
-    mode: str
-    columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    lengths: list[int]
+    trained: set[int]
+    rows: list[Row]
 
 
 def ordered(items: Iterable) -> list:
@@ -381,74 +363,58 @@ def note_mark(number: int) -> str:
     return "†‡§¶"[number - 1 : number] or f"[{number}]" if number else ""
 
 
-def grid(results: Results, section: str, mode: str | None = None) -> Grid | None:
-    """Returns the grid of a section, in the mode with the most lengths unless one is named.
-
-    None where nothing of that section was evaluated.
-    """
-    rows = of_section(results, section)
-    mode = mode or next(iter(modes(results, section)), "")
-    scores = [
-        (length, score)
-        for row in rows.values()
-        for shown, variant in row.views
-        if shown == mode
-        for length, score in row.scores(mode, variant).items()
-    ]
-    if not scores:
-        return None
-    labels = next(iter(rows.values())).labels
-    trained = {length for length, score in scores if score.in_distribution}
-    columns = tuple(Column(n, n in trained) for n in sorted({length for length, _ in scores}))
-    notes = footnotes(results)
+def grid(results: Results, section: str, mode: str) -> Grid:
+    """Returns the scores of a section, with the best of each length marked."""
+    schemes = of_section(results, section).values()
     lines = [
-        _row(row, labels, mode, variant, columns, notes)
-        for row in rows.values()
+        (row, variant, row.scores(mode, variant))
+        for row in schemes
         for variant in ("", *(v for m, v in row.views if v and m == mode))
     ]
-    return Grid(section, labels, mode, columns, _mark_best(lines, labels, len(columns)))
+    lengths = sorted({length for *_, scores in lines for length in scores})
+    trained = {n for *_, scores in lines for n, score in scores.items() if score.in_distribution}
+    labels, notes = next(iter(schemes)).labels, footnotes(results)
+    rows = [
+        Row(
+            label(row.scheme, variant),
+            row.scheme,
+            [_cell(row, scores.get(length), labels.digits, notes) for length in lengths],
+        )
+        for row, variant, scores in lines
+    ]
+    for column in zip(*(row.cells for row in rows), strict=True):
+        numbers = [x for x in column if x.kind == "value" and x.text != "nan"]
+        texts = {x.text for x in numbers}  # As printed: ties are all marked.
+        best = (max if labels.higher_is_better else min)(texts, key=float, default="")
+        for x in numbers:
+            x.best = len(texts) > 1 and x.text == best
+    return Grid(labels, lengths, trained, rows)
 
 
-def _row(
-    row: SchemeResults,
-    labels: Labels,
-    mode: str,
-    variant: str,
-    columns: Sequence[Column],
-    notes: list[str],
-) -> Row:
-    name = label(row.scheme, variant)
+def _cell(row: SchemeResults, score: Score | None, digits: int, notes: list[str]) -> Cell:
     if not row.done:
-        return Row(name, row.scheme, (Cell("failed", "failed"),) * len(columns))
-    scores, cells, digits = row.scores(mode, variant), [], labels.digits
-    for column in columns:
-        score = scores.get(column.length)
-        if score is None:
-            cells.append(Cell())
-            continue
-        note = notes.index(score.note) + 1 if score.note else 0
-        text, spread = f"{mean(score.values):.{digits}f}", ""
-        if len(score.values) > 1:
-            spread = f"{min(score.values):.{digits}f}\u2013{max(score.values):.{digits}f}"
-        kind = "value" if row.fitted or score.in_distribution else "unfitted"
-        cells.append(Cell(kind, text, spread, note))
-    return Row(name, row.scheme, tuple(cells))
+        return Cell("failed", "failed")
+    if score is None:
+        return Cell()
+    text, spread = f"{mean(score.values):.{digits}f}", ""
+    if len(score.values) > 1:
+        spread = f"{min(score.values):.{digits}f}\u2013{max(score.values):.{digits}f}"
+    kind = "value" if row.fitted or score.in_distribution else "unfitted"
+    return Cell(kind, text, spread, notes.index(score.note) + 1 if score.note else 0)
 
 
-def _mark_best(rows: list[Row], labels: Labels, count: int) -> tuple[Row, ...]:
-    """Marks the best number of each column, as printed: ties are all marked."""
-    for column in range(count):
-        texts = [row.cells[column].text for row in rows if row.cells[column].kind == "value"]
-        texts = [text for text in texts if text != "nan"]
-        if len(set(texts)) < 2:
-            continue
-        best = (max if labels.higher_is_better else min)(texts, key=float)
-        for i, row in enumerate(rows):
-            if row.cells[column].kind == "value" and row.cells[column].text == best:
-                cells = list(row.cells)
-                cells[column] = dataclasses.replace(cells[column], best=True)
-                rows[i] = dataclasses.replace(row, cells=tuple(cells))
-    return tuple(rows)
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table for a terminal, whose first column holds words.
+
+    >>> aligned([["nats", "0-2"], ["rope", "3.101"]])
+    ['nats    0-2', 'rope  3.101']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        padded = (f"{text:>{width}}" for text, width in zip(others, widths[1:], strict=True))
+        lines.append("  ".join([f"{first:{widths[0]}}", *padded]))
+    return lines
 
 
 def as_text(results: Results) -> str:
@@ -456,18 +422,15 @@ def as_text(results: Results) -> str:
     lines = []
     results = [row for row in results if not row.waiting]
     for section in sections(results):
-        shown = grid(results, section)
-        if shown is None:
+        if not (ways := modes(results, section)):
             continue
-        table = [[section, *(f"{c.length}{'*' if c.trained else ''}" for c in shown.columns)]]
+        shown = grid(results, section, ways[0])
+        table = [[section, *(f"{n}{'*' if n in shown.trained else ''}" for n in shown.lengths)]]
         for row in shown.rows:
             texts = [{"unfitted": "-"}.get(cell.kind, cell.text) for cell in row.cells]
             marks = [note_mark(cell.note) if cell.kind == "value" else "" for cell in row.cells]
             table.append([row.label, *map("".join, zip(texts, marks, strict=True))])
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        for name, *cells in table:
-            padded = (f"{x:>{width}}" for x, width in zip(cells, widths[1:], strict=True))
-            lines.append("  ".join([f"{name:{widths[0]}}", *padded]))
+        lines += aligned(table)
         labels = shown.labels
         seeds = max(len(row.seeds) for row in results if row.section == section)
         text = f"{labels.unit} at each length, {labels.better} is better; * the training length"

@@ -35,10 +35,11 @@ from examples.checkpoints import Checkpoint
 from examples.decoder import Decoder
 from experiments.errors import ConfigError, ExperimentError
 from experiments.pages import plots
+from experiments.pages.tables import aligned
 from experiments.released import equality
 from experiments.released.losses import Losses
 from experiments.released.methods import METHODS, changed, set_method
-from experiments.released.page import ByPlace, as_text, render
+from experiments.released.page import ByPlace, render
 from experiments.released.speed import Steps
 from experiments.runs.environment import environment, usable_cores
 from experiments.runs.files import check_writable, locked, write_whole
@@ -382,7 +383,7 @@ def _measure(checkpoint: Checkpoint, model: Decoder, plan: Plan) -> Measured:
         window = max(map(_seen, plan.layers.get("window", (pe.LayerSpec(pe.NoPE()),))))
         by_place = ByPlace(plan.text, plan.trained, window, losses)
         heads, rows = by_place.table()
-        _say(f"\n{as_text(['nats per token', *heads], rows)}\n")
+        _say("\n".join(["", *aligned([["nats per token", *heads], *rows]), ""]))
         _say("\n".join(by_place.sentences()))
     return Measured(parameters, written, speeds, same, by_place)
 

@@ -5,7 +5,7 @@ Sentences are computed from the numbers. The page loads nothing.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import matplotlib as mpl
@@ -140,22 +140,6 @@ def _words(difference: float) -> str:
     if f"{abs(difference):.3f}" == "0.000":
         return "the same"
     return f"{abs(difference):.3f} {'less' if difference < 0 else 'more'}"
-
-
-def as_text(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table for a terminal.
-
-    >>> print(as_text(["nats", "0-2"], [["rope", "3.101"]]))
-    nats    0-2
-    rope  3.101
-    """
-    table = [heads, *rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for first, *others in table:
-        padded = (f"{text:>{width}}" for text, width in zip(others, widths[1:], strict=True))
-        lines.append("  ".join([f"{first:{widths[0]}}", *padded]))
-    return "\n".join(lines)
 
 
 def render(by_place: ByPlace | None, **values: object) -> str:

@@ -40,7 +40,6 @@ class Labels:
       limits: the range of scores in plots; None: from the data.
       length_unit: the unit of lengths.
       modes: ways of evaluating by name, with an explanation of each.
-      places: what `Evaluation.places` are, from the first (0) to the last (1).
     """
 
     __pydantic_config__: ClassVar[Any] = STRICT
@@ -53,7 +52,6 @@ class Labels:
     limits: tuple[float, float] | None = (-0.03, 1.05)
     length_unit: str = "symbols"
     modes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    places: str = "place in the row"
 
     @property
     def better(self) -> str:
@@ -88,17 +86,15 @@ class Evaluation:
     """One score per seed, and the conditions of the measurement.
 
     Attributes:
-      metric: its name, `Labels.metric` of the task.
       mode: the way of evaluating, one of `Labels.modes`, or "plain".
       length: of the context.
       values: one per seed.
       in_distribution: whether the length is the training length.
       variant: the change of the scheme after training, None for none.
-      places: the mean score over seeds in each of `PLACES` parts of the row, or by
-        `Labels.places`; None for parts without scored tokens. Default: not measured.
+      places: the mean score over seeds in each of `PLACES` parts of the row, None for parts without
+        scored tokens. Default: not measured.
     """
 
-    metric: str
     mode: str
     length: int
     values: list[float]

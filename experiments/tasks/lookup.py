@@ -99,7 +99,6 @@ class Lookup(Task):
         values = counts[:, 0] / np.maximum(counts[:, 1], 1)
         return [
             Evaluation(
-                self.labels.metric,
                 mode,
                 length,
                 [round(float(x), 5) for x in values[:, i]],

@@ -173,7 +173,7 @@ class Text(Task):
                         parts |= {"repeated": again, "new": ~again}
                     for part, scored in parts.items():
                         mean = [round(float(x), 5) for x in bits[:, scored].mean(1)]
-                        score = Evaluation(self.labels.metric, part, length, mean, trained, variant)
+                        score = Evaluation(part, length, mean, trained, variant)
                         if part == "nonoverlapping":
                             score = dataclasses.replace(score, places=_by_place(bits))
                         evaluations.append(score)
@@ -182,7 +182,7 @@ class Text(Task):
             graphdef = structure(self.model, position, self.vocab_size)
             bits = _bits(graphdef, params, *self.windows(validation, length, "nonoverlapping"))
             mean = [round(float(x), 5) for x in bits.mean((1, 2))]
-            score = Evaluation(self.labels.metric, "validation", length, mean, True)
+            score = Evaluation("validation", length, mean, True)
             evaluations.append(score)
         return evaluations
 
