@@ -1,4 +1,7 @@
-"""Errors that end a command with one line and status 2."""
+"""Errors that end a command with one line and status 2.
+
+Files that were written before are complete. Docstrings do not repeat when functions raise them.
+"""
 
 
 class ExperimentError(Exception):

@@ -33,11 +33,7 @@ BENCHMARKS = ("attention", "released")
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the benchmark that the arguments name; returns the exit status.
-
-    Raises:
-      ConfigError: for wrong arguments.
-    """
+    """Runs the benchmark that the arguments name; returns the exit status."""
     # `accelerator` runs without the libraries that these import.
     from experiments.settings.config_io import Parser
     from experiments.settings.trust import add_trust
@@ -76,11 +72,7 @@ def main(arguments: list[str]) -> int:
 
 
 def use_warm_heap(arguments: list[str]) -> None:
-    """Starts this process again with an allocator that keeps its memory; returns in the new one.
-
-    Args:
-      arguments: of `python -m experiments bench`.
-    """
+    """Starts this process again with an allocator that keeps its memory; returns in the new one."""
     if os.environ.get(_STARTED) or platform.libc_ver()[0] != "glibc":
         return
     tunables = ":".join(f"{name}={value}" for name, value in WARM_HEAP.items())

@@ -23,12 +23,7 @@ def with_gradients(f: Callable) -> Callable:
 
 
 def compile_program(f: Callable, arguments: tuple, **options: Any) -> tuple[Any, dict]:
-    """Compiles a function.
-
-    Args:
-      f: a function of arrays.
-      arguments: arrays, or shapes with dtypes.
-      **options: of `jax.jit`.
+    """Compiles a function, with options of `jax.jit`.
 
     Returns:
       The program, and its figures: seconds of tracing and compiling, and megabytes of temporary

@@ -29,7 +29,7 @@ from experiments.settings.trust import add_trust
 
 
 def compare(experiment: Experiment, options: argparse.Namespace, keep: bool = False) -> int:
-    """Carries out the plan of an experiment and returns the exit status.
+    """Carries out the plan of an experiment; returns 0, 1 if a run failed, 130 after Ctrl-C.
 
     Finished runs are skipped, unless `keep` and their parameters were not kept. A run that raises
     does not stop the others. Ctrl-C keeps finished runs.
@@ -39,12 +39,6 @@ def compare(experiment: Experiment, options: argparse.Namespace, keep: bool = Fa
       options: of `run_queue.add_arguments`, and `fresh`: whether to remove the results of an
         earlier experiment of that name.
       keep: whether to keep the trained parameters.
-
-    Returns:
-      0, or 1 if a run failed, or 130 after Ctrl-C.
-
-    Raises:
-      ConfigError, CorpusError, ResultsError: with one line; files written before are complete.
     """
     folder, runs, show = experiment.folder, experiment.all_runs(), Lines()
 
@@ -81,11 +75,7 @@ def compare(experiment: Experiment, options: argparse.Namespace, keep: bool = Fa
 
 
 def evaluate(experiment: Experiment) -> int:
-    """Measures kept parameters again, and replaces the earlier numbers in the report.
-
-    Raises:
-      CorpusError, ResultsError: with one line; files written before are complete.
-    """
+    """Measures kept parameters again, and replaces the earlier numbers in the report."""
     runs, folder = experiment.all_runs(), experiment.folder
     for run in runs:
         RunFolder(folder, run).parameters()  # Raises if there are none.
@@ -123,10 +113,6 @@ def write_report(
       baseline: the scheme that others are compared to; default: rope, or else the first.
       errors: of runs that raised, by name.
       trusted: objects that the folder may call, as for `experiment_of`.
-
-    Raises:
-      ConfigError: if there are no results, or none of the baseline.
-      ResultsError: if results cannot be read, or the report cannot be written.
     """
     experiment = experiment_of(folder, trusted)
     results = tables.by_scheme(experiment.all_runs(), known(folder), errors or {})

@@ -79,9 +79,6 @@ def collect(folder: Path, code: Sequence[str], corpora: Sequence[str], python: s
       code: requirements of packages that are imported, with all that these need.
       corpora: requirements of packages that are not.
       python: the version of the interpreter, such as 3.12.
-
-    Raises:
-      ConfigError: if pip finds no wheels for it.
     """
     present = _resolve(_PRESENT, python)
     missing = {

@@ -173,8 +173,7 @@ def log_weights(
     """Returns the effect of positions on logits [N, T, T], relative to each query's own key.
 
     Args:
-      scheme, params: the scheme and its parameters.
-      length: T.
+      scheme, params, length: the scheme, its parameters and T.
       coordinates: of the tokens. Default: their positions.
       is_causal: whether later keys are masked, NaN.
       is_match: keys with the logit `MATCH`, [T]; others have -MATCH. Default: all are alike.

@@ -33,10 +33,7 @@ _HIGHEST, _LOWEST = 1.0, -0.3
 def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]:
     """Returns the texts of the page, of its numbers and of its picture, by path.
 
-    Args:
-      plan: the plan.
-      file, folder: where the plan and its results are.
-      target: of the page.
+    `file` and `folder` are of the plan and its results, `target` is the page.
     """
     known = results.read(folder)
     table = Table(plan, known)

@@ -273,11 +273,7 @@ class Plan:
 
 
 def load(path: Path) -> Plan:
-    """Returns the plan of a file.
-
-    Raises:
-      ConfigError: if an entry is missing or wrong, with its path.
-    """
+    """Returns the plan of a file."""
     try:
         plan = convert(Plan, read_toml(path), "")
         for name in plan.methods:

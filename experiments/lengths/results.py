@@ -53,11 +53,7 @@ class CellResult:
 
 
 def read(folder: Path) -> dict[str, CellResult]:
-    """Returns all results of a folder by the names of their cells.
-
-    Raises:
-      ResultsError: if one cannot be read.
-    """
+    """Returns all results of a folder by the names of their cells."""
     result_of, pack = functools.partial(convert, CellResult), folder / PACK
     results = read_pack(pack, "cell", result_of) if pack.exists() else {}
     for file in sorted(folder.glob(f"*/{FILE}")):

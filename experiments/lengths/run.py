@@ -29,11 +29,7 @@ class Runner:
     """A checkpoint, the texts of a plan as tokens, and the programs that were compiled."""
 
     def __init__(self, plan: Plan, checkpoint: checkpoints.Checkpoint):
-        """Builds the model.
-
-        Raises:
-          ConfigError: for a checkpoint without a tokenizer, or not of one RoPE.
-        """
+        """Builds the model."""
         if checkpoint.tokenizer is None:
             raise ConfigError(f"checkpoint: {checkpoint.tokenizer_error}")
         if (trained := Trained.of(checkpoint.config)) != plan.trained:
@@ -45,11 +41,7 @@ class Runner:
 
     @functools.cache  # noqa: B019, one runner per process
     def tokens(self, document: Document, count: int) -> np.ndarray:
-        """Returns the first tokens of a document, int32 [count].
-
-        Raises:
-          CorpusError: if it is too short.
-        """
+        """Returns the first tokens of a document, int32 [count]."""
         text = texts.read(document.corpus, document.name)
         tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
         if len(tokens) < count:
@@ -120,15 +112,7 @@ def _copied(probe: texts.Probe, scores: Scores) -> list[tuple[float, float, floa
 
 
 def open_checkpoint(plan: Plan, path: Path | None = None) -> checkpoints.Checkpoint:
-    """Returns the checkpoint of a plan.
-
-    Args:
-      plan: the plan.
-      path: of the file. Default: the file of the package.
-
-    Raises:
-      ConfigError: if it is missing, or another file than the plan's.
-    """
+    """Returns the checkpoint of a plan, by default from the file of the package."""
     path = path or packaged(plan.checkpoint.requirement, "*.gguf", "the checkpoint")
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -156,18 +140,8 @@ def carry_out(
 
     A result is written whole when its pass has ended, so that the process may end at any time.
 
-    Args:
-      plan: the plan.
-      folder: of the results.
-      run: carries out a cell, as a `Runner` does.
-      deadline: when to stop.
-      say: shows a line.
-
     Returns:
       The number of cells without a result.
-
-    Raises:
-      ResultsError: if results are of other versions, or cannot be written.
     """
     commit()  # Files may change while cells run.
     cells = list(plan.cells())

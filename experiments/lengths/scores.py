@@ -34,12 +34,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Scores of a plan.
-
-    Attributes:
-      plan: the plan.
-      results: of its cells, by name.
-    """
+    """Scores of a plan, from the results of its cells by name."""
 
     plan: Plan
     results: Mapping[str, CellResult]

@@ -37,9 +37,6 @@ def read(corpus: str, name: str) -> str:
     Args:
       corpus: a package of `experiments.tasks.corpus.SOURCES`, in its pinned version.
       name: of the file; of pythonbible the number of the book.
-
-    Raises:
-      CorpusError: if it is not installed, damaged, or has no such document.
     """
     documents = _files(corpus)
     if name not in documents:

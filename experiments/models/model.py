@@ -57,12 +57,7 @@ class Block(nnx.Module):
     ):
         """Draws parameters from `key`, the same for every scheme.
 
-        Args:
-          sizes: of the model.
-          layer: the settings of attention.
-          key: of the parameters.
-          shared_encoding: the scheme with parameters for all layers, if they share them.
-          axis_names: of the axes of parameters of attention, as in `pnnx.Attention`.
+        `shared_encoding` is the scheme with parameters for all layers, if they share them.
         """
         rngs = nnx.Rngs(key)
         width, inner = sizes.model_dim, sizes.mlp_factor * sizes.model_dim

@@ -94,15 +94,7 @@ def _digest(module: str) -> str:
 
 
 def import_object(name: str, setting: str) -> Any:
-    """Returns the object that `package.module:object` names.
-
-    Args:
-      name: of the object.
-      setting: the setting that holds the name, for messages.
-
-    Raises:
-      ConfigError: if it cannot be imported, or is of an installed package and not trusted.
-    """
+    """Returns the object that `package.module:object` names; `setting` is for messages."""
     module_name, _, attribute = name.partition(":")
     try:
         check_module(name, setting)
@@ -123,11 +115,7 @@ def import_object(name: str, setting: str) -> Any:
 
 
 def find(name: str) -> Any:
-    """Returns the class, function, scheme or tuple of layers behind a name without `+`.
-
-    Raises:
-      ConfigError: if there is none.
-    """
+    """Returns the class, function, scheme or tuple of layers behind a name without `+`."""
     if ":" not in name:
         if name not in pe.SCHEMES:
             raise ConfigError(f"schemes: unknown scheme {name!r}{near(name, pe.SCHEMES)}")
@@ -191,9 +179,6 @@ def build(
       tables: options of schemes, by path and scheme such as "schemes.t5"; later ones win. A chain
         has the options of its parts.
       whose: whose model it is, for messages.
-
-    Raises:
-      ConfigError: for an unknown name or option, or a value that is refused.
     """
     parts = [_make(part, sizes, tables, whose) for part in parts_of(name)]
     position = parts[0] if len(parts) == 1 else _called(pe.chain, parts, {}, name)

@@ -59,11 +59,8 @@ def looks(names: Sequence[str], baseline: str = "none") -> dict[str, tuple[str, 
 def lengths(results: Results, section: str, mode: str, split: bool = False) -> str:
     """Returns the plot of a section's scores against length.
 
-    Args:
-      results: of all sections.
-      section, mode: the section of the results and the form of the test windows.
-      split: whether schemes that end near the lowest score have a panel of their own, with a larger
-        scale, if others end far from them.
+    With `split`, schemes that end near the lowest score have a panel of their own, with a larger
+    scale, if others end far from them.
     """
     with mpl.rc_context({**STYLE, "svg.hashsalt": f"lengths-{section}-{mode}"}):
         rows = tables.of_section(results, section)
@@ -372,9 +369,7 @@ def standalone(svg: str, ink: str = "#7d8590") -> str:
 def label_ends(axes, ends):
     """Writes a label next to the end of each line; labels that would overlap move apart.
 
-    Args:
-      axes: of the lines.
-      ends: (x, y, colour, alpha, label) of each line's last point.
+    `ends` has (x, y, colour, alpha, label) of each line's last point.
     """
     ends = sorted((end for end in ends if math.isfinite(end[1])), key=lambda end: end[1])
     room = axes.get_position().height * axes.figure.get_figheight() * 72

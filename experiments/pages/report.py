@@ -29,9 +29,8 @@ def render(
     """Returns the page.
 
     Args:
-      name: of the comparison.
+      name, command: of the comparison.
       results: a row per scheme and task, of runs that have ended and others.
-      command: that makes the results.
       settings: of all runs, nested tables.
       baseline: the scheme of the paired differences; default: rope, or else the first.
     """

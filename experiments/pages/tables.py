@@ -207,13 +207,7 @@ def collect(section: str, runs: Sequence[Run], results: Lookup, raised: str = ""
 def by_scheme(
     runs: Sequence[Run], results: Lookup, errors: Mapping[str, str]
 ) -> list[SchemeResults]:
-    """Returns runs with their results, by task and scheme.
-
-    Args:
-      runs: with several seeds.
-      results: of the runs that have ended.
-      errors: of runs that raised, by name.
-    """
+    """Returns runs with their results, by task and scheme; `errors` are by the names of runs."""
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.task.name, run.scheme), []).append(run)

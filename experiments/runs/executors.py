@@ -51,9 +51,7 @@ def take_a_processor() -> None:
 def processes(count: int, *prepare: Any) -> ProcessPoolExecutor:
     """Returns an executor with processes of this machine, which Ctrl-C does not reach.
 
-    Args:
-      count: how many.
-      prepare: a function that each calls first, and its arguments.
+    Each first calls `prepare`: a function and its arguments.
     """
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(count, spawn, _prepare, prepare)

@@ -95,9 +95,6 @@ class Experiment:
 
         A default `max_distance` beyond the training length is reduced to it, since parameters of
         longer distances would stay as they were initialised.
-
-        Raises:
-          ConfigError: for options that the scheme does not have, or values that it refuses.
         """
         task: Task = self.tasks[task_name]
         sizes = {
@@ -181,14 +178,7 @@ def _reference(task: type[Task]) -> str:
 
 
 def find_task(name: str) -> type[Task]:
-    """Returns a task class.
-
-    Args:
-      name: a key of `experiments.tasks.TASKS`, or `package.module:Class`.
-
-    Raises:
-      ConfigError: if there is no such task.
-    """
+    """Returns the class of a key of `experiments.tasks.TASKS`, or of `package.module:Class`."""
     if ":" not in name:
         if name not in TASKS:
             raise ConfigError(f"tasks: unknown task {name!r}{near(name, TASKS)}")
@@ -217,9 +207,6 @@ def from_file(tables: Mapping[str, Any], others: Iterable[str] = ()) -> Experime
       tables: `tasks` names those to run, and a table of a task's name has its settings; the table
         `schemes` has `names`, and a table of options for each scheme.
       others: tasks that may have a table though they do not run.
-
-    Raises:
-      ConfigError: for unknown settings and wrong types.
     """
     tables = dict(tables)
     run = convert(list[str], tables.pop("tasks", list(DEFAULT_TASKS)), "tasks")
@@ -265,7 +252,6 @@ def load(
       program: how the program was called, for its help.
 
     Raises:
-      ConfigError: with a message of one line.
       SystemExit: after printing help, if that was asked for.
     """
     tables = read_toml(path)
@@ -285,14 +271,9 @@ def load(
 
 
 def experiment_of(folder: Path, trusted: Collection[str] = ()) -> Experiment:
-    """Returns the experiment whose results a folder holds.
+    """Returns the experiment whose results a folder holds, which may be of somebody else.
 
-    Args:
-      folder: the folder, which may be of somebody else.
-      trusted: objects, as `package.module:object`, that it may import and call.
-
-    Raises:
-      ConfigError: if it holds none, or names other objects.
+    `trusted` are objects, as `package.module:object`, that it may import and call.
     """
     if not (folder / "config.toml").exists():
         raise ConfigError(

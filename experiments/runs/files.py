@@ -14,11 +14,7 @@ from experiments.errors import ResultsError
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file atomically, and makes its folder; a failure leaves the old file.
-
-    Raises:
-      ResultsError: if it cannot be written.
-    """
+    """Writes a file atomically, and makes its folder; a failure leaves the old file."""
     # The folder may be of somebody else: no name can be guessed, and "x" follows no link.
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
@@ -36,11 +32,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Makes the folder of a file that will be written.
-
-    Raises:
-      ResultsError: if it cannot be written there.
-    """
+    """Makes the folder of a file that will be written, and tries to write there."""
     if path.is_dir():
         raise ResultsError(f"{path}: cannot be written: it is a folder")
     beside = path.with_name(f"{path.name}.check")
@@ -53,9 +45,6 @@ def locked(folder: Path) -> Generator[None]:
     """Holds a folder, which is made if needed and is no link, against other processes.
 
     The lock is advisory and ends with the process, however that ends.
-
-    Raises:
-      ResultsError: if another process holds it, or it cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

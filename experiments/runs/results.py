@@ -89,15 +89,7 @@ def digest(settings: Mapping[str, Any]) -> str:
 
 
 def stored(folder: Path, run: str) -> Result | None:
-    """Returns the result of a run; None if there is none.
-
-    Args:
-      folder: of the folders of runs.
-      run: its name.
-
-    Raises:
-      ResultsError: if it cannot be read.
-    """
+    """Returns the result of the run of a name; None if there is none."""
     file = folder / run / FILE
     try:  # In this order: a pack is written before the files that it replaces are removed.
         alone = _result(_parse(file.read_text(encoding="utf-8")), "")
@@ -117,11 +109,7 @@ def write(folder: Path, run: str, result: Result) -> None:
 
 
 def pack(folder: Path) -> int:
-    """Packs all results of a folder, and removes their files; returns how many are packed.
-
-    Raises:
-      ResultsError: if one cannot be read, or a file cannot be written.
-    """
+    """Packs all results of a folder, and removes their files; returns how many are packed."""
     with locked(folder):
         files = sorted(folder.glob(f"*/{FILE}"))
         for start in range(0, len(files), 100):  # The open files of a process are limited.
@@ -155,11 +143,7 @@ def write_pack(folder: Path, key: str, results: Mapping[str, Any]) -> None:
 
 
 def packed(folder: Path) -> Mapping[str, Result]:
-    """Returns the packed results of a folder by name.
-
-    Raises:
-      ResultsError: if they cannot be read.
-    """
+    """Returns the packed results of a folder by name."""
     try:
         stat = (folder / PACK).stat()
     except (FileNotFoundError, NotADirectoryError):

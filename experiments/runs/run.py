@@ -49,14 +49,10 @@ _POINTS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A scheme on a task with one seed.
+    """A scheme on a task with one seed, of parameters and data.
 
-    Attributes:
-      task: the task.
-      scheme: the name of the scheme in settings.
-      options: settings of the scheme.
-      position: the scheme, or its layers.
-      seed: of parameters and data.
+    `scheme` is its name in settings and `options` are its settings there; `position` is the scheme,
+    or its layers.
     """
 
     task: Any
@@ -122,12 +118,7 @@ class Run:
         }
 
     def evaluate(self, params: Any, data: Data) -> dict[str, Any]:
-        """Returns the entries of a result that the evaluation determines.
-
-        Args:
-          params: trained parameters, leaves [1, ...].
-          data: of the task.
-        """
+        """Returns the entries of a result that the evaluation of params [1, ...] determines."""
         task = self.task
         evaluations = task.evaluate(self.position, params, [self.seed], data)
         return {
@@ -139,23 +130,14 @@ class Run:
 
 
 class RunFolder:
-    """The folder of a run.
-
-    Args:
-      parent: the folder of folders of runs.
-      run: the run.
-    """
+    """The folder of a run, in the folder `parent`."""
 
     def __init__(self, parent: Path, run: Run):
         self.run = run
         self.path = parent / run.name
 
     def result(self) -> Result | None:
-        """Returns the result; None if the run has not ended.
-
-        Raises:
-          ResultsError: if it cannot be read, or has the settings of another run.
-        """
+        """Returns the result; None if the run has not ended."""
         result = results.stored(self.path.parent, self.run.name)
         if result and result.settings != self.run.settings:
             raise ResultsError(f"{self.path}: has a result with other settings than its name says")
@@ -191,13 +173,9 @@ class RunFolder:
 
         Args:
           say: shows a line.
-          deadline: when to stop; default: never.
+          deadline: when to stop, with OutOfTime; the next call continues. Default: never.
           keep: whether the trained parameters must be there afterwards.
           mesh: devices to train on; default: one.
-
-        Raises:
-          OutOfTime: at the deadline; the next call continues.
-          ResultsError: if another process works in the folder, or it cannot be written.
         """
         deadline = Deadline() if deadline is None else deadline
         with locked(self.path):
@@ -233,11 +211,7 @@ class RunFolder:
         return self._write("done", facts, **self.run.measure(trained, data))
 
     def evaluate(self, data: Data) -> Result:
-        """Measures the kept parameters again, and replaces the scores.
-
-        Raises:
-          ResultsError: if there are no parameters, or they cannot be read.
-        """
+        """Measures the kept parameters again, and replaces the scores."""
         params, file = self.parameters(), self._parameters()
         assert file is not None
         with locked(self.path):
@@ -248,11 +222,7 @@ class RunFolder:
             return self._put(dataclasses.replace(before, settings=self.run.settings, **measured))
 
     def parameters(self) -> Any:
-        """Returns the kept parameters, leaves [1, ...].
-
-        Raises:
-          ResultsError: if there are none, or they cannot be read.
-        """
+        """Returns the kept parameters, leaves [1, ...]."""
         run, file = self.run, self._parameters()
         if file is None:
             raise ResultsError(

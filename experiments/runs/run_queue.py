@@ -52,11 +52,7 @@ def _minutes(text: str) -> float:
 
 
 def number_of_workers(options: argparse.Namespace) -> int:
-    """Returns how many processes of this machine to use.
-
-    Raises:
-      ConfigError: if the number is below 1, or above 1 where processes would share devices.
-    """
+    """Returns how many processes of this machine to use."""
     if options.workers is None:
         return 1 if options.mesh else default_count()
     if options.workers < 1:
@@ -193,10 +189,6 @@ class Queue:
         """Carries out runs that have no result; one that raises does not stop the others.
 
         At the time limit, and on SIGTERM, the states of unfinished runs are written first.
-
-        Raises:
-          ResultsError: if another process works in a folder, it cannot be written, or a process
-            that carries out runs ends.
         """
         self.show.start(runs)
         self._ended = 0
@@ -281,16 +273,7 @@ def carry_out_runs(
     send: Callable[[Event], None],
     mesh: jax.sharding.Mesh | None = None,
 ) -> Iterator[Event]:
-    """Carries out runs until the time is over, and yields their ends.
-
-    Args:
-      folder: of the folders of runs.
-      runs: the runs.
-      deadline: when to stop.
-      keep: whether to keep trained parameters.
-      send: called with lines to show.
-      mesh: devices to train on; default: one.
-    """
+    """Carries out runs until the time is over, and yields their ends; `send` shows lines."""
     for each in runs:
         if deadline.over():
             return
@@ -362,12 +345,7 @@ def carry_out(
       folder: of the folders of runs.
       tasks: all tasks of the runs.
       stages: runs whose results are needed; later stages may depend on results of earlier ones.
-      keep: whether to keep trained parameters.
-      show: shows progress as `Lines` does, which is the default.
-
-    Raises:
-      ConfigError: for flags that do not fit the tasks or the machine.
-      ResultsError: if another process works in a folder, or it cannot be written.
+      keep, show: as for `Queue`.
     """
     workers, mesh = number_of_workers(options), None
     if options.mesh:

@@ -66,14 +66,7 @@ class _File:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A claim, its criteria and its runs.
-
-    Attributes:
-      name: of the file, such as R08.
-      about: the other entries of the file.
-      gate, criteria: conditions on scores.
-      runs: by name, with seed 0; for other seeds see `of_seed`.
-    """
+    """A claim, with the name of its file, such as R08, and its runs by name, with seed 0."""
 
     name: str
     about: _File
@@ -92,11 +85,7 @@ class Claim:
 
 
 def load(path: Path) -> Claim:
-    """Returns the claim of a file.
-
-    Raises:
-      ConfigError: if an entry is missing or wrong, with its path.
-    """
+    """Returns the claim of a file."""
     tables = read_toml(path)
     fields = {f.name for f in dataclasses.fields(_File)}
     required = [f.name for f in dataclasses.fields(_File) if f.default is dataclasses.MISSING]
@@ -120,11 +109,7 @@ def load(path: Path) -> Claim:
 
 
 def load_all(folder: Path) -> list[Claim]:
-    """Returns the claims of a folder in alphabetical order.
-
-    Raises:
-      ConfigError: if there are none, or a file is wrong.
-    """
+    """Returns the claims of a folder in alphabetical order."""
     files = sorted(folder.glob("*.toml"))
     if not files:
         raise ConfigError(f"{folder}: has no files of claims")

@@ -33,11 +33,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[float, float], float]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """One comparison.
-
-    Attributes:
-      text: as it was written, without the rest of a chain.
-    """
+    """One comparison, as it was written, without the rest of a chain."""
 
     text: str
 
@@ -72,14 +68,7 @@ class Condition:
 
 
 def parse(text: str, path: str) -> list[Condition]:
-    """Returns the comparisons of a condition, several for a chain.
-
-    Args:
-      text: the condition.
-      path: where it is, for messages.
-
-    Raises:
-      ConfigError: if it is not a comparison of scores.
+    """Returns the comparisons of a condition, several for a chain; `path` is for messages.
 
     >>> [c.text for c in parse("a[64] < b.ntk[64] < 0.5", "criteria")]
     ['a[64] < b.ntk[64]', 'b.ntk[64] < 0.5']

@@ -17,13 +17,7 @@ NOT_RESOLVED, NOT_FITTED, NOT_RUN = "not resolved", "not fitted", "not run"
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A condition with its measurements.
-
-    Attributes:
-      condition: the comparison.
-      margins: left side minus right side, one per seed.
-      held: in how many seeds it holds.
-    """
+    """A condition, its margins, one per seed, and the number of seeds in which it held."""
 
     condition: Condition
     margins: tuple[float, ...]
@@ -61,13 +55,6 @@ def judge(claim: Claim, folder: Path) -> Outcome:
     run". A seed in which a run diverged counts as not fitted. With several seeds, it is "not
     resolved" if the criteria hold in all but the interval of one contains its threshold, or if they
     do not but no interval lies on the other side of its threshold.
-
-    Args:
-      claim: the claim.
-      folder: where the folders of runs are.
-
-    Raises:
-      ResultsError: if a result cannot be read.
     """
     by_seed: dict[int, dict[str, Result]] = {}
     read = known(folder)

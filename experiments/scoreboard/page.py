@@ -15,13 +15,7 @@ from experiments.scoreboard.outcomes import Check, Outcome
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-    """Where claims are.
-
-    Attributes:
-      folder: of the files of claims.
-      results: of the folders of runs.
-      page: the file to write.
-    """
+    """The folders of claims and of their runs, and the page to write."""
 
     folder: Path
     results: Path

@@ -53,11 +53,7 @@ def _sorted_words(name: str) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Returns the tables of a TOML file.
-
-    Raises:
-      ConfigError: if the file is missing, unreadable or not TOML.
-    """
+    """Returns the tables of a TOML file."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -100,9 +96,6 @@ def from_tables(cls: type[T], tables: Any, path: str = "") -> T:
       cls: a dataclass with `__pydantic_config__ = STRICT`.
       tables: its settings.
       path: where the tables are, for messages.
-
-    Raises:
-      ConfigError: for an unknown name or a value of another type.
     """
     if isinstance(tables, Mapping):
         tables = merge(to_tables(cls()), tables)
@@ -133,11 +126,7 @@ _adapter, _hints = map(functools.cache, (pydantic.TypeAdapter, typing.get_type_h
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
-    """Returns a value from a table as the annotated type: lists as tuples, integers as floats.
-
-    Raises:
-      ConfigError: for a value of another type.
-    """
+    """Returns a value from a table as the annotated type: lists as tuples, integers as floats."""
     value = _read_flags(hint, value)
     refuse_extremes({path: value})
     try:

@@ -69,11 +69,8 @@ def is_installed(file: str) -> bool:
 def check_module(name: str, setting: str) -> None:
     """Raises ConfigError unless the module of an object may be imported, before it is.
 
-    Packages around it are imported, once they have passed.
-
-    Args:
-      name: `package.module:object`.
-      setting: the setting that holds the name, for messages.
+    Packages around it are imported, once they have passed. `name` is `package.module:object`,
+    `setting` the setting that holds it.
     """
     module = name.partition(":")[0]
     parts = module.split(".")

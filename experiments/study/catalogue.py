@@ -38,13 +38,7 @@ def catalogue_page(
 ) -> str:
     """Returns the page: a summary of the first size, and a table of each further size.
 
-    Args:
-      study: the study.
-      rows: of `rows_of`, by size.
-      results: of its runs.
-      clock: the times of steps, None before they are measured.
-      pictures: the file of the picture by "", if there is one.
-      **places: as for `page`.
+    Arguments are those of `experiments.study.page.page`; the file of the picture is that of "".
     """
     baseline, (first, *further) = study.about.baseline, study.cells
     cell, screen = study.cells[first][baseline], rows[first]

@@ -69,11 +69,7 @@ class Clock:
 
 
 def read(folder: Path) -> Clock | None:
-    """Returns the clock in a folder of results, None if there is none.
-
-    Raises:
-      ResultsError: if it cannot be read.
-    """
+    """Returns the clock in a folder of results, None if there is none."""
     file = folder / "clock.json"
     try:
         return convert(Clock, json.loads(file.read_text(encoding="utf-8")), "")
@@ -84,13 +80,7 @@ def read(folder: Path) -> Clock | None:
 
 
 def measure(cells: Mapping[str, Mapping[str, Any]], folder: Path, say: Any) -> Clock:
-    """Measures the schemes of all sizes, and writes the clock.
-
-    Args:
-      cells: of a study.
-      folder: of the results.
-      say: shows a line.
-    """
+    """Measures the schemes of all sizes of a study, and writes the clock."""
     steps, rounds, others = {}, {}, {}
     for size, of_size in cells.items():
         say(f"Measuring a step of {len(of_size)} schemes of {size} ...")

@@ -84,11 +84,7 @@ def pages(study: Study, file: Path, folder: Path, target: Path) -> dict[Path, st
     """Returns the texts of the page, of its numbers and of its pictures, by path.
 
     The page is there as HTML too, with its pictures inside: `report.html` in the folder of results.
-
-    Args:
-      study: the study.
-      file, folder: where the study and its results are.
-      target: of the page.
+    `file` and `folder` are of the study and its results, `target` is the page.
     """
     results, times = known(folder), clock.read(folder)
     rows = {size: _rows(study, size, results, times) for size in study.cells}
@@ -149,12 +145,7 @@ def _plots(study: Study, results: Lookup) -> dict[str, str]:
 
 
 def _stages(study: Study, folder: Path) -> Iterator[list[Run]]:
-    """Yields runs without a result, one size after the other, until the results require no more.
-
-    Args:
-      study: the study.
-      folder: of the folders of runs.
-    """
+    """Yields runs without a result, one size after the other, until the results require no more."""
     failed: set[str] = set()
     times, results = clock.read(folder), known(folder)
     while True:
@@ -178,12 +169,7 @@ def _stages(study: Study, folder: Path) -> Iterator[list[Run]]:
 
 
 def earlier(study: Study, folder: Path) -> Rows:
-    """Returns the rows of the study that a study repeats, by size; none if it repeats none.
-
-    Args:
-      study: the study.
-      folder: of the folders of studies.
-    """
+    """Returns the rows of the study that a study repeats, by size; none if it repeats none."""
     if (other := study.repeated) is None:
         return {}
     results = known(folder / other.name)

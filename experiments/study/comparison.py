@@ -127,11 +127,6 @@ def _verdict(rows: Mapping[str, Row]) -> str:
 def repetition(study: Study, rows: Rows, earlier: Rows) -> dict[str, Any]:
     """Returns the differences next to the earlier ones of the study that this one repeats.
 
-    Args:
-      study: the study.
-      rows: of the study.
-      earlier: of the study that it repeats.
-
     Returns:
       `tables` of scheme, rate and difference here, and there; schemes that are resolved with both
       signs (`both`), `here` or `there` alone; those whose settings are the `same`.

@@ -21,11 +21,6 @@ def numbers(study: Study, rows: Rows, results: Lookup) -> str:
     with * at the best. Relative to the best rate's are the optimum of a parabola through it and its
     neighbours if these are near, the same run with other rounding, and the tries, with * if chosen.
     Those of variants are relative to the same runs' scores at the trained length.
-
-    Args:
-      study: the study.
-      rows: of `rows_of`, by size.
-      results: of its runs.
     """
     lines = []
     for size, of_size in rows.items():

@@ -78,14 +78,7 @@ class _File:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """A study.
-
-    Attributes:
-      name: of the file.
-      about: the other entries of the file.
-      cells: by size, then by scheme.
-      repeated: the study that this one repeats, if it does.
-    """
+    """A study: its cells by size and scheme, and the study that it repeats, if it does."""
 
     name: str
     about: _File
@@ -134,15 +127,7 @@ class Study:
 
 
 def load(path: Path, also: Sequence[str] = ()) -> Study:
-    """Returns the study of a file.
-
-    Args:
-      path: a TOML file.
-      also: further schemes to compare.
-
-    Raises:
-      ConfigError: if an entry is missing or wrong, with its path.
-    """
+    """Returns the study of a TOML file, with further schemes to compare."""
     tables = read_toml(path)
     known = {f.name for f in dataclasses.fields(_File)}
     try:

@@ -46,9 +46,7 @@ class Lead:
 def leads(rows: Mapping[str, Row], thetas: Collection[str] = THETAS) -> tuple[str, dict[str, Lead]]:
     """Returns the RoPE that is best on validation text, and differences of all schemes to it.
 
-    Args:
-      rows: by scheme.
-      thetas: the names of RoPE among which the best is chosen.
+    The best is one of the names in `thetas`.
     """
     by_name = {short(scheme): row for scheme, row in rows.items()}
     task = rows["rope"].run.task
@@ -96,12 +94,7 @@ def steps_page(
 ) -> str:
     """Returns the page.
 
-    Args:
-      study: the study.
-      rows: of `rows_of`, by size.
-      results: of its runs.
-      pictures: the file of the picture by "", if there is one.
-      **places: as for `page`.
+    Arguments are those of `experiments.study.page.page`; the file of the picture is that of "".
     """
     runs = list({run.name: run for run in study.runs(results, None)}.values())
     known = [result for run in runs if (result := results(run))]

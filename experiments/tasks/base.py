@@ -180,11 +180,7 @@ class Task:
         return ()
 
     def load(self) -> Data:
-        """Returns the data of the task; empty by default, for tasks that draw their data.
-
-        Raises:
-          CorpusError: for missing or damaged data.
-        """
+        """Returns the data of the task; empty by default, for tasks that draw their data."""
         return Data()
 
     def sample(

@@ -69,7 +69,6 @@ class Copy(Rows):
         return x
 
     def check(self) -> None:
-        """Raises ConfigError for settings that contradict one another."""
         super().check()
         if self.kind not in KINDS:
             raise ConfigError(

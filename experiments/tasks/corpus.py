@@ -96,11 +96,7 @@ class Source:
     documents: Callable[[Documents], Documents] = list
 
     def read(self, name: str) -> Documents:
-        """Returns the files.
-
-        Raises:
-          CorpusError: if the package is not installed, or its files differ from the version's.
-        """
+        """Returns the files."""
         if not self.version:
             return self._files(Path(sysconfig.get_paths()["stdlib"]))
         package = f"{name}=={self.version}"
@@ -132,8 +128,7 @@ def _every(n: int, first: int = 7) -> Callable[[int, str], bool]:
 def _chapters(files: Documents) -> Documents:
     """Returns the chapters of translations: each verse in all wordings, a line each.
 
-    Args:
-      files: JSON, from numbers of verses (book * 10**6 + chapter * 10**3 + verse) to texts.
+    Files are JSON, from numbers of verses (book * 10**6 + chapter * 10**3 + verse) to texts.
     """
     wordings = [json.loads(text) for _, text in files]
     chapters: dict[int, list[str]] = {}
@@ -234,9 +229,6 @@ def load_corpus(
         validation.
       least_train: bytes of training text that are needed.
       least_held_out: bytes of held-out text that are needed, and of validation text.
-
-    Raises:
-      CorpusError: if it is missing, unreadable, damaged or too small.
     """
     try:
         if source := SOURCES.get(name):

@@ -58,7 +58,6 @@ class Induction(Rows):
         return tokens, jnp.where(first, 0.0, mask)
 
     def check(self) -> None:
-        """Raises ConfigError for settings that contradict one another."""
         super().check()
         if not 2 <= self.repeated <= self.shortest:
             raise ConfigError(

@@ -64,7 +64,6 @@ class KBack(Lookup):
         return jnp.take_along_axis(stream, source, 1), answer.astype(jnp.float32)
 
     def check(self) -> None:
-        """Raises ConfigError for settings that contradict one another."""
         super().check()
         if self.offset >= self.train_length - 1:
             raise ConfigError(

@@ -81,7 +81,6 @@ class Kth(Lookup):
         return tokens, mask, jnp.broadcast_to(index, tokens.shape)
 
     def check(self) -> None:
-        """Raises ConfigError for settings that contradict one another."""
         super().check()
         if self.shortest > self.train_length - 2:
             raise ConfigError(

@@ -122,7 +122,6 @@ class Lookup(Task):
         return f"accuracy at the training length >= {self.threshold:g}"
 
     def check(self) -> None:
-        """Raises ConfigError for settings that contradict one another."""
         super().check()
         if not self.model.is_causal and len(self.test_lengths) > 1:
             raise ConfigError(
@@ -204,7 +203,6 @@ class Rows(Lookup):
         return tokens, mask, jnp.broadcast_to(index, tokens.shape)
 
     def check(self) -> None:
-        """Raises ConfigError for settings that contradict one another."""
         super().check()
         if self.most(self.train_length) < self.shortest:
             raise ConfigError(

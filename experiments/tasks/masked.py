@@ -51,7 +51,6 @@ class Masked(Lookup):
         return tokens, mask.at[:, 0].set(False).astype(jnp.float32)
 
     def check(self) -> None:
-        """Raises ConfigError for settings that contradict one another."""
         super().check()
         if self.model.is_causal:
             raise ConfigError("masked.model.is_causal: must be false")

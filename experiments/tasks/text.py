@@ -220,7 +220,6 @@ class Text(Task):
         return held_out[starts.reshape(-1, 1) + np.arange(length + 1)[None]], count
 
     def check(self) -> None:
-        """Raises ConfigError for settings that contradict one another."""
         super().check()
         if not self.model.is_causal:
             raise ConfigError(

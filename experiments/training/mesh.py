@@ -37,10 +37,6 @@ def make(text: str, sharded: Iterable[tuple[str, str, int]]) -> Mesh:
       text: such as "data=4,tensor=2".
       sharded: axis, setting and size of everything to be sharded over the mesh, such as
         ("tensor", "text.model.num_heads", 4).
-
-    Raises:
-      ConfigError: for unknown axes, sizes whose product is not the number of devices, and axes
-        that do not divide a sharded size.
     """
     given: dict[str, int] = {}
     for part in text.split(","):
@@ -83,8 +79,7 @@ def lower(
     """Returns `train.advance` lowered for a mesh.
 
     Args:
-      advance: the jitted function.
-      arguments: its arguments, as shapes.
+      advance, arguments: the jitted function and the shapes of its arguments.
       optimizer: the optimiser whose state is among them.
       new_model: returns the model that is trained, from a key and names of axes.
       mesh: the mesh.

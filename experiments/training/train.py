@@ -89,12 +89,9 @@ def mean_loss(
     mask: jax.Array,
     coordinates: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns the mean loss of the tokens under the mask.
+    """Returns the mean loss of the tokens [B, T + 1] under the mask.
 
-    Args:
-      params, graphdef: the model.
-      tokens, mask: [B, T + 1].
-      coordinates: of the T tokens that the model reads; default: the positions.
+    Coordinates are of the T tokens that the model reads; default: the positions.
     """
     model = nnx.merge(graphdef, params)
     inputs, targets = model.inputs_and_targets(tokens, mask)
