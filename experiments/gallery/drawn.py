@@ -8,7 +8,6 @@ from typing import Any
 
 import matplotlib as mpl
 
-from experiments.errors import ConfigError
 from experiments.gallery import drawings
 from experiments.gallery.page import STRIP, strip
 from experiments.gallery.probe import probe
@@ -16,6 +15,7 @@ from experiments.pages.plots import STYLE, drawing, standalone
 from experiments.runs.files import write_whole
 from experiments.settings.config_io import Parser
 
+_DOCS = Path(__file__).parents[2] / "docs"
 CODE = r"^```python\n(?P<code>.*?)^```\n"
 PICTURE = r"^!\[(?P<alt>[^\]]*)\]\(drawn/(?P<name>\w+)\.svg\)$"
 # A picture sets its ink and its background together, so it is readable on a page of any colour.
@@ -33,16 +33,12 @@ def main(arguments: list[str]) -> int:
         description="Runs the code of docs/drawn.md, draws its arrays to docs/drawn/*.svg, and "
         "writes docs/strip.png.",
     )
-    parser.add_argument("--page", type=Path, default=Path("docs/drawn.md"), help="Markdown file")
-    page = parser.parse_args(arguments).page
-    try:
-        text = page.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--page: {page}: {error.strerror}") from None
+    parser.parse_args(arguments)
+    text = (_DOCS / "drawn.md").read_text(encoding="utf-8")
     files: dict[Path, str | bytes] = {
-        page.with_suffix("") / f"{name}.svg": svg for name, svg in draw(text).items()
+        _DOCS / "drawn" / f"{name}.svg": svg for name, svg in draw(text).items()
     }
-    files[page.with_name("strip.png")] = strip([probe(name) for name in STRIP])
+    files[_DOCS / "strip.png"] = strip([probe(name) for name in STRIP])
     for target, content in files.items():
         write_whole(target, content)
         print(target)

@@ -88,16 +88,12 @@ def load(path: Path) -> Claim:
     """Returns the claim of a file."""
     tables = read_toml(path)
     fields = {f.name for f in dataclasses.fields(_File)}
-    required = [f.name for f in dataclasses.fields(_File) if f.default is dataclasses.MISSING]
     try:
-        for name in (*required, "runs"):
-            if name not in tables:
-                raise ConfigError(f"{name}: is missing")
         about = convert(_File, {k: v for k, v in tables.items() if k in fields}, "")
         if not about.criteria:
             raise ConfigError("criteria: must hold at least one condition")
         common = {k: v for k, v in tables.items() if k not in fields | {"runs"}}
-        runs = _runs(convert(dict[str, dict[str, Any]], tables["runs"], "runs"), common)
+        runs = _runs(convert(dict[str, dict[str, Any]], tables.get("runs", {}), "runs"), common)
         gate, criteria = (
             tuple(c for i, text in enumerate(texts) for c in parse(text, f"{name}[{i}]"))
             for name, texts in (("gate", about.gate), ("criteria", about.criteria))

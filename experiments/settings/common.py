@@ -1,7 +1,7 @@
 """Settings that all schemes share: the sizes of the model and how it is trained."""
 
 import dataclasses
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -34,7 +34,7 @@ class Model:
     is_causal: bool = True
     """Whether tokens see earlier ones only and the next token is predicted; otherwise tokens see
     all, and those to predict are masked."""
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of activations and matrix products, float32 or bfloat16. Parameters, the optimiser's
     state and losses are float32 in either case."""
 
@@ -52,8 +52,6 @@ class Model:
             )
         if self.conv_size and not self.is_causal:
             raise ConfigError(f"{path}.conv_size: {self.conv_size}, but {path}.is_causal = false")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"{path}.dtype: must be float32 or bfloat16, got {self.dtype!r}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -152,6 +152,8 @@ def convert(hint: Any, value: Any, path: str) -> Any:
         raise ConfigError(
             f"{setting}: unknown setting of {hint.__name__}{near(str(name), _names(hint))}"
         )
+    if first["type"] == "missing":
+        raise ConfigError(f"{path}: is missing")
     rule = first["msg"].replace("Input should be", "must be")
     rule = rule.replace("an object", "a table").replace("array", "list")
     raise ConfigError(f"{path}: {rule}, got {first['input']!r:.80}")

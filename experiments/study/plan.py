@@ -131,9 +131,6 @@ def load(path: Path, also: Sequence[str] = ()) -> Study:
     tables = read_toml(path)
     known = {f.name for f in dataclasses.fields(_File)}
     try:
-        for name in ("schemes", "sizes"):
-            if name not in tables:
-                raise ConfigError(f"{name}: is missing")
         about = convert(_File, {k: v for k, v in tables.items() if k in known}, "")
         schemes = tuple(ordered(map(plain, [*about.schemes, *also])))
         check_names(schemes)

@@ -7,7 +7,7 @@ causality (`Model.is_causal`) reads tokens[:, 1:], with 0 for the tokens that co
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,11 @@ import posenc_jax as pe
 from experiments.errors import ConfigError
 from experiments.models.model import Position
 from experiments.settings.common import Model, Rates, Train
-from experiments.settings.config_io import STRICT, near
+from experiments.settings.config_io import STRICT
 
 Length = Annotated[int, Field(ge=2)]
 PLACES = 16
 """Number of parts of a row, of equal length, with a score each."""
-COORDINATES = ("positions", "shifted", "randomized", "random_floats")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +116,7 @@ class Task:
     """Sizes of the model."""
     train: Train = dataclasses.field(default_factory=Train)
     """How the model is trained."""
-    coordinates: str = "positions"
+    coordinates: Literal["positions", "shifted", "randomized", "random_floats"] = "positions"
     """Coordinates of the scheme: positions; shifted (positions plus a random offset per sequence,
     in training only); randomized (sorted random integers, in evaluation too); random_floats (sorted
     random numbers, evenly spaced in evaluation)."""
@@ -262,9 +261,6 @@ class Task:
                 f"{name}.test_lengths: begins with {lengths[0]}, {less} the training length "
                 f"{self.train_length}; the first must be that length"
             )
-        if self.coordinates not in COORDINATES:
-            hint = near(self.coordinates, COORDINATES)
-            raise ConfigError(f"{name}.coordinates: unknown kind {self.coordinates!r}{hint}")
         if self.coordinates == "positions" and self.coordinate_range:
             raise ConfigError(
                 f"{name}.coordinate_range: {self.coordinate_range} is for random coordinates, but "

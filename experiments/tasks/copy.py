@@ -17,18 +17,15 @@ of symbols: no position is needed.
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from pydantic import PositiveInt
 
 from experiments.errors import ConfigError
 from experiments.settings.common import Train
-from experiments.settings.config_io import near
 from experiments.tasks.base import Labels
 from experiments.tasks.lookup import SEPARATOR, Rows, permutation, question_and_answer
-
-KINDS = ("random", "unique")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Copy(Rows):
 
     symbols: PositiveInt = 64
     """Number of different symbols."""
-    kind: str = "random"
+    kind: Literal["random", "unique"] = "random"
     """random, or unique (no symbol twice)."""
     train: Train = dataclasses.field(default_factory=lambda: Train(steps=800))
     """How the model is trained."""
@@ -70,10 +67,6 @@ class Copy(Rows):
 
     def check(self) -> None:
         super().check()
-        if self.kind not in KINDS:
-            raise ConfigError(
-                f"{self.name}.kind: unknown kind {self.kind!r}{near(self.kind, KINDS)}"
-            )
         if self.kind == "unique" and self.symbols < self.most(self.longest):
             raise ConfigError(
                 f"{self.name}.symbols: {self.symbols} are too few for {self.most(self.longest)} "
@@ -90,7 +83,7 @@ def ended(x, count):
 class Sort(Copy):
     """Repeat a sequence in ascending order."""
 
-    kind: str = "unique"
+    kind: Literal["random", "unique"] = "unique"
     """random, or unique (no symbol twice)."""
     train: Train = dataclasses.field(default_factory=lambda: Train(steps=1000))
     """How the model is trained."""

@@ -38,8 +38,6 @@ class Lookup(Task):
     """Least accuracy of a fitted model at the training length."""
 
     measure_settings: ClassVar[frozenset[str]] = frozenset({"eval_batch", "eval_batches"})
-    exact_match: ClassVar[bool] = False
-    """Whether the mode "exact" scores whole sequences too."""
 
     @property
     def test_modes(self) -> Mapping[str, "Lookup"]:
@@ -49,11 +47,11 @@ class Lookup(Task):
     @property
     def views(self):
         """The modes of evaluation."""
-        return (*self.test_modes, *(("exact",) if self.exact_match else ()))
+        return tuple(self.test_modes)
 
     def in_distribution(self, view, length):
         """Returns whether the way of evaluating and the length are those of training."""
-        return view in ("plain", "exact") and super().in_distribution(view, length)
+        return view == "plain" and super().in_distribution(view, length)
 
     def sample_test(self, key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns a batch of the longest length whose answers belong to the test lengths.
@@ -75,43 +73,25 @@ class Lookup(Task):
         graphdef = structure(self.model, position, self.vocab_size)
         keys, evaluations = seed_keys(seeds, "test"), []
         for mode, task in self.test_modes.items():
-            tokens: Any = 0.0
-            rows: Any = 0.0
+            counts: Any = 0.0
             for i in range(self.eval_batches):
                 batch_keys = jax.vmap(lambda k, i=i: jax.random.fold_in(k, i))(keys)
-                counts = _count_right(params, batch_keys, graphdef=graphdef, task=task)
-                tokens, rows = tokens + np.asarray(counts[0]), rows + np.asarray(counts[1])
-            evaluations += self._evaluations(mode, tokens.sum(-1), tokens.sum(0))
-            if self.exact_match and mode == "plain":
-                evaluations += self._evaluations("exact", rows)
+                drawn = _count_right(params, batch_keys, graphdef=graphdef, task=task)
+                counts = counts + np.asarray(drawn)
+            right, every = np.moveaxis(counts.sum(-1), 1, 0)  # Over places: [seeds, lengths].
+            values = right / np.maximum(every, 1)
+            for i, length in enumerate(self.test_lengths):
+                by_place = counts.sum(0)[:, i].T
+                evaluations.append(
+                    Evaluation(
+                        mode,
+                        length,
+                        [round(float(x), 5) for x in values[:, i]],
+                        in_distribution=self.in_distribution(mode, length),
+                        places=[round(float(a / b), 5) if b else None for a, b in by_place],
+                    )
+                )
         return evaluations
-
-    def _evaluations(
-        self, mode: str, counts: np.ndarray, by_place: np.ndarray | None = None
-    ) -> list[Evaluation]:
-        """Returns right answers as shares of all.
-
-        Args:
-          mode: of the evaluation.
-          counts: numbers of right answers and of all, [seeds, 2, lengths].
-          by_place: the same numbers summed over seeds, [2, lengths, PLACES].
-        """
-        values = counts[:, 0] / np.maximum(counts[:, 1], 1)
-        return [
-            Evaluation(
-                mode,
-                length,
-                [round(float(x), 5) for x in values[:, i]],
-                in_distribution=self.in_distribution(mode, length),
-                places=None
-                if by_place is None
-                else [
-                    round(float(right / count), 5) if count else None
-                    for right, count in by_place[:, i].T
-                ],
-            )
-            for i, length in enumerate(self.test_lengths)
-        ]
 
     def fits(self, score, data):
         """Returns whether the accuracy reaches the threshold."""
@@ -143,8 +123,6 @@ class Rows(Lookup):
     """The least size n."""
     eval_batches: PositiveInt = 4
     """Batches of the evaluation."""
-
-    exact_match: ClassVar[bool] = True
 
     def most(self, length: int) -> int:
         """Returns the largest size n for `length` inputs."""
@@ -264,14 +242,8 @@ def permutation(bits: jax.Array, count: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "task"))
-def _count_right(
-    params: nnx.State, keys: jax.Array, *, graphdef: Any, task: Lookup
-) -> tuple[jax.Array, jax.Array]:
-    """Returns numbers of right answers and of all by place, and of rows, per test length.
-
-    Returns:
-      [seeds, 2, lengths, PLACES] and [seeds, 2, lengths].
-    """
+def _count_right(params: nnx.State, keys: jax.Array, *, graphdef: Any, task: Lookup) -> jax.Array:
+    """Returns numbers of right answers and of all, [seeds, 2, lengths, PLACES]."""
     lengths = jnp.asarray(task.test_lengths)
 
     def one_seed(params, key):
@@ -283,9 +255,6 @@ def _count_right(
         places = jnp.arange(right.shape[1]) * PLACES // lengths[index[:, 1:]]
         cells = index[:, 1:], jnp.minimum(places, PLACES - 1)  # Padding lies beyond PLACES.
         none = jnp.zeros((len(lengths), PLACES))
-        tokens = jnp.stack([none.at[cells].add(x) for x in (right, mask[:, 1:])])
-        rows = jax.nn.one_hot(index[:, -1], len(lengths)) * mask.any(1)[:, None]
-        whole = (right.sum(1) == mask[:, 1:].sum(1))[:, None] * rows
-        return tokens, jnp.stack([whole.sum(0), rows.sum(0)])
+        return jnp.stack([none.at[cells].add(x) for x in (right, mask[:, 1:])])
 
     return jax.vmap(one_seed)(params, keys)

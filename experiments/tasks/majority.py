@@ -26,7 +26,6 @@ class Majority(Rows):
 
     name: ClassVar[str] = "majority"
     labels: ClassVar[Labels] = Labels("say which symbol is more frequent")
-    exact_match: ClassVar[bool] = False
 
     @property
     def vocab_size(self) -> int:

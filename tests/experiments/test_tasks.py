@@ -224,11 +224,9 @@ def test_floats_of_evaluation_are_spaced_by_the_length_of_each_row():
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (KBack(coordinates="random"), "kback.coordinates: unknown kind 'random'"),
         (KBack(coordinate_range=64), "kback.coordinates are positions"),
         (KBack(coordinates="shifted", coordinate_range=64), "below the longest test length 128"),
         (KBack(model=Model(is_causal=False)), "evaluated at the training length only"),
-        (Copy(kind="uniqe"), "did you mean 'unique'?"),
         (Copy(kind="unique", symbols=20), "20 are too few for 63 different symbols"),
         (Sort(shortest=16), "sort.shortest: a problem of size 16 does not fit"),
         (Masked(model=Model()), "masked.model.is_causal: must be false"),
