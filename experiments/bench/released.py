@@ -8,7 +8,6 @@ the same weights, and give the same logits before they are timed:
   jax.nn             that model with `jax.nn.dot_product_attention` and a mask of all slots
   transformers       eager, a static cache of all slots, SDPA (with torch and transformers)
   ..., dynamic       a cache that grows by concatenation
-  ..., compiled      the static cache with `torch.compile` (--torch-compile)
   llama.cpp          the file itself, whose weights have 4 bits (with llama-cpp-python)
 
 A cache is nearly empty or nearly full. On a machine with other load, `--clock processor` counts the
@@ -37,6 +36,7 @@ from experiments.bench.cases import DTYPES, positive, positives
 from experiments.bench.timing import show, side_by_side
 from experiments.errors import ConfigError
 from experiments.released.command import CHECKPOINT, packaged
+from experiments.released.equality import model_of_transformers
 from experiments.runs.environment import usable_cores
 
 CONFIG = {
@@ -68,7 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtypes", nargs="+", choices=DTYPES, default=tuple(DTYPES), help="(default: both)")
     add("--prompt", type=positive, default=8192, help="tokens of the prefill (default: 8192)")
     add("--layers", type=positive, help="random weights of so many layers")
-    add("--torch-compile", action="store_true", help="also compile transformers: minutes")
     add("--without", nargs="+", default=(), metavar="NAME", help="leave out, such as llama.cpp")
     add("--threads", type=positive, default=usable_cores(), help="of torch and llama.cpp")
     add("--clock", choices=("wall", "processor"), default="wall", help="(default: wall)")
@@ -110,7 +109,7 @@ def run(options: argparse.Namespace) -> dict:
                 for count in filled(slots, options.rounds):
                     cases = programs.cases(count)
                     if theirs:
-                        cases |= theirs.cases(batch, slots, count, options.torch_compile)
+                        cases |= theirs.cases(batch, slots, count)
                     if batch == 1 and dtype == "float32" and "llama.cpp" not in without:
                         cases |= llama_cpp(file, slots, count, threads)
                     title = f"decode: {dtype}, batch {batch}, {count} tokens in {slots} slots"
@@ -280,15 +279,7 @@ class Transformers:
         warnings.filterwarnings("ignore", "`past_key_values` is deprecated")  # Its old name.
 
         self.torch, self.transformers, self.dtype = torch, transformers, getattr(torch, dtype)
-        arguments = transformers.CONFIG_MAPPING[config["model_type"]](**config)
-        arguments._attn_implementation = "sdpa"
-        model = transformers.AutoModelForCausalLM.from_config(arguments).eval()
-        arrays = {name: torch.from_numpy(np.array(x)) for name, x in state.items()}
-        left_out, unexpected = model.load_state_dict(arrays, strict=False)
-        if unexpected or {*left_out} - {"lm_head.weight"}:
-            raise RuntimeError(f"transformers: {left_out} are missing, {unexpected} are left over")
-        model.tie_weights()
-        self.model = model.to(self.dtype)
+        self.model = model_of_transformers(config, state).to(self.dtype)
 
     def __call__(self, tokens: np.ndarray, **options: Any) -> np.ndarray:
         """Returns logits."""
@@ -296,37 +287,30 @@ class Transformers:
             logits = self.model(self.torch.from_numpy(tokens), **options).logits
         return logits.float().numpy()
 
-    def cases(self, batch: int, slots: int, count: int, compiled: bool) -> dict[str, Callable]:
+    def cases(self, batch: int, slots: int, count: int) -> dict[str, Callable]:
         """Returns a step by name."""
         out = {"transformers": self.step(batch, count, slots)}
         if batch == 1:
             out["transformers, dynamic"] = self.step(batch, count)
-        if compiled and batch == 1:
-            out["transformers, compiled"] = self.step(batch, count, slots, compiled=True)
         return out
 
-    def step(self, batch: int, count: int, slots: int | None = None, compiled: bool = False):
+    def step(self, batch: int, count: int, slots: int | None = None):
         """Returns a step after `count` tokens: a call without arguments."""
         torch, config = self.torch, self.model.config
-        forward = torch.compile(self.model.forward) if compiled else self.model.forward
         token = torch.full((batch, 1), 5)
-
-        def new_cache(count):
-            if slots is None:
-                cache = self.transformers.DynamicCache(config=config)
-            else:
-                cache = self.transformers.StaticCache(config=config, max_cache_len=slots)
-            heads = config.num_key_value_heads
-            shape = batch, heads, count, config.hidden_size // config.num_attention_heads
-            for i in range(config.num_hidden_layers):
-                cache.update(*(torch.zeros(shape, dtype=self.dtype) for _ in "kv"), i)
-            return cache
-
-        cache = new_cache(count)
+        if slots is None:
+            cache = self.transformers.DynamicCache(config=config)
+        else:
+            cache = self.transformers.StaticCache(config=config, max_cache_len=slots)
+        heads = config.num_key_value_heads
+        shape = batch, heads, count, config.hidden_size // config.num_attention_heads
+        for i in range(config.num_hidden_layers):
+            cache.update(*(torch.zeros(shape, dtype=self.dtype) for _ in "kv"), i)
 
         def call():
             with torch.no_grad():
-                return forward(token, past_key_values=cache, use_cache=True, logits_to_keep=1)[0]
+                options = {"use_cache": True, "logits_to_keep": 1}
+                return self.model(token, past_key_values=cache, **options)[0]
 
         return call
 

@@ -7,7 +7,6 @@ Packages that jax and flax need are left out. The corpora of `configs/scoreboard
 `configs/gpu_clock.toml` are in it.
 """
 
-import argparse
 import json
 import shutil
 import subprocess
@@ -41,24 +40,16 @@ echo "export PYTHONPATH=$site"
 
 def main(arguments: Sequence[str]) -> int:
     """Collects the wheels; returns the exit status."""
-    parser = Parser(
-        prog="python -m experiments.commands.kit",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="python -m experiments.commands.kit", description=__doc__)
     parser.add_argument("--python", default="3.12", help="version there (default: 3.12)")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("build/kit"), help="(default: build/kit)"
-    )
-    parser.add_argument("--project", type=Path, default=Path("pyproject.toml"), help="its needs")
     try:
-        options = parser.parse_args(arguments)
-        wheels = collect(options.folder, *needs(options.project), options.python)
+        options, folder = parser.parse_args(arguments), Path("build/kit")
+        wheels = collect(folder, *needs(Path("pyproject.toml")), options.python)
     except ExperimentError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     size = sum(wheel.stat().st_size for wheel in wheels)
-    print(f"{len(wheels)} wheels, {size / 1e6:.1f} MB: sh {options.folder / 'install.sh'}")
+    print(f"{len(wheels)} wheels, {size / 1e6:.1f} MB: sh {folder / 'install.sh'}")
     return 0
 
 
@@ -72,13 +63,10 @@ def needs(project: Path) -> tuple[list[str], list[str]]:
 
 
 def collect(folder: Path, code: Sequence[str], corpora: Sequence[str], python: str) -> list[Path]:
-    """Downloads wheels of all but jax, flax and their needs, and returns them.
+    """Downloads wheels of all but jax, flax and their needs into a new folder, and returns them.
 
-    Args:
-      folder: is made anew; holds `wheels` and `install.sh`.
-      code: requirements of packages that are imported, with all that these need.
-      corpora: requirements of packages that are not.
-      python: the version of the interpreter, such as 3.12.
+    `code` are requirements of packages that are imported, with all that these need, `corpora` of
+    packages that are not.
     """
     present = _resolve(_PRESENT, python)
     missing = {

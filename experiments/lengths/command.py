@@ -1,6 +1,5 @@
 """`python -m experiments lengths`: runs a study of lengths, and writes its page."""
 
-import argparse
 import math
 from pathlib import Path
 
@@ -31,7 +30,6 @@ def main(arguments: list[str]) -> int:
         prog="python -m experiments lengths",
         description="Loss, retrieval and copying of a released model beyond its trained length.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", nargs="?", type=Path, default=Path("configs/lengths.toml"))
     parser.add_argument("--run", action="store_true", help="run what has no result yet")

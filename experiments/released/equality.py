@@ -52,15 +52,8 @@ def _loss(logits: np.ndarray, tokens: np.ndarray) -> float:
     return float((np.log(np.exp(shifted).sum(-1)) - right).mean())
 
 
-def logits_of_transformers(
-    config: Mapping[str, Any], state: Mapping[str, np.ndarray], tokens: np.ndarray
-) -> np.ndarray:
-    """Returns the logits [T, V] of transformers, float32.
-
-    Raises:
-      ImportError: if transformers or torch is not installed.
-      ValueError: if weights are missing or left there.
-    """
+def model_of_transformers(config: Mapping[str, Any], state: Mapping[str, np.ndarray]) -> Any:
+    """Returns the float32 model of transformers; raises ValueError if it has other weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -71,5 +64,15 @@ def logits_of_transformers(
     if left or {*missing} - {"lm_head.weight"}:
         raise ValueError(f"transformers has other weights: missing {missing}, left {left}")
     model.tie_weights()
+    return model
+
+
+def logits_of_transformers(
+    config: Mapping[str, Any], state: Mapping[str, np.ndarray], tokens: np.ndarray
+) -> np.ndarray:
+    """Returns the logits [T, V] of transformers, float32."""
+    import torch
+
     with torch.no_grad():
-        return model(torch.from_numpy(tokens[None])).logits[0].numpy()
+        logits = model_of_transformers(config, state)(torch.from_numpy(tokens[None])).logits
+    return logits[0].numpy()

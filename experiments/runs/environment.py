@@ -38,12 +38,16 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
     return out
 
 
+def processors() -> list[int]:
+    """Returns the numbers of the processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
 def usable_cores() -> int:
-    """Returns how many cores this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
+    """Returns how many processors this process may use."""
+    return len(processors())
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -14,19 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-
-def processors() -> list[int]:
-    """Returns the numbers of the processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
-def default_count() -> int:
-    """Returns how many processes make best use of this machine: one per processor, or one."""
-    import jax
-
-    return len(processors()) if jax.default_backend() == "cpu" else 1
+from experiments.runs.environment import processors
 
 
 def take_a_processor() -> None:

