@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.support import SIZES, build, declared, make_batch, parameters
+from tests.support import KV_HEADS, SIZES, build, declared, make_batch, parameters
 
 NAMES = {cls: name for name, cls in pe.SCHEMES.items()}
 CASES = [
@@ -79,7 +79,8 @@ def test_tokens_of_another_size_are_refused(kind, field):
         tokens = dataclasses.replace(tokens, x=np.zeros((1, 5, 11), np.float32))
     else:
         q = np.zeros((1, 5, 6, 11) if field == "head_dim" else (1, 5, 11, 8), np.float32)
-        tokens = dataclasses.replace(tokens, q=q, k=q, v=q)
+        k = q[:, :, :KV_HEADS] if field == "head_dim" else q
+        tokens = dataclasses.replace(tokens, q=q, k=k, v=k)
 
     def attend(params, tokens):
         x = pe.scheme_embedding(scheme, params, tokens.x)
