@@ -39,6 +39,14 @@ def array_of_rank(caller: str, name: str, x, rank: int, axes: str) -> None:
         raise ValueError(f"{caller}: {name} must be {axes}, got shape {jnp.shape(x)}.")
 
 
+def floating(caller: str, name: str, x) -> None:
+    """Raises `TypeError` unless `x` is an array of floats, whose dtype can hold the result."""
+    if not hasattr(x, "dtype"):
+        raise TypeError(f"{caller}: {name} must be an array, got {type(x).__name__}.")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{caller}: {name} must be floating, got {x.dtype}.")
+
+
 def bool_rows(caller: str, name: str, x) -> jax.Array:
     """Returns bool [B, T].
 
@@ -80,8 +88,10 @@ def positive_fields(scheme, *names: str) -> None:
 
 
 def finite(caller: str, **numbers: float) -> None:
-    """Raises `ValueError` unless all named numbers are finite."""
+    """Raises `ValueError` unless all named numbers are finite, and `TypeError` for truth values."""
     for name, number in numbers.items():
+        if isinstance(number, bool):
+            raise TypeError(f"{caller}: {name} must be a number, got {number}.")
         require(math.isfinite(number), f"{caller}: {name} must be finite, got {number}.")
 
 

@@ -21,7 +21,15 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import array_of_rank, finite, not_negative, one_of, positive, require
+from posenc_jax.checks import (
+    array_of_rank,
+    finite,
+    floating,
+    not_negative,
+    one_of,
+    positive,
+    require,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +109,9 @@ class QKNorm:
 
         Raises:
           ValueError: if x is not of rank 4.
+          TypeError: if x is not floating.
         """
+        floating("QKNorm", "x", x)
         array_of_rank("QKNorm", "x", x, 4, "[B, T, N, H]")
         axes = -1 if self.over == "head" else (-2, -1)
         y = x.astype(jnp.float32)
@@ -117,7 +127,7 @@ class QKNorm:
         if self.kind != "clip":
             y = y * jax.lax.rsqrt(jnp.square(y).mean(axes, keepdims=True) + epsilon * factor)
         if self.scale != "none":
-            y = y * _of_heads(params["scale"] + self.scale_offset)
+            y = y * (_of_heads(params["scale"]) + self.scale_offset)
         if self.use_bias:
             y = y + _of_heads(params["bias"])
         if self.threshold is not None:

@@ -70,8 +70,9 @@ def test_a_norm_is_its_formula_in_float64(kind, over, scale):
     norm = pe.QKNorm(kind, over, scale, scale_offset=1.0, use_bias=True, epsilon=0.1)
     shape = (2, 5, N, H)
     x = np.random.RandomState(0).standard_normal(shape).astype(np.float32)
-    params = jax.tree.map(
-        lambda p: np.asarray(p) + linspace(-1.0, 1.0, p.size).reshape(p.shape), norm.init(N, H)
+    params = jax.tree.map(  # Their sum with the offset has more digits than bfloat16.
+        lambda p: (p + linspace(-1.0, 1.0, p.size).reshape(p.shape)).astype(jnp.bfloat16),
+        norm.init(N, H),
     )
     wanted = np.empty(shape)
     gain, bias = (np.broadcast_to(np.float64(params[n]), (N, H)) for n in ("scale", "bias"))

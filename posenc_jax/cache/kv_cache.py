@@ -325,6 +325,8 @@ class KVCache:
             f"KVCache.insert: rows must be one for each of the {other.length.shape[0]} rows of "
             f"the other cache, got {rows.shape}.",
         )
+        known = [] if isinstance(rows, Tracer) else np.asarray(rows).tolist()
+        require(len({*known}) == len(known), f"KVCache.insert: rows must differ, got {known}.")
         into = jnp.where(self._inside("insert", rows), rows, self.length.shape[0])
         k, v = finite_values(other.k.astype(self.k.dtype), other.v.astype(self.v.dtype))
         lost, tied = other.overflowed, other.tied
@@ -514,10 +516,11 @@ class KVCache:
             coordinates = None if cache.coordinates is None else batch_first(cache.coordinates)
             per_key = cache.k, cache.v, coordinates, cache.k_features
             per_row = cache.state, cache.past_states
-            return [
+            shapes = [
                 jax.tree.map(lambda x, n=axes: x.shape[n:], tree)
                 for axes, tree in ((2, per_key), (1, per_row))
             ]
+            return [*shapes, "" if coordinates is None else str(coordinates.dtype)]
 
         expected, actual = sizes(self), sizes(other)
         if actual != expected:

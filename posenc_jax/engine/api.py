@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal, Self, TypedDict, Unpack, overload
 
@@ -13,6 +12,8 @@ from jax.core import Tracer
 
 from posenc_jax.checks import (
     array_of_rank,
+    finite,
+    floating,
     integer_positions,
     require,
     token_coordinates,
@@ -453,8 +454,7 @@ def _check_arrays(q, k, v) -> None:
         ("k", k, "[B, S, K, H]"),
         ("v", v, "[B, S, K, V]"),
     ):
-        if not jnp.issubdtype(_dtype(name, x), jnp.floating):
-            raise TypeError(f"attention: {name} must be floating point, got {x.dtype}.")
+        floating("attention", name, x)
         array_of_rank("attention", name, x, 4, axes)
     shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
     num_heads, kv_heads = q.shape[2], k.shape[2]
@@ -466,12 +466,6 @@ def _check_arrays(q, k, v) -> None:
         kv_heads > 0 and num_heads % kv_heads == 0,
         f"attention: {num_heads} query heads are no multiple of {kv_heads} key heads.",
     )
-
-
-def _dtype(name: str, x) -> Any:
-    if not hasattr(x, "dtype"):
-        raise TypeError(f"attention: {name} must be an array, got {type(x).__name__}.")
-    return x.dtype
 
 
 def _check_static(rule: Rule) -> None:
@@ -518,9 +512,10 @@ def _check_rules(rules: tuple) -> None:
 
 
 def _check_mask(mask, shape: tuple[int, int, int, int]) -> None:
-    if not jnp.issubdtype(_dtype("mask", mask), jnp.bool_):
+    dtype = getattr(mask, "dtype", type(mask).__name__)
+    if dtype != jnp.bool_:
         raise TypeError(
-            f"attention: mask must be bool, got {mask.dtype}; a mask of 0 and 1 needs dtype=bool, "
+            f"attention: mask must be bool, got {dtype}; a mask of 0 and 1 needs dtype=bool, "
             "and numbers that are added to logits are `rules`."
         )
     require(
@@ -562,7 +557,7 @@ def _check_numbers(call: AttentionCall) -> None:
             continue
         if not isinstance(x, int | float | np.number):
             raise TypeError(f"attention: {name} must be a Python number; {hint}.")
-        require(math.isfinite(x), f"attention: {name} must be finite, got {x}.")
+        finite("attention", **{name: getattr(call, name)})
     rate, key, softcap = call.dropout_rate, call.dropout_key, call.softcap
     require(0.0 <= rate < 1.0, f"attention: dropout_rate must be in [0, 1), got {rate}.")
     require(

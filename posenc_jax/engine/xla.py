@@ -97,10 +97,10 @@ class XLA(Implementation):
         if p.whole_rows:
             return Dense(self.row_block)(p)
         dtype = p.q.dtype
-        if 1 in (p.q.shape[3], p.v.shape[3]):  # XLA for CPUs lacks some such products in bfloat16.
-            arrays = ((name, getattr(p, name)) for name in "qkv")
-            halves = {n: x.astype(jnp.float32) for n, x in arrays if x.dtype.itemsize == 2}
-            p = dataclasses.replace(p, **halves)
+        mixed = not dtype == p.k.dtype == p.v.dtype  # Weights are rounded to the dtype of v.
+        if mixed or 1 in (p.q.shape[3], p.v.shape[3]):  # XLA for CPUs lacks some such products.
+            arrays = {name: getattr(p, name).astype(jnp.float32) for name in "qkv"}
+            p = dataclasses.replace(p, **arrays)
         heads = p.q.shape[0] * p.num_heads
         plan = make_plan(p.length, p.keys, heads, self.forward, self.backward, p.platform)
         lowered = lower(p, max_table=plan.max_table, pairs_at_once=self.pairs_at_once)
@@ -185,8 +185,9 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
     mask = p.mask
     if mask is not None:
         mask = pad_axis(pad_axis(mask, 2, length), 3, keys)
-    # A power of two scales q exactly in any dtype.
-    exact = p.q.dtype == jnp.float32 or math.frexp(p.scale)[0] == 0.5
+    # A power of two scales q exactly, but for the few exponents of float16.
+    half = p.q.dtype == jnp.float16
+    exact = p.q.dtype == jnp.float32 or (math.frexp(p.scale)[0] == 0.5 and not half)
     q_factor, logit_factor = (p.scale, 1.0) if exact else (1.0, p.scale)
     # Rules by distance are evaluated once, from the first key's distance from the last query, or
     # for causal attention from one tile into the future, to the last query's from the first key.

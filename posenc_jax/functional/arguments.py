@@ -34,15 +34,14 @@ class AttentionOptions(TokenOptions, CommonOptions, total=False):
 
 
 def check_params(caller: str, scheme: Scheme, params: Params) -> None:
-    """Raises unless a scheme is valid and `params` has its parameters, of their shapes."""
+    """Raises unless a scheme is valid and `params` are its parameters, of their shapes."""
     check_scheme(caller, scheme)
     expected, shapes = _shapes_of_params(scheme), _shapes(params)
-    missing = expected.keys() - shapes
-    if missing:
-        raise ValueError(
-            f"{caller}: params lack {', '.join(sorted(missing))} of {scheme!r}; make them with "
-            "scheme.init(key)."
-        )
+    for names, message in (
+        (expected.keys() - shapes, "lack {} of {!r}; make them with scheme.init(key)."),
+        (shapes.keys() - expected, "have {}, and {!r} has no such parameters."),
+    ):
+        require(not names, f"{caller}: params " + message.format(", ".join(sorted(names)), scheme))
     for path, shape in expected.items():
         if shapes[path] != shape:
             raise ValueError(

@@ -9,7 +9,13 @@ import numpy as np
 
 from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.cache.slots import finite_values
-from posenc_jax.checks import array_of_rank, coordinate_values, require, token_integers
+from posenc_jax.checks import (
+    array_of_rank,
+    coordinate_values,
+    floating,
+    require,
+    token_integers,
+)
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.mask import Window
 from posenc_jax.engine.problem import Implementation
@@ -46,7 +52,7 @@ def scheme_embedding(
 
     Raises:
       ValueError: for shapes or parameters that do not fit.
-      TypeError: for positions that are not integers.
+      TypeError: for positions that are not integers, and x that is not floating.
 
     >>> import posenc_jax as pe
     >>> pe.scheme_embedding(pe.Sinusoidal(model_dim=2), {}, jnp.zeros((1, 1, 2)))
@@ -59,6 +65,7 @@ def scheme_embedding(
         return scheme_embedding(
             scheme, params, x[None], positions=positions, coordinates=coordinates
         )[0]
+    floating(caller, "x", x)
     array_of_rank(caller, "x", x, 3, "[B, T, D]")
     check_params(caller, scheme, params)
     shape = x.shape[:2]
@@ -346,18 +353,18 @@ def _check_call(call: AttentionCall, cache: KVCache | None, scheme: Scheme) -> N
 
 
 def _check_tables(scheme: Scheme, params: Params, tables: Any, coordinates: jax.Array) -> None:
-    """Raises unless `tables` have the shapes of `scheme.tables(coordinates)`, with B or one row."""
+    """Raises unless `tables` have the types of `scheme.tables(coordinates)`, with B or one row."""
 
-    def shapes(tree):
+    def types(tree):
         leaves, structure = jax.tree.flatten(tree)
-        return structure, [jnp.shape(leaf) for leaf in leaves]
+        return structure, [f"{jnp.result_type(x)}{[*jnp.shape(x)]}" for x in leaves]
 
     rows = coordinates, coordinates[..., :1, :]
-    whole, row = (shapes(jax.eval_shape(scheme.tables, params, x)) for x in rows)
+    whole, row = (types(jax.eval_shape(scheme.tables, params, x)) for x in rows)
     require(
-        shapes(tables) in (whole, row),
+        types(tables) in (whole, row),
         f"scheme_attention: tables must be scheme_tables of coordinates {coordinates.shape}, with "
-        f"leaves {whole[1]}, got {shapes(tables)[1]}.",
+        f"leaves {', '.join(whole[1])}, got {', '.join(types(tables)[1])}.",
     )
 
 

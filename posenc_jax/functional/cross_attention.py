@@ -123,6 +123,13 @@ def cross_attention(
     (q_positions, q_coordinates), (k_positions, k_coordinates) = (
         _places(scheme, side, x.shape[:2], *places) for side, x, *places in sides
     )
+    # Where T = S, one side would serve both, and slots would be compared.
+    missing = [x is None for x in (q_positions, k_positions)]
+    ordered = call.is_causal or call.window is not None
+    require(
+        not any(missing) or (all(missing) and not ordered),
+        f"{caller}: positions and k_positions go together, and is_causal and window need them.",
+    )
 
     def read(tokens: Projections) -> Projections:
         tokens = pipeline.read(tokens)

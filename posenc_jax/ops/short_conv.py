@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import require, segments
+from posenc_jax.checks import floating, require, segments
 
 State = tuple[jax.Array, jax.Array]
 """The last tokens [B, count, ...], and 1 + their segment, int32 [B, count]; zeros at the start."""
@@ -98,13 +98,14 @@ def short_convolution(
 
     Raises:
       ValueError: for shapes that do not match.
-      TypeError: for segment ids that are not integers.
+      TypeError: for segment ids that are not integers, and x that is not floating.
 
     >>> x, ids = jnp.array([[[1.0], [9.0], [2.0]]]), jnp.array([[0, -1, 0]])
     >>> short_convolution(x, jnp.array([[10.0], [1.0]]), ids)[0][0, [0, 2], 0]
     Array([ 1., 12.], dtype=float32)
     """
     name = "short_convolution"
+    floating(name, "x", x)
     taps = kernel if kernel.ndim > x.ndim else kernel[None, None]
     width, sizes = taps.shape[2:3], taps.shape[:2] + taps.shape[3:]
     require(

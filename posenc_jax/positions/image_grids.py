@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import one_of, require
+from posenc_jax.checks import floating, one_of, require
 
 
 def _weights(size: int, new: int, method: str, align_corners: bool) -> np.ndarray:
@@ -59,10 +59,12 @@ def resize_grid(
 
     Raises:
       ValueError: for an unknown method, sizes below one, or `antialias` with `align_corners`.
+      TypeError: for a grid of integers, which the cubic kernel would overflow.
 
     >>> resize_grid(jnp.array([[0.0, 1.0]]), 1, 4, method="bilinear")
     Array([[0.  , 0.25, 0.75, 1.  ]], dtype=float32)
     """
+    floating("resize_grid", "grid", grid)
     one_of("resize_grid", ("bicubic", "bilinear"), method=method)
     require(
         min(rows, columns, *grid.shape[-2:]) >= 1,

@@ -68,7 +68,13 @@ def mrope_coordinates(
     valid = segment_ids >= 0
     vision = is_vision & valid
     _check(vision, grids)
-    step = jnp.broadcast_to(jnp.asarray(time_step), grids.shape[:2])
+    step = jnp.asarray(time_step)
+    require(
+        step.shape in ((), grids.shape[:2]),  # One per row would be taken for one per grid.
+        f"mrope_coordinates: time_step must be a number or [B, G] = {grids.shape[:2]}, got "
+        f"{step.shape}.",
+    )
+    step = jnp.broadcast_to(step, grids.shape[:2])
     step = step.astype(jnp.float32 if jnp.issubdtype(step.dtype, jnp.floating) else jnp.int32)
     grids = jnp.pad(grids, ((0, 0), (0, 1), (0, 0)))  # The grid of tokens after the last grid.
     step = jnp.pad(step, ((0, 0), (0, 1)))

@@ -39,7 +39,7 @@ def from_segment_ids(segment_ids: jax.Array) -> jax.Array:
     Array([[0, 1, 2, 0, 1, 0]], dtype=int32)
     """
     array_of_rank("from_segment_ids", "segment_ids", segment_ids, 2, "[B, T]")
-    return since(changes(segment_ids))
+    return since(changes(integer_positions("from_segment_ids", segment_ids, "segment_ids")))
 
 
 def segment_ids_from_positions(positions: jax.Array) -> jax.Array:
@@ -66,7 +66,7 @@ def segment_ids_from_positions(positions: jax.Array) -> jax.Array:
 def changes(ids: jax.Array) -> jax.Array:
     """Returns bool [B, T]: whether the id differs from the previous one; true for the first."""
     changed = ids[:, 1:] != ids[:, :-1]
-    return jnp.pad(changed, ((0, 0), (1, 0)), constant_values=True)
+    return jnp.pad(changed, ((0, 0), (1, 0)), constant_values=True)[:, : ids.shape[1]]
 
 
 def since(starts: jax.Array) -> jax.Array:
@@ -149,7 +149,7 @@ def bilevel(
     Array([[0, 1, 0, 1],
            [0, 0, 1, 1]], dtype=int32)
     """
-    before = jnp.pad(bool_rows("bilevel", "ends", ends)[:, :-1], ((0, 0), (1, 0)))
+    before = jnp.pad(bool_rows("bilevel", "ends", ends), ((0, 0), (1, 0)))[:, :-1]
     new = changes(segments("bilevel", segment_ids, before.shape))
     first_segment = jnp.cumsum(new, axis=1, dtype=jnp.int32) == 1
     place, sentence = (

@@ -85,17 +85,14 @@ class LayerSpec:
             finite("LayerSpec", scale=self.scale)
         if self.softcap is not None:
             positive("LayerSpec", softcap=self.softcap)
-        size = self.chunk_size
-        require(
-            size is None or (isinstance(size, int) and size >= 1),
-            f"LayerSpec: chunk_size must be an integer from 1, got {size!r}.",
-        )
+        if self.chunk_size is not None:
+            positive_integers("LayerSpec", chunk_size=self.chunk_size)
         one_of("LayerSpec", get_args(Mixer), mixer=self.mixer)
         require(
             self.sinks in (False, True, "projected"),
             f"LayerSpec: sinks must be True, False or 'projected', got {self.sinks!r}.",
         )
-        others = self.window, size, self.scale, self.softcap, self.qk_norm
+        others = self.window, self.chunk_size, self.scale, self.softcap, self.qk_norm
         require(
             self.mixer == "attention"
             or not (self.scheme.acts or self.sinks or any(x is not None for x in others)),

@@ -425,7 +425,7 @@ def check_sizes(caller: str, scheme: Scheme, **sizes: int | None) -> None:
     for field in dataclasses.fields(scheme):
         value = getattr(scheme, field.name)
         expected = sizes.get(field.name)
-        if expected is not None and isinstance(value, int) and value != expected:
+        if None not in (expected, value) and value != expected:
             raise ValueError(
                 f"{caller}: {field.name} is {expected}, and {scheme!r} was made for {value}."
             )

@@ -257,6 +257,8 @@ def test_rows_that_do_not_exist_are_refused_and_left_out_under_jit():
         np.testing.assert_array_equal(take(a, three).overflowed, [False, True, False])
         same(insert(a, rows, prompt), a)
         same(reset(a, np.array([rows])), a)
+    with pytest.raises(ValueError, match=r"insert: rows must differ, got \[1, 1\]"):
+        a.insert([1, 1], filled(everything(2), 2, seed=2))
 
 
 @pytest.mark.parametrize(
@@ -267,6 +269,10 @@ def test_rows_that_do_not_exist_are_refused_and_left_out_under_jit():
         (lambda: everything(2), "rows must be one for each of the 2 rows of the other cache"),
         (lambda: everything(1, scheme=pe.NoPE()), r"is for None, the other for NoPE\(\)"),
         (lambda: dataclasses.replace(everything(1), state=None), "arrays must be .* per row, got"),
+        (
+            lambda: dataclasses.replace(everything(1), coordinates=jnp.zeros((3, 1, 5), int)),
+            "got .*'int32'",
+        ),
         (lambda: dataclasses.replace(everything(1), k=jnp.zeros((1, 5, 2, 4))), "got .*2, 4"),
     ],
 )

@@ -213,6 +213,39 @@ def test_gradients_of_heads_with_one_number_in_bfloat16(dims):
         np.testing.assert_allclose(x.astype("f4"), y, rtol=0, atol=2**-7 * np.abs(y).max())
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "size", "scale", "error"),
+    [
+        (("float32", "bfloat16", "bfloat16"), 1.0, 0.3, 2e-6),
+        (("float32", "float32", "float16"), 1.0, 0.3, 2e-6),
+        (("float16", "float16", "float16"), 1e4, 32.0, 2e-3),  # 32 q is beyond float16.
+    ],
+)
+def test_products_have_the_digits_of_the_widest_dtype(dtypes, size, scale, error):
+    sized = zip(_tokens(40), (size, 1 / size, 1.0), dtypes, strict=True)
+    arrays = [jnp.asarray(x * factor, dtype) for x, factor, dtype in sized]
+    d_out = _tokens(40, seed=1)[0]
+
+    @jax.jit
+    def run(q, k, v):
+        def loss(q):
+            out = _attend(q, k, v, scale=scale)
+            return (out.astype(jnp.float32) * d_out).sum(), out
+
+        return jax.grad(loss, has_aux=True)(q)
+
+    d_q, out = run(*arrays)
+    q, k, v = (np.asarray(x[0], np.float64) for x in arrays)
+    weights = np.tril(np.exp(scale * np.einsum("tnh,snh->nts", q, k)))
+    weights /= weights.sum(-1, keepdims=True)
+    d_weights = np.einsum("tnv,snv->nts", d_out[0], v)
+    d_logits = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
+    want = np.einsum("nts,snv->tnv", weights, v)
+    want_d_q = scale * np.einsum("nts,snh->tnh", d_logits, k)
+    for got, x in ((out, want), (d_q, want_d_q)):
+        np.testing.assert_allclose(np.float64(got[0]), x, rtol=0, atol=error * np.abs(x).max())
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (1, 6), (5, 3), (16, 16)])
 def test_sums_of_diagonals(shape):
     """The sums for TPU and the sums for other platforms."""

@@ -49,7 +49,7 @@ MANY = {"coordinates": np.zeros((3, 2, 7), np.float32)}
 ATTENTION = {
     "q must be [B, T, N, H], got shape (7, 6, 8)": {"q": Q[0]},
     "v must be [B, S, K, V], got shape (7, 3, 8)": {"v": V[0]},
-    "q must be floating point, got int32": {"q": Q.astype("i4")},
+    "q must be floating, got int32": {"q": Q.astype("i4")},
     "q must be an array, got list": {"q": [[[[0.0] * 8] * 6] * 7] * 2},
     "q and k differ in head dim": {"k": K[..., :4]},
     "the head dim of q and k must be at least 1": {"q": Q[..., :0], "k": K[..., :0]},
@@ -73,10 +73,11 @@ ATTENTION = {
     "mask must be bool, got float32": {"mask": np.ones((2, 1, 7, 7), "f4")},
     "mask must be .*(2, 6, 7, 7), got (7, 7": {"mask": np.ones((7, 7), bool)},
     "mask must be .*; one row for all queries is no mask": {"mask": np.ones((2, 1, 1, 7), bool)},
-    "mask must be an array, got list": {"mask": [[[[True] * 7] * 7]]},
+    "mask must be bool, got list": {"mask": [[[[True] * 7] * 7]]},
     "window must be at least 1 token, got 0": {"window": 0},
     "is_causal must be True or False, got 'no'.": {"is_causal": "no"},
     "softcap must be positive, got 0.0": {"softcap": 0.0},
+    "softcap must be a number, got True": {"softcap": True},
     "scale must be finite, got nan": {"scale": float("nan")},
     "scale must be a Python number; multiply q by": {"scale": jnp.float32(1)},
     "sinks .*(6,) or .*(2, 7, 6), got (4,)": {"sinks": REAL[:4]},
@@ -126,12 +127,21 @@ SCHEME = {
         "scheme": pe.chain(pe.streaming(pe.ALiBi(4), 2), ROPE),
         "params": pe.chain(pe.streaming(pe.ALiBi(4), 2), ROPE).init(jax.random.key(0)),
     },
+    "num_heads is 6, and ALiBi(num_heads=np.int64(4)": {"scheme": pe.ALiBi(np.int64(4))},
     "the fields of T5 are static .*unhashable.*numpy": {"scheme": pe.T5(6, stddev=np.ones(1))},
     "params lack ['table'] of T5(num.*make them with": {"scheme": T5},
+    "params have ['table'], and ALiBi(num.* has no such": {"params": {"table": REAL}},
     "params lack [1]['keys'], [1]['val": {"scheme": pe.chain(ROPE, SHAW), "params": ({}, {})},
     "params['table'] must be (6, 32) for T5(num_heads=6.*, got (6, 16)": {"scheme": T5}
     | {"params": {"table": np.zeros((6, 16), "f4")}},
-    "tables must be scheme_tables of coord.*(2, 7)": {"scheme": ROPE, "tables": (X[..., 0],) * 2},
+    "tables must be .* of coord.*(2, 7).*float32[2, 7, 4], got float32[2, 7], float32[2, 7].": {
+        "scheme": ROPE,
+        "tables": (X[..., 0],) * 2,
+    },
+    "tables must be .*got bfloat16[2, 7, 4], bfloat16": {
+        "scheme": ROPE,
+        "tables": (X.astype(jnp.bfloat16),) * 2,
+    },
     "tables must be scheme_tables": {"scheme": pe.NoPE(), "tables": REAL},
     "norms must be two functions, (of q, of k), got (": {"norms": (np.asarray,) * 3},
     "the cache must be that of one layer with 2 rows, got (5,)": lambda: {"cache": cache(batch=5)},
@@ -147,6 +157,7 @@ SCHEME = {
     ),
 }
 EMBEDDING = {
+    "x must be floating, got int32": {"x": X.astype("i4")},
     "x must be [B, T, D].*(4,)": {"x": X[0, 0]},
     "positions must be .*got (6,)": {"positions": AT[:6], "coordinates": AT},
     "positions must be integers, got float": {"positions": REAL},
@@ -171,6 +182,17 @@ CALLS = {
     ),
     "scheme_cross_attention: k must be [B, S, K, H], got shape (7, ": lambda: (
         pe.scheme_cross_attention(pe.NoPE(), {}, Q, K[0], V)
+    ),
+    "scheme_cross_attention: positions and k_positions go": lambda: pe.scheme_cross_attention(
+        pe.NoPE(), {}, Q, K, V, k_positions=AT
+    ),
+    "scheme_cross_attention: .*is_causal and window need them": lambda: pe.scheme_cross_attention(
+        ROPE, {}, Q, K, V, coordinates=AT, k_coordinates=AT, window=3
+    ),
+    "QKNorm: x must be floating, got int32": lambda: pe.QKNorm(scale="none")({}, Q.astype("i4")),
+    "resize_grid: grid must be floating, got uint8": lambda: pe.resize_grid(X.astype("u1"), 2, 2),
+    "short_convolution: x must be floating, got int32": lambda: pe.short_convolution(
+        X.astype("i4"), X[0]
     ),
     "DenseBias: pairs must be an array": lambda: pe.DenseBias([[1.0]]),
     "score_mod: arrays must be arrays, got 'x'": lambda: pe.score_mod(max, Q, "x"),

@@ -156,5 +156,6 @@ ERRORS = [
     error((2, 4), (1, 3), r"grids must be \[B, G, 3\] with B=2, got \(1, 3\)"),
     error((2, 4), (1, 1, 3), r"grids must be \[B, G, 3\] with B=2, got \(1, 1, 3\)"),
     error((1, 4), (1, 2, 3), r"need \[2\] vision tokens, and there are \[4\]"),
+    error((1, 4), (1, 4, 3), r"time_step must be .*\(1, 4\), got \(4,\)", time_step=np.ones(4)),
     error((1, 4), (1, 4, 3), r"segment_ids must be \[B, T\] = \(1, 4", segment_ids=np.zeros(4)),
 ]

@@ -29,6 +29,8 @@ def test_positions_restart_with_each_segment():
     segments = np.array([[0, 0, 0, 1, 2, 2, -1, -1], [4, 4, 4, 4, 3, 3, 3, 1]], np.int32)
     expected = [[0, 1, 2, 0, 0, 1, 0, 1], [0, 1, 2, 3, 0, 1, 2, 0]]
     np.testing.assert_array_equal(from_segment_ids(segments), expected)
+    assert from_segment_ids(segments[:, :0]).shape == (2, 0)
+    assert positions.bilevel(segments[:, :0] > 0).shape == (2, 2, 0)
 
 
 def test_equal_ids_that_are_not_contiguous_are_two_segments():
@@ -70,6 +72,12 @@ ERRORS = [
         from_segment_ids,
         {"segment_ids": np.zeros(3, np.int32)},
         r"from_segment_ids: segment_ids must be \[B, T\].*\(3,\)",
+    ),
+    (
+        from_segment_ids,  # Of a mask, they would begin again in its padding.
+        {"segment_ids": np.zeros((1, 3), bool)},
+        "from_segment_ids: segment_ids must be integers, got bool",
+        TypeError,
     ),
     (
         from_padding_mask,

@@ -154,7 +154,12 @@ ERRORS = [
     (lambda: pe.layer_pattern(3, *[LOCAL] * 4), {}, "must have from 1 to 3 layers, got 4"),
     (pe.LayerSpec, {"scheme": "rope"}, "scheme must be a Scheme, got 'rope'", TypeError),
     (pe.LayerSpec, {"scheme": LOCAL, "window": 0}, "window must be at least 1 token, got 0"),
-    (pe.LayerSpec, {"scheme": LOCAL, "chunk_size": 2.5}, "chunk_size must be an integer from 1"),
+    (
+        pe.LayerSpec,
+        {"scheme": LOCAL, "chunk_size": 2.5},
+        "chunk_size must be an int.*2.5",
+        TypeError,
+    ),
     (pe.LayerSpec, NO_ATTENTION | {"mixer": "mamba"}, "mixer must be one of"),
     *(
         (pe.LayerSpec, NO_ATTENTION | settings, "'convolution' has no settings of attention")

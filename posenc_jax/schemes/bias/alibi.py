@@ -56,7 +56,7 @@ def alibi_slopes(num_heads: int) -> jax.Array:
     def geometric(n):
         return [2.0 ** (-8.0 * h / n) for h in range(1, n + 1)]
 
-    power = 1 << (num_heads.bit_length() - 1)  # The largest power of two <= num_heads.
+    power = 1 << (int(num_heads).bit_length() - 1)  # The largest power of two <= num_heads.
     slopes = geometric(power) + geometric(2 * power)[::2][: num_heads - power]
     return jnp.asarray(slopes, jnp.float32)
 

@@ -25,7 +25,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from posenc_jax.checks import require
+from posenc_jax.checks import positive_integers, require
 from posenc_jax.engine.mask import add_saturated, window_sides
 from posenc_jax.ops.lse import merge_partial_softmax
 from posenc_jax.positions import count_up
@@ -43,7 +43,8 @@ class _Streaming(Wrapper):
 
     @property
     def traits(self):
-        return dataclasses.replace(self.scheme.traits, num_sink_tokens=self.first)
+        # Coordinates of queries are clipped, so that they must begin at 0 with each sequence.
+        return dataclasses.replace(self.scheme.traits, num_sink_tokens=self.first, relative=False)
 
     def query(self, params, q, coordinates, features=None, tables=None):
         return q  # Transformed in `attend`, at two coordinates.
@@ -97,7 +98,8 @@ class _Streaming(Wrapper):
 def streaming(scheme: Scheme, first: int = 4) -> Scheme:
     """Returns `scheme` for decoding without end: first tokens stay visible outside the window.
 
-    Attention must have the window, `window=(w, 0)` with `is_causal=True`.
+    Attention must have the window, `window=(w, 0)` with `is_causal=True`. Coordinates, where calls
+    give them, must begin at 0 with each sequence, as positions do.
 
     Args:
       scheme: a scheme that depends on the distance alone: RoPE, ALiBi.
@@ -136,8 +138,5 @@ def streaming(scheme: Scheme, first: int = 4) -> Scheme:
             f"streaming: {part!r} reads all keys between two tokens, and those between first "
             "tokens and the window are missing.",
         )
-    require(
-        isinstance(first, int) and first >= 1,
-        f"streaming: first must be at least 1 token, got {first}.",
-    )
+    positive_integers("streaming", first=first)
     return _Streaming(scheme, first)

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from posenc_jax.checks import array_of_rank, require
+from posenc_jax.checks import array_of_rank, floating, require
 from posenc_jax.engine.problem import vary_over
 from posenc_jax.schemes.rotary.layouts import check_layout, read_and_write
 
@@ -73,8 +73,7 @@ def rotate_pairs(
     x: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str, start: int
 ) -> jax.Array:
     """Returns x rotated as by `apply_rotation`, for tables from `materialize`."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"apply_rotation: x must be floating, got {x.dtype}.")
+    floating("apply_rotation", "x", x)
     require(
         cos.shape == sin.shape
         and (cos.ndim == 3 or (cos.ndim == 4 and x.shape[2] % cos.shape[2] == 0))

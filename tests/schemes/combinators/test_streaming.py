@@ -138,6 +138,16 @@ def test_content_and_value_rules_stream():
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
+def test_coordinates_begin_at_zero():
+    """Those of queries are clipped, so that a number added to all of them changes the output."""
+    scheme, at = pe.streaming(pe.RoPE(head_dim=8), 4), np.arange(40, dtype=np.int32)
+    out, shifted = (
+        attend(scheme, {}, *ARRAYS, coordinates=x, is_causal=True, window=(8, 0))
+        for x in (at, at + 7)
+    )
+    assert np.abs(out - shifted).max() > 0.01 and not scheme.traits.relative
+
+
 def test_softcap_bounds_the_logits_of_both_parts():
     def capped(*arguments):
         return 0.7 * np.tanh(rope(*arguments) / 0.7)
@@ -166,5 +176,5 @@ ERRORS = [
     refused("must depend on the distance of tokens alone", pe.FIRE(num_heads=6)),
     refused("must depend on the distance of tokens alone", pe.Sinusoidal(model_dim=8)),
     refused("CoPE.* reads all keys between", pe.chain(pe.RoPE(8), pe.CoPE(8)), 2),
-    refused("first must be at least 1 token, got 0", pe.RoPE(head_dim=8), 0),
+    refused("first must be >= 1, got 0", pe.RoPE(head_dim=8), 0),
 ]

@@ -91,6 +91,16 @@ def test_coordinates_without_axes_are_read_unchanged():
     np.testing.assert_allclose(attend(wrapped, {}, *ARRAYS), attend(rope, {}, *ARRAYS), atol=1e-6)
 
 
+def test_a_promise_about_coordinates_is_none_about_others():
+    """Without it, attention reads distances from slots."""
+    scheme = pe.with_positions(pe.streaming(pe.ALiBi(num_heads=6), 2), Times(3))
+    outs = [
+        attend(scheme, {}, *ARRAYS, is_causal=True, window=(5, 0), implementation=name, **promise)
+        for name, promise in (("xla", {"contiguous": True}), ("reference", {}))
+    ]
+    np.testing.assert_allclose(*outs, atol=1e-5)
+
+
 FIRE = pe.FIRE(num_heads=1)
 ERRORS = [
     (lambda: pe.on_axis(pe.NoPE(), 0), {}, "on_axis: .*NoPE.* reads no positions"),
