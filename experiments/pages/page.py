@@ -10,8 +10,8 @@ import jinja2
 from markdown_it import MarkdownIt
 from markupsafe import escape
 
-from experiments.pages.tables import label, ordered
-from experiments.runs.run import Result, duration
+from experiments.pages.tables import label
+from experiments.runs.run import duration
 
 _SHELL = Path(__file__).with_name("page.html.jinja")
 
@@ -93,16 +93,3 @@ def as_html(text: str, pictures: Mapping[str, str], folder: str = ".") -> str:
     parser.add_render_rule("link_open", link)
     title = text.partition("\n")[0].removeprefix("# ")
     return fill(_SHELL, title=escape(title), body=parser.render(text))
-
-
-def provenance(results: Sequence[Result]) -> dict[str, str]:
-    """Returns the distinct versions, processors and commits of results, each as text."""
-    commits = ordered(result.commit for result in results)
-    changed = " (+: with uncommitted changes)" if any(x.endswith("+") for x in commits) else ""
-    python = ordered(str(result.environment.get("python")) for result in results)
-    return {
-        "versions": "; ".join(ordered(", ".join(result.versions) for result in results)),
-        "python": ", ".join(python),
-        "processors": "; ".join(ordered(result.processor for result in results)),
-        "commits": ", ".join(commits) + changed,
-    }

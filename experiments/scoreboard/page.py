@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from experiments.models.schemes import short
-from experiments.pages.page import as_csv, fill, provenance
+from experiments.pages.page import as_csv, fill
 from experiments.pages.tables import in_words, mean, ordered
+from experiments.runs.run import Result
 from experiments.scoreboard.outcomes import Check, Outcome
 
 
@@ -64,11 +65,20 @@ def page(outcomes: Sequence[Outcome], files: Files = LIBRARY) -> str:
         ],
         criteria=sum(len(outcome.criteria) for outcome in outcomes if outcome.seeds),
         shared=_shared(outcomes),
-        origin=provenance(results) if results else None,
+        origin=_origin(results) if results else None,
         diverged=[words for outcome in outcomes for words in _diverged(outcome)],
         least=f"{min(minutes, default=0):g}",
         most=f"{max(minutes, default=0):g}",
     )
+
+
+def _origin(results: Sequence[Result]) -> dict[str, str]:
+    """Returns the distinct versions and processors of results, each as text."""
+    return {
+        "versions": "; ".join(ordered(", ".join(result.versions) for result in results)),
+        "python": ", ".join(ordered(str(result.environment.get("python")) for result in results)),
+        "processors": "; ".join(ordered(result.processor for result in results)),
+    }
 
 
 def _link(outcome: Outcome, files: Files) -> str:

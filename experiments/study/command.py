@@ -100,7 +100,6 @@ def pages(study: Study, file: Path, folder: Path, target: Path) -> dict[Path, st
     files = {suffix: f"{target.stem}{suffix}.svg" for suffix in pictures}
     places = {
         "file": str(file),
-        "folder": str(folder),
         "numbers": f"{target.stem}.csv",
         "methods": os.path.relpath("docs/methods.md", target.parent),
     }

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.pages import plots
-from experiments.pages.page import fill, provenance
-from experiments.pages.tables import Lookup, label, mean
+from experiments.pages.page import fill
+from experiments.pages.tables import Lookup, label, mean, ordered
 from experiments.runs.run import Result
 from experiments.study import comparison
 from experiments.study.cell import Cell
@@ -56,8 +56,7 @@ def page(
       clock: the times of steps, None before they are measured.
       pictures: files of the plots of `CAPTIONS`, as far as there are any.
       earlier: the rows of the study that this one repeats, if it does.
-      **places: `file` and `folder` of the study and its results, and, for links, the file of all
-        `numbers` and the `methods`.
+      **places: the `file` of the study and, for links, those of all `numbers` and the `methods`.
     """
     about, name = study.about, label(study.about.baseline)
     runs = list({run.name: run for run in study.runs(results, clock)}.values())
@@ -240,10 +239,11 @@ def origin(results: Sequence[Result], clock: Clock | None) -> dict[str, Any] | N
     clocks = []
     if clock is not None:
         for size, rounds in clock.rounds.items():
-            share, processor = clock.others[size], clock.environment["processor"]
+            share = clock.others[size]
             others = "an unknown part" if share is None else f"{share:.1%}"
-            clocks.append(dict(size=size, rounds=rounds, processor=processor, others=others))
-    return provenance(results) | {
+            clocks.append(dict(size=size, rounds=rounds, others=others))
+    return {
+        "processors": "; ".join(ordered(result.processor for result in results)),
         "runs": len(results),
         "wall": sum(result.train_seconds + result.compile_seconds for result in results),
         "clock": clocks,

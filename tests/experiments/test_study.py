@@ -69,7 +69,7 @@ CLOCK = Clock(
     others={"small": 0.01},
     environment={"processor": "Some 1"},
 )
-PLACES = {"file": "mine.toml", "folder": "results", "numbers": "mine.csv", "methods": "methods.md"}
+PLACES = {"file": "mine.toml", "numbers": "mine.csv", "methods": "methods.md"}
 
 
 def measured(run, heights=HEIGHT):
