@@ -23,7 +23,7 @@ from experiments.runs.experiment import Experiment, experiment_of, objects_in
 from experiments.runs.files import locked, write_whole
 from experiments.runs.results import PACK
 from experiments.runs.run import Run, RunFolder, known, load_data
-from experiments.runs.run_queue import Lines, carry_out, refuse_other_versions, say
+from experiments.runs.run_queue import carry_out, refuse_other_versions, say
 from experiments.settings.config_io import Parser, near
 from experiments.settings.trust import add_trust
 
@@ -40,7 +40,7 @@ def compare(experiment: Experiment, options: argparse.Namespace, keep: bool = Fa
         earlier experiment of that name.
       keep: whether to keep the trained parameters.
     """
-    folder, runs, show = experiment.folder, experiment.all_runs(), Lines()
+    folder, runs, errors = experiment.folder, experiment.all_runs(), {}
 
     def stages() -> Iterator[list[Run]]:
         if not options.fresh:
@@ -60,15 +60,15 @@ def compare(experiment: Experiment, options: argparse.Namespace, keep: bool = Fa
 
     try:
         tasks = experiment.tasks.values()
-        status = carry_out(options, folder, tasks, stages(), keep, show).status
+        status = carry_out(options, folder, tasks, stages(), keep, errors)
     except KeyboardInterrupt:
         if not (folder / "config.toml").exists():
             raise
         status = 130
-    results = tables.by_scheme(runs, known(folder), show.errors)
+    results = tables.by_scheme(runs, known(folder), errors)
     print(f"\n{tables.as_text(results)}\n", *conclusions(results), "", sep="\n")
     trusted = objects_in(experiment.to_tables())
-    print(f"Report: {write_report(folder, errors=show.errors, trusted=trusted)}")
+    print(f"Report: {write_report(folder, errors=errors, trusted=trusted)}")
     if status == 130:
         print("Stopped; finished runs are kept, and the same command continues with the others.")
     return status

@@ -153,17 +153,6 @@ class Claim:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProbeSizes:
-    """See `experiments.lengths.texts.Design`."""
-
-    __pydantic_config__: ClassVar[Any] = STRICT
-
-    contexts: tuple[int, ...]
-    facts: int
-    distances: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Plan:
     """A study of lengths.
 
@@ -182,13 +171,8 @@ class Plan:
     methods: tuple[str, ...]
     kinds: dict[str, Kind]
     stages: tuple[Stage, ...]
-    probe: ProbeSizes
+    probe: Design
     claims: tuple[Claim, ...]
-
-    @property
-    def design(self) -> Design:
-        """Sizes of the probe."""
-        return Design(self.probe.contexts, self.probe.facts, self.probe.distances)
 
     @property
     def trained(self) -> Trained:
@@ -254,7 +238,7 @@ class Plan:
             "checkpoint": self.checkpoint.sha256,
         }
         if task == "probe":
-            settings["probe"] = repr(self.design)
+            settings["probe"] = repr(self.probe)
         return Cell(task, document, layer, count, settings)
 
     def cells(self) -> Iterator[Cell]:

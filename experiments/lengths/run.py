@@ -65,7 +65,7 @@ class Runner:
         if cell.task == "probe":
             text = self.tokens(cell.document, cell.count)
             probe = texts.new_probe(
-                text.tolist(), self.tokenizer, cell.document.name, self.plan.design
+                text.tolist(), self.tokenizer, cell.document.name, self.plan.probe
             )
             tokens = probe.tokens
         else:

@@ -5,11 +5,12 @@ import functools
 import json
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from experiments.errors import CorpusError
+from experiments.settings.config_io import STRICT
 from experiments.tasks.corpus import SOURCES
 
 CITIES = tuple(
@@ -98,6 +99,8 @@ class Design:
       paragraph: tokens of a copy.
       unscored: of these, before which a copy cannot be recognised.
     """
+
+    __pydantic_config__: ClassVar[Any] = STRICT
 
     contexts: tuple[int, ...]
     facts: int

@@ -219,7 +219,9 @@ class RunFolder:
             before = results.stored(file.parents[1], file.parent.name)
             if before is None:
                 raise ResultsError(f"{file.parent}: holds no result; train again")
-            return self._put(dataclasses.replace(before, settings=self.run.settings, **measured))
+            result = dataclasses.replace(before, settings=self.run.settings, **measured)
+            results.write(self.path.parent, self.run.name, result)
+            return result
 
     def parameters(self) -> Any:
         """Returns the kept parameters, leaves [1, ...]."""
@@ -260,9 +262,6 @@ class RunFolder:
             finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **measured,
         )
-        return self._put(result)
-
-    def _put(self, result: Result) -> Result:
         results.write(self.path.parent, self.run.name, result)
         return result
 

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
@@ -119,49 +119,11 @@ Event = Ended | str | ExperimentError
 """What a process says about its runs; a string is a line to show, an error ends the queue."""
 
 
-class Lines:
-    """Prints a line for each run that has ended, and the time left.
+class Queue:
+    """Runs that are carried out in this process or in others; each end is printed.
 
     Attributes:
       errors: of runs that raised, by name.
-    """
-
-    def __init__(self):
-        self._count = self._ended = 0
-        self.errors: dict[str, str] = {}
-
-    def start(self, runs: Sequence[Run]) -> None:
-        """Begins with runs that have no result."""
-        self._count, self._ended, self._began = len(runs), 0, time.monotonic()
-        self._views = {each.name: each.task.views[0] for each in runs}
-
-    def finish(self, ended: Ended) -> None:
-        """Prints the main scores of a run."""
-        self._ended += 1
-        words, result = f"failed: {ended.error}", ended.result
-        if result is None:
-            self.errors[ended.run] = ended.error
-        elif result.status == "done":
-            scores = result.scores[self._views[ended.run]]
-            words = ", ".join(f"{length}: {value}" for length, value in scores.items())
-        else:
-            words = f"{result.status}: {result.error}"
-        took, waiting = duration(ended.seconds), self._count - self._ended
-        if waiting:
-            remaining = (time.monotonic() - self._began) / self._ended * waiting
-            took += f" (about {duration(remaining)} left)"
-        say(f"[{self._ended}/{self._count}] {ended.run}: {words:.200}; {took}")
-
-    def message(self, text: str) -> None:
-        """Prints a line."""
-        say(text)
-
-
-class Queue:
-    """Runs that are carried out in this process or in others.
-
-    Attributes:
-      status: 0, or 1 once a run failed.
       over: whether the time is over.
     """
 
@@ -172,7 +134,7 @@ class Queue:
         workers: int = 1,
         mesh: jax.sharding.Mesh | None = None,
         keep: bool = False,
-        show: Any = None,
+        errors: dict[str, str] | None = None,
     ):
         """Starts the clock.
 
@@ -182,34 +144,42 @@ class Queue:
           workers: number of processes; 1: this one, with all its processors.
           mesh: devices to train on; default: one.
           keep: whether to keep trained parameters.
-          show: shows progress as `Lines` does, which is the default.
+          errors: where those of runs go.
         """
         commit()  # Files may change while runs go on.
         self.folder, self.workers, self.mesh, self.keep = folder.absolute(), workers, mesh, keep
-        self.status, self.over = 0, False
-        self.show = show or Lines()
+        self.errors, self.over = {} if errors is None else errors, False
         self.deadline = Deadline(minutes)
-        self._ended = 0
 
     def work(self, runs: Sequence[Run]) -> None:
         """Carries out runs that have no result; one that raises does not stop the others.
 
         At the time limit, and on SIGTERM, the states of unfinished runs are written first.
         """
-        self.show.start(runs)
-        self._ended = 0
+        self._views = {each.name: each.task.views[0] for each in runs}
+        self._count, self._ended, self._began = len(runs), 0, time.monotonic()
         if runs and self.workers > 1:
             self._in_processes(runs)
         else:
             with self.deadline.of_sigterm():
-                for event in carry_out_runs(
-                    self.folder, runs, self.deadline, self.keep, self._handle, self.mesh
-                ):
-                    self._handle(event)
-        if self._ended < len(runs):
-            waiting = len(runs) - self._ended
-            self.show.message(f"Time is over with {waiting} runs left; the same command continues.")
+                carry_out_runs(self.folder, runs, self.deadline, self.keep, self._handle, self.mesh)
+        if waiting := self._count - self._ended:
+            say(f"Time is over with {waiting} runs left; the same command continues.")
             self.over = True
+
+    def finish(self, ended: Ended) -> None:
+        """Prints the main scores of a run, and the time left."""
+        words, result = f"failed: {ended.error}", ended.result
+        if result and result.status == "done":
+            scores = result.scores[self._views[ended.run]]
+            words = ", ".join(f"{length}: {value}" for length, value in scores.items())
+        elif result:
+            words = f"{result.status}: {result.error}"
+        took = duration(ended.seconds)
+        if waiting := self._count - self._ended:
+            remaining = (time.monotonic() - self._began) / self._ended * waiting
+            took += f" (about {duration(remaining)} left)"
+        say(f"[{self._ended}/{self._count}] {ended.run}: {words:.200}; {took}")
 
     def _in_processes(self, runs: Sequence[Run]) -> None:
         events = multiprocessing.get_context("spawn").SimpleQueue()
@@ -245,14 +215,14 @@ class Queue:
             ) from None
 
     def _handle(self, event: Event) -> None:
-        if isinstance(event, Ended):
-            self._ended += 1
-            self.status |= event.result is None
-            self.show.finish(event)
-        elif isinstance(event, ExperimentError):
+        if isinstance(event, ExperimentError):
             raise event
-        else:
-            self.show.message(event)
+        if isinstance(event, str):
+            return say(event)
+        self._ended += 1
+        if event.result is None:
+            self.errors[event.run] = event.error
+        self.finish(event)
 
 
 def grouped(runs: Iterable[Run], workers: int) -> list[list[Run]]:
@@ -278,8 +248,8 @@ def carry_out_runs(
     keep: bool,
     send: Callable[[Event], None],
     mesh: jax.sharding.Mesh | None = None,
-) -> Iterator[Event]:
-    """Carries out runs until the time is over, and yields their ends; `send` shows lines."""
+) -> None:
+    """Carries out runs until the time is over, and sends their ends and lines to show."""
     for each in runs:
         if deadline.over():
             return
@@ -289,11 +259,10 @@ def carry_out_runs(
         except OutOfTime:
             return
         except ExperimentError as raised:
-            yield raised
-            return
+            return send(raised)
         except Exception as raised:
             error = in_one_line(raised)
-        yield Ended(each.name, result, error, time.monotonic() - began)
+        send(Ended(each.name, result, error, time.monotonic() - began))
 
 
 _send: Callable[[Event], None] = print
@@ -308,8 +277,7 @@ def _send_to(events: Any) -> None:
 def _work(runs: Sequence[Run], folder: Path, deadline: Deadline, keep: bool) -> None:
     """Carries out runs in a process; after SIGTERM it ends with their states written."""
     with deadline.of_sigterm():
-        for event in carry_out_runs(folder, runs, deadline, keep, _send):
-            _send(event)
+        carry_out_runs(folder, runs, deadline, keep, _send)
     if deadline.asked:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -342,28 +310,28 @@ def carry_out(
     tasks: Iterable[Any],
     stages: Iterable[Iterable[Run]],
     keep: bool = False,
-    show: Any = None,
-) -> Queue:
-    """Carries out the runs of a command, and returns their queue.
+    errors: dict[str, str] | None = None,
+) -> int:
+    """Carries out the runs of a command, and returns the exit status.
 
     Args:
       options: of `add_arguments`.
       folder: of the folders of runs.
       tasks: all tasks of the runs.
       stages: runs whose results are needed; later stages may depend on results of earlier ones.
-      keep, show: as for `Queue`.
+      keep, errors: as for `Queue`.
     """
     workers, mesh = number_of_workers(options), None
     if options.mesh:
         mesh = on_mesh.make(options.mesh, [size for task in tasks for size in sharded(task)])
-    queue = Queue(folder, options.minutes, workers, mesh, keep, show)
+    queue = Queue(folder, options.minutes, workers, mesh, keep, errors)
     for runs in stages:
         queue.work([each for each in runs if RunFolder(folder, each).missing(keep)])
         if queue.over:
             break
     if options.pack:
         say(f"Pack: {pack(folder)} results in {folder / PACK}")
-    return queue
+    return int(bool(queue.errors))
 
 
 def sharded(task: Any) -> list[tuple[str, str, int]]:

@@ -1,26 +1,8 @@
 """Claims of the literature, one TOML file each, written before anything is run.
 
-    claim = "RoPE learns an exact relative offset; ALiBi and no encoding do not"
-    source = "Barbero et al. 2024, https://arxiv.org/abs/2410.06205, Theorem 5.3"
-    protocol = "Training and measurement, in words."
-    gate = ["rope[32] >= 0.9"]                    the task was learned, else the rest says nothing
-    criteria = ["alibi[32] <= 0.4"]               predictions of the claim
-    seeds = 5
-    minutes = 3                                   on two idle cores
-
-    [kback.train]                                 settings for all runs, as for `compare`
-    steps = 300
-
-    [runs.rope]                                   runs by name
-    task = "kback"
-    scheme = "rope"
-
-    [runs.alibi]
-    task = "kback"
-    scheme = "alibi"
-    kback.train.steps = 400                       settings of one run
-
-Seeds are 0 to `seeds` - 1; `first_seed = 5` takes others than an earlier claim had.
+`_File` has the entries, docs/experiments.md an example. Tables of tasks are settings for all runs,
+as for `compare`; a table [runs.NAME] has the task and the scheme of a run, and settings for it
+alone. Seeds are 0 to `seeds` - 1; `first_seed = 5` takes others than an earlier claim had.
 """
 
 import dataclasses

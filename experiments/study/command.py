@@ -73,7 +73,7 @@ def main(arguments: list[str]) -> int:
     if options.run:
         tasks = [cell.task for cells in study.cells.values() for cell in cells.values()]
         stages = _stages(study, folder)
-        status = carry_out(options, folder, tasks, stages).status
+        status = carry_out(options, folder, tasks, stages)
     for path, text in pages(study, options.file, folder, target).items():
         write_whole(path, text)
     say(f"Page: {target}")

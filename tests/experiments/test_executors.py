@@ -16,21 +16,16 @@ from tests.experiments.stub_tasks import TASK, order
 from tests.support import slow
 
 
-class Quiet:
-    """Shows nothing, and calls a function when a run has ended."""
+class Quiet(Queue):
+    """Two processes; shows nothing, and calls a function when a run has ended."""
 
-    def __init__(self, then=lambda ended: None):
-        self.messages, self.ended, self.then = [], {}, then
-
-    def start(self, runs):
-        pass
+    def __init__(self, folder, then=lambda ended: None):
+        super().__init__(folder, workers=2)
+        self.ended, self.then = {}, then
 
     def finish(self, ended):
         self.ended[ended.run] = ended
         self.then(ended)
-
-    def message(self, text):
-        self.messages.append(text)
 
 
 def make_run(seed, scheme="t5", rate=1e-3):
@@ -49,26 +44,24 @@ def test_runs_of_one_program_are_one_group():
 
 
 def test_each_process_has_a_processor_of_its_own(tmp_path):
-    show = Quiet()
-    queue = Queue(tmp_path, workers=2, show=show)
+    queue = Quiet(tmp_path)
     queue.work([order(seed) for seed in range(4)] + [order(4, "raise")])
-    scores = [show.ended[order(seed).name].result.scores["plain"] for seed in range(4)]
+    scores = [queue.ended[order(seed).name].result.scores["plain"] for seed in range(4)]
     assert [each["seed"] for each in scores] == [0, 1, 2, 3]
     assert {each["others"] for each in scores} == {0}
     if len(os.sched_getaffinity(0)) > 1:
         pairs = {(each["process"], each["processor"]) for each in scores}
         assert len(pairs) == len(dict(pairs)) == len({processor for _, processor in pairs})
-    assert show.ended[order(4).name].error.endswith("RuntimeError: no memory")
-    assert queue.status == 1 and not queue.over and not show.messages
+    assert queue.errors[order(4).name].endswith("RuntimeError: no memory") and not queue.over
     # The last run has one processor too: with all it would round differently.
     queue.work([order(5)])
-    assert show.ended[order(5).name].result.scores["plain"]["others"] == 0
+    assert queue.ended[order(5).name].result.scores["plain"]["others"] == 0
 
 
 def test_a_process_that_dies_loses_no_result(tmp_path):
     runs = [order(seed, "die" if seed == 3 else "") for seed in range(4)]
     with pytest.raises(ResultsError, match=r"ended \(.*; the same command continues") as caught:
-        Queue(tmp_path, workers=2, show=Quiet()).work(runs)
+        Quiet(tmp_path).work(runs)
     assert "\n" not in str(caught.value)
     known = [RunFolder(tmp_path, run).result() for run in runs]
     assert known[0] and known[3] is None
@@ -80,13 +73,12 @@ def test_processes_that_are_stopped_write_their_states(tmp_path, how, request):
     # A shell that starts tests in the background has them ignore Ctrl-C.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    stop = Quiet(lambda ended: os.kill(os.getpid(), number))
     runs = [order(0, "wait"), order(1), order(2, "wait"), order(3)]
-    queue = Queue(tmp_path, workers=2, show=stop)
+    queue = Quiet(tmp_path, lambda ended: os.kill(os.getpid(), number))
     with pytest.raises(KeyboardInterrupt) if how == "Ctrl-C" else contextlib.nullcontext():
         queue.work(runs)
     assert queue.over == (how == "SIGTERM")
-    assert list(stop.ended) == [order(1).name]
+    assert list(queue.ended) == [order(1).name]
     files = {path.name for path in (tmp_path / order(0).name).glob("checkpoints/*")}
     assert files == {"2.npz"}
 
