@@ -8,6 +8,8 @@ compiling it. `jax.nn` takes T5's bias as a matrix. All lengths take some minute
 import argparse
 import dataclasses
 
+import jax
+
 import posenc_jax as pe
 from experiments.bench import peers
 from experiments.bench.cases import (
@@ -68,20 +70,27 @@ def run(options: argparse.Namespace) -> dict:
 
 
 def all_cases(shape: tuple[int, int, int, int], options: argparse.Namespace) -> dict:
-    """Returns the cases by name: ours, and the naive form."""
+    """Returns the cases by name: ours, and `jax.nn` without a bias and with T5's as a matrix."""
     _, length, heads, dim = shape
     backward, dtype = not options.forward, DTYPES[options.dtype]
 
     def case(scheme, arguments):
         return peers.jax_case(attend_with(scheme), arguments, backward)
 
+    def naive(q, k, v, *table):
+        bias = peers.t5_matrix(*table, length).astype(dtype) if table else None
+        return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=True)
+
     cases = {}
     for name, scheme in named_schemes(options.schemes, sizes_of(heads, dim, length)).items():
-        arguments = make_arguments(scheme, shape, dtype)
-        cases[name] = case(scheme, arguments)
+        cases[name] = case(scheme, make_arguments(scheme, shape, dtype))
     if length > options.naive_to:
         return cases
     t5 = pe.T5(num_heads=heads)
-    *inputs, params = arguments = make_arguments(t5, shape, dtype)
+    *qkv, params = arguments = make_arguments(t5, shape, dtype)
+    theirs = {
+        "jax.nn without bias": peers.jax_case(naive, (*qkv,), backward, "none"),
+        "jax.nn with T5 matrix": peers.jax_case(naive, (*qkv, params["table"]), backward, "t5"),
+    }
     ours = {"none": cases["none"], "t5": case(t5, arguments)}
-    return cases | peers.agreeing(peers.naive(inputs, params["table"], backward), ours)
+    return cases | peers.agreeing(theirs, ours)

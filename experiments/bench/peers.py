@@ -1,7 +1,7 @@
 """Attention by `jax.nn`, compared with ours before it is timed."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -73,27 +73,8 @@ def agreeing(cases: Mapping[str, Case], ours: Mapping[str, Case]) -> dict[str, C
     return dict(cases)
 
 
-def without_bias(q, k, v):
-    """Attention by `jax.nn`."""
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-
-
-def with_matrix(q, k, v, table):
-    """Attention by `jax.nn` with T5's bias as a matrix of all queries and keys."""
-    bias = t5_matrix(table, q.shape[1]).astype(q.dtype)
-    return jax.nn.dot_product_attention(q, k, v, bias=bias, is_causal=True)
-
-
 def t5_matrix(table: jax.Array, length: int) -> jax.Array:
     """Returns T5's bias of all queries and keys, [1, N, T, T], from its table [N, buckets]."""
     positions = jnp.arange(length, dtype=jnp.int32)
     bucket = pe.t5_bucket(positions[:, None] - positions[None])
     return jnp.moveaxis(table.T[bucket], -1, 0)[None]
-
-
-def naive(inputs: Sequence[jax.Array], table: jax.Array, backward: bool) -> dict[str, Case]:
-    """Returns the cases of `jax.nn`: without a bias, and with T5's as a matrix."""
-    return {
-        "jax.nn without bias": jax_case(without_bias, tuple(inputs), backward, "none"),
-        "jax.nn with T5 matrix": jax_case(with_matrix, (*inputs, table), backward, "t5"),
-    }

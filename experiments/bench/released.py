@@ -29,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import posenc_jax as pe
 from examples import checkpoints, families
 from examples.decoder import Decoder, jit_step
 from experiments.bench.cases import DTYPES, positive, positives
@@ -37,6 +36,7 @@ from experiments.bench.timing import show, side_by_side
 from experiments.errors import ConfigError
 from experiments.released.command import CHECKPOINT, packaged
 from experiments.released.equality import model_of_transformers
+from experiments.released.speed import filled
 from experiments.runs.environment import usable_cores
 
 CONFIG = {
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> dict:
         for batch in options.batch if "decode" in options.parts else ():
             for slots in options.slots:
                 programs = Programs(model, batch, slots)
-                for count in filled(slots, options.rounds):
+                for count in counts(slots, options.rounds):
                     cases = programs.cases(count)
                     if theirs:
                         cases |= theirs.cases(batch, slots, count)
@@ -159,7 +159,7 @@ def random_weights(config: Mapping[str, Any]) -> State:
     return {f"{name}.weight": draw(shape) for name, shape in names.items()}
 
 
-def filled(slots: int, rounds: int) -> Iterator[int]:
+def counts(slots: int, rounds: int) -> Iterator[int]:
     """Yields the numbers of tokens in a nearly empty and a nearly full cache."""
     yield min(64, slots // 8)
     yield max(slots - STEPS * (rounds + 2), slots // 2)
@@ -251,21 +251,10 @@ class Programs:
 
 
 def after(caches: list, count: int) -> list:
-    """Returns caches with `count` tokens, whatever their keys and values are."""
+    """Returns caches with `count` tokens."""
     if isinstance(caches[0], tuple):
         return [(k, v, jnp.int32(count)) for k, v, _ in caches]
-    slots = jnp.arange(caches[0].capacity, dtype=jnp.int32)[None]
-    ids = jnp.where(slots < count, 0, -1)
-
-    def fill(cache: pe.KVCache) -> pe.KVCache:
-        numbers = dict.fromkeys(("length", "written", "next_positions"), 0 * cache.length + count)
-        shape = cache.positions.shape
-        places = {"positions": slots, "segment_ids": ids}
-        arrays = {name: jnp.broadcast_to(x, shape) for name, x in places.items()}
-        # Every cache has arrays of its own, which are donated.
-        return dataclasses.replace(cache, **jax.tree.map(jnp.copy, numbers | arrays))
-
-    return [fill(cache) for cache in caches]
+    return filled(caches, count)
 
 
 class Transformers:

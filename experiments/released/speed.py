@@ -31,7 +31,7 @@ class Steps:
     def seconds(self, slots: int) -> float:
         """Returns the median time of the steps that fill the last slots of a cache."""
         timed = min(TIMED, slots // 2)
-        caches = _filled(self.model.new_caches(1, slots, tokens_per_call=1), slots - timed - 1)
+        caches = filled(self.model.new_caches(1, slots, tokens_per_call=1), slots - timed - 1)
         tokens, times = jnp.zeros((1, 1), jnp.int32), []
         for _ in range(timed + 1):
             start = time.perf_counter()
@@ -42,13 +42,13 @@ class Steps:
 
 
 @functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
-def _filled(caches: list[pe.KVCache], count: int) -> list[pe.KVCache]:
+def filled(caches: list[pe.KVCache], count: int) -> list[pe.KVCache]:
     """Returns caches after `count` tokens whose keys and values are zeros."""
 
     def fill(cache):
         new = min(count, cache.capacity)
-        place = jnp.arange(count - new, count, dtype=jnp.int32)[None]
-        k, v = (jnp.zeros((1, new, *x.shape[2:]), x.dtype) for x in (cache.k, cache.v))
+        place = jnp.tile(jnp.arange(count - new, count, dtype=jnp.int32), (len(cache.k), 1))
+        k, v = (jnp.zeros((*place.shape, *x.shape[2:]), x.dtype) for x in (cache.k, cache.v))
         return cache.append(k, v, place, jnp.zeros_like(place))
 
     return [fill(cache) for cache in caches]

@@ -47,9 +47,7 @@ class Condition:
 
     def holds(self, score: Score) -> bool:
         """Returns whether the comparison is true for one seed."""
-        left, compare, right = self._sides()
-        a, b = _value(left, score), _value(right, score)
-        return not math.isnan(a - b) and compare(a, b)
+        return self.holds_at(self.margin(score))
 
     def holds_at(self, margin: float) -> bool:
         """Returns whether the comparison is true of this margin."""
