@@ -154,16 +154,7 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A study of lengths.
-
-    Attributes:
-      checkpoint: the model.
-      methods: names of `METHODS`.
-      kinds: documents by kind.
-      stages: the order.
-      probe: sizes of the probe.
-      claims: sentences that are tested.
-    """
+    """A study of lengths: methods of `METHODS`, documents by kind, stages in their order."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 

@@ -33,12 +33,7 @@ def _files(corpus: str) -> dict[str, bytes]:
 
 
 def read(corpus: str, name: str) -> str:
-    """Returns a document.
-
-    Args:
-      corpus: a package of `experiments.tasks.corpus.SOURCES`, in its pinned version.
-      name: of the file; of pythonbible the number of the book.
-    """
+    """Returns a document of `SOURCES` by its file, of pythonbible by the number of the book."""
     documents = _files(corpus)
     if name not in documents:
         raise CorpusError(f"corpus {corpus}: has no document {name}")

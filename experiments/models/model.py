@@ -167,12 +167,7 @@ class LanguageModel(nnx.Module):
         return by_rows(self.head, self.norm(x))
 
     def inputs_and_targets(self, tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the inputs of the model and its targets, int32 [B, T].
-
-        Args:
-          tokens: int32 [B, T + 1].
-          mask: [B, T + 1], 1 on the tokens to predict.
-        """
+        """Returns inputs and targets, int32 [B, T], of tokens and a mask of those to predict."""
         targets = tokens[:, 1:]
         if self.is_causal:
             return tokens[:, :-1], targets

@@ -94,11 +94,7 @@ def render(
 
 
 def waiting(results: Results) -> list[str]:
-    """Returns the schemes with runs that have not ended, in words, a text per section.
-
-    >>> waiting([])
-    []
-    """
+    """Returns the schemes with runs that have not ended, in words, a text per section."""
     texts = []
     for section in tables.sections(results):
         rows = tables.of_section(results, section).values()

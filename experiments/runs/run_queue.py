@@ -100,14 +100,7 @@ def refuse_other_versions(
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """The end of a run.
-
-    Attributes:
-      run: its name.
-      result: the result, None for a run that raised.
-      error: of a run that raised, one line.
-      seconds: from its start.
-    """
+    """The end of a run, by name: its result, or the error that it raised, in one line; its time."""
 
     run: str
     result: Result | None

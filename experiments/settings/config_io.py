@@ -92,10 +92,7 @@ def to_tables(settings: Any) -> dict[str, Any]:
 def from_tables(cls: type[T], tables: Any, path: str = "") -> T:
     """Returns `cls(**tables)`, with nested dataclasses and defaults for missing settings.
 
-    Args:
-      cls: a dataclass with `__pydantic_config__ = STRICT`.
-      tables: its settings.
-      path: where the tables are, for messages.
+    The dataclass has `__pydantic_config__ = STRICT`; `path` is where the tables are, for messages.
     """
     if isinstance(tables, Mapping):
         tables = merge(to_tables(cls()), tables)
@@ -226,10 +223,7 @@ class Parser(argparse.ArgumentParser):
 def settings_help(settings: Any, title: str, prefix: str = "") -> Iterator[str]:
     """Yields a line about each field of a dataclass, nested ones as `--<field>.<inner>`.
 
-    Args:
-      settings: the dataclass, with the defaults to show.
-      title: of the section.
-      prefix: of the flags.
+    Defaults are those of the object, `prefix` is that of the flags.
     """
     helps, inner = field_help(type(settings)), []
     yield f"\n{title}:"

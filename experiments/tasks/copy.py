@@ -52,7 +52,6 @@ class Copy(Rows):
         return (length - 2) // 2
 
     def fill(self, bits, count):
-        """Returns tokens and mask."""
         if self.kind == "unique":
             drawn = jnp.pad(permutation(bits, self.symbols), ((0, 0), (0, bits.shape[1])))
             drawn = drawn[:, : bits.shape[1]]

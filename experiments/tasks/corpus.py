@@ -298,11 +298,9 @@ def _path(path: Path) -> Documents:
 
 
 def pair_bits(train: np.ndarray, windows: np.ndarray) -> float:
-    """Returns bits per byte of a table of byte pairs.
+    """Returns bits per byte of a table of byte pairs, on all but the first byte of windows.
 
-    Args:
-      train: uint8 [bytes], whose pairs are counted; every count begins at one.
-      windows: uint8 [windows, T + 1]; all but the first byte of each are scored.
+    Pairs of `train` are counted, and every count begins at one.
     """
     codes = train[:-1].astype(np.int64) * 256 + train[1:]
     counts = np.bincount(codes, minlength=65536).reshape(256, 256) + 1.0

@@ -46,7 +46,6 @@ class Induction(Rows):
         return length - 1 - self.repeated
 
     def fill(self, bits, count):
-        """Returns tokens and mask."""
         x = 3 + permutation(bits, self.symbols)
         x = jnp.pad(x, ((0, 0), (0, bits.shape[1])))[:, : bits.shape[1]]
         starts = (count - self.repeated + 1).astype(jnp.uint32)

@@ -43,11 +43,9 @@ class Kth(Lookup):
         return 2 + self.symbols + self.indices
 
     def _fill(self, bits: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns tokens and mask [B, T + 1] for `count` [B, 1] symbols per row.
+        """Returns tokens and mask [B, T + 1] for `count` [B, 1] symbols per row, at most T - 2.
 
-        Args:
-          bits: uint32 [B, T + 1]; the first column, never a symbol, makes the index.
-          count: int32 [B, 1], at most T - 2.
+        The first column of bits uint32 [B, T + 1], never a symbol, makes the index.
         """
         symbols = (2 + bits % self.symbols).astype(jnp.int32)
         index = (bits[:, :1] >> 1).astype(jnp.int32) % jnp.minimum(self.indices, count)

@@ -37,7 +37,6 @@ class Majority(Rows):
         return length - 2
 
     def fill(self, bits, count):
-        """Returns tokens and mask."""
         count = count - 1 + count % 2  # The next lower odd number.
         used = jnp.arange(bits.shape[1])[None] < count
         x = (bits & 0xFFFF) < (bits[:, -2:-1] >> 16)

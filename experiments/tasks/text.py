@@ -204,15 +204,9 @@ class Text(Task):
         return np.arange(blocks) * room + self.longest + (room - 2 * self.longest - 1) // 2
 
     def windows(self, held_out: np.ndarray, length: int, mode: str) -> tuple[np.ndarray, int]:
-        """Returns the windows of one evaluation, and the number of scored bytes at their ends.
+        """Returns the windows of a mode, uint8 [windows, length + 1].
 
-        Args:
-          held_out: uint8 [bytes].
-          length: inputs per window.
-          mode: "nonoverlapping" or "sliding".
-
-        Returns:
-          uint8 [windows, length + 1], and `count`: the last `count` bytes are scored.
+        With them comes the number of bytes at their ends that are scored.
         """
         count = length if mode == "nonoverlapping" else self.stride
         ends = np.arange(count, self.longest + 1, count)
@@ -283,13 +277,8 @@ def _by_place(bits: np.ndarray) -> list[float | None]:
 def repeated(windows: np.ndarray, count: int, n: int) -> np.ndarray:
     """Returns whether the last `count` bytes end an n-gram that occurs earlier in the window.
 
-    Args:
-      windows: uint8 [windows, length + 1].
-      count: bytes at the end of each.
-      n: at least 1; the earlier n-gram may overlap with the later one.
-
-    Returns:
-      Bool [windows, count].
+    The earlier n-gram may overlap with the later one. Windows are uint8 [windows, length + 1], the
+    result is bool [windows, count].
 
     >>> repeated(np.frombuffer(b"abcabx", np.uint8)[None], 3, 2)[0].tolist()
     [False, True, False]
