@@ -108,11 +108,14 @@ class QKNorm:
         """Returns x [B, T, N, H] normalised, in its dtype; the arithmetic is float32.
 
         Raises:
-          ValueError: if x is not of rank 4.
+          ValueError: if x is not of rank 4, or params are not shaped as those of `init`.
           TypeError: if x is not floating.
         """
         floating("QKNorm", "x", x)
         array_of_rank("QKNorm", "x", x, 4, "[B, T, N, H]")
+        types = jax.eval_shape(lambda: self.init(*x.shape[-2:]))
+        expected, shapes = (jax.tree.map(jnp.shape, tree) for tree in (types, params))
+        require(shapes == expected, f"QKNorm: params must be {expected}, got {shapes}.")
         axes = -1 if self.over == "head" else (-2, -1)
         y = x.astype(jnp.float32)
         # Squares of large numbers overflow, and cubes of their inverses, in gradients, underflow.

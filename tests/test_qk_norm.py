@@ -195,6 +195,11 @@ ERRORS = [
     (pe.QKNorm, {"scale_offset": float("nan")}, "scale_offset must be finite, got nan"),
     (pe.QKNorm, {"use_bias": True, "scale": "none"}, "use_bias=True needs a scale"),
     (pe.QKNorm, {"over": "projection"}, "over='projection' has one scale per head"),
+    (
+        pe.QKNorm(scale="per_head"),
+        {"params": {"scale": np.ones((1, H))}, "x": np.ones((1, 1, N, H), np.float32)},
+        r"QKNorm: params must be \{'scale': \(6, 8\)\}, got \{'scale': \(1, 8\)\}",
+    ),
     (NORM, {"params": {}, "x": X}, r"x must be \[B, T, N, H\], got shape \(2, 9, 20\)"),
 ]
 

@@ -45,6 +45,7 @@ class JaxNN(Implementation):
                 "prefix_length": p.prefix_length is not None,
                 "positions of its own": ordered and not p.contiguous,
                 "values of another head dim than keys": p.q.shape[3] != p.v.shape[3],
+                "products of several dtypes": not p.q.dtype == p.k.dtype == p.v.dtype,
                 "exact log-sum-exp": p.needs_lse,
             }
         )
@@ -53,7 +54,7 @@ class JaxNN(Implementation):
         p, window = problem, problem.window
         if window is not None:
             window = tuple(p.k.shape[1] if side < 0 else side for side in window)
-        k, v, sees = p.k.astype(p.q.dtype), p.v.astype(p.q.dtype), None
+        k, v, sees = p.k, p.v, None
         bias = self._bias(p) if p.rules else None
         if p.mask is not None or (bias is not None and self.kernel is None):
             # A query that sees no key gets the mean of all values there, and 0 * NaN is NaN.
@@ -115,10 +116,8 @@ class CuDNN(JaxNN):
             return 'a mask would be an array of T x S logits; use "xla"'
         if p.window is not None and not p.is_causal:
             return 'it has windows only with is_causal; use "xla"'
-        if p.q.dtype not in (jnp.bfloat16, jnp.float16) or not (
-            p.q.dtype == p.k.dtype == p.v.dtype
-        ):
-            return "q, k and v must all be bfloat16 or all float16"
+        if p.q.dtype not in (jnp.bfloat16, jnp.float16):
+            return "q, k and v must be bfloat16 or float16"
         if (capability := _compute_capability(p.platform)) is None:
             return f"it needs an NVIDIA GPU, and the platform is {p.platform}"
         if capability < 8.0:

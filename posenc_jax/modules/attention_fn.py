@@ -70,6 +70,11 @@ def attention_fn(
         raise NotImplementedError("AttentionFn: products of attention cannot be replaced.")
     check_fits_flax("AttentionFn", scheme, scale)
     lead, (length, keys) = query.shape[:-3], (query.shape[-3], key.shape[-3])
+    require(
+        lead == key.shape[:-3] == value.shape[:-3],
+        "AttentionFn: query, key and value must have the same leading axes, got "
+        f"{query.shape}, {key.shape} and {value.shape}.",
+    )
     q, k, v = (x.reshape(-1, *x.shape[len(lead) :]) for x in (query, key, value))
     k_slots = count_up(q.shape[0], keys)
     if mask is not None:

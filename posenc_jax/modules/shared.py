@@ -256,8 +256,13 @@ class AttentionLayer:
         """Returns whether a call drops weights.
 
         Raises:
-          ValueError: if `deterministic` is set neither in the call nor in the layer.
+          ValueError: if `deterministic` is set neither in the call nor in the layer, or the rate
+            is no share.
         """
+        require(
+            0.0 <= self.dropout_rate < 1.0,
+            f"Attention: dropout_rate must be in [0, 1), got {self.dropout_rate}.",
+        )
         if self.dropout_rate == 0:
             return False
         deterministic = self.deterministic if deterministic is None else deterministic

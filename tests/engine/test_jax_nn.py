@@ -73,6 +73,7 @@ def test_equals_the_reference(options, masked, has_rules):
         ),
         ({"rules": T5.rules({"table": TABLE}), "q_positions": np.arange(12)}, "positions"),
         ({"sinks": jnp.zeros(4)}, "sinks"),
+        ({"v": V.astype(jnp.bfloat16)}, "several dtypes"),
         ({"softcap": 2.0}, "softcap"),
         ({"return_lse": True}, "log-sum-exp"),
         ({"q_segment_ids": np.zeros((2, 12), np.int32)}, "segments"),
@@ -81,7 +82,7 @@ def test_equals_the_reference(options, masked, has_rules):
 )
 def test_refuses_what_it_cannot_do(options, message):
     with pytest.raises(NotImplementedError, match=message):
-        pe.attention(Q, K, V, **options, implementation="jax")
+        pe.attention(**{"q": Q, "k": K, "v": V} | options, implementation="jax")
 
 
 @pytest.fixture

@@ -155,6 +155,11 @@ ERRORS = [
     (attention_fn, ONE, "AttentionFn: 1 queries and 7 keys without a mask"),
     (
         attention_fn,
+        ONE | {"query": K[:, None], "key": K[None]},
+        r"AttentionFn: query, key and value must have the same leading axes, got \(2, 1, 7",
+    ),
+    (
+        attention_fn,
         ONE | {"query": Q[:, :3], "mask": np.ones((1, 1, 3, 7), bool)},
         "AttentionFn: 3 queries and 7 keys: .* cross attention",
     ),
