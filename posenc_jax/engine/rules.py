@@ -306,17 +306,6 @@ class _OnCoordinates:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Then:
-    """The composition of two functions of coordinates."""
-
-    first: Callable
-    second: Callable
-
-    def __call__(self, x):
-        return self.second(self.first(x))
-
-
-@dataclasses.dataclass(frozen=True)
 class _InReach:
     """A rule on distances, where int32 distances may overflow."""
 
@@ -527,10 +516,8 @@ class _VectorOfPair:
     """The rule of a DotBias for one pair."""
 
     vector: Callable
-    transform: Callable | None
 
     def __call__(self, shared, head, row, col, q, k):
-        q, k = (x if self.transform is None else self.transform(x) for x in (q, k))
         features = (col if row is None else row).astype(jnp.float32)
         return jnp.dot(features, self.vector(shared, head, q - in_reach(q, k)), precision="highest")
 
@@ -573,7 +560,6 @@ class DotBias(_FeatureRule):
       scaled: as for `LogitBias`.
       pair: an equal `ContentBias.rule`, used where distances have no bounds and coordinates are
         not contiguous. Default: `vector` is evaluated for every pair there.
-      transform: function of a token's coordinates, applied before distances are taken.
     """
 
     vector: Callable = dataclasses.field(metadata=STATIC)
@@ -584,13 +570,9 @@ class DotBias(_FeatureRule):
     bounds: tuple[int | None, int | None] = dataclasses.field(default=_NO_BOUNDS, metadata=STATIC)
     scaled: bool = dataclasses.field(default=False, metadata=STATIC)
     pair: Callable | None = dataclasses.field(default=None, metadata=STATIC)
-    transform: Callable | None = dataclasses.field(default=None, metadata=STATIC)
 
     def on(self, transform):
-        pair = None if self.pair is None else _OnCoordinates(self.pair, transform)
-        if self.transform is not None:
-            transform = _Then(transform, self.transform)
-        return dataclasses.replace(self, transform=transform, pair=pair)
+        return self.by_pair().on(transform)
 
     def check(self, sizes):
         super().check(sizes)
@@ -620,7 +602,7 @@ class DotBias(_FeatureRule):
         return out.astype(jnp.float32)
 
     def logits_by_distance(self, distances):
-        if self.q_features is None or self.transform is not None:
+        if self.q_features is None:
             return None
         vectors, features = self.vectors(distances), self.q_features.astype(jnp.float32)
         vectors = jnp.broadcast_to(vectors, (features.shape[2], *vectors.shape[1:]))
@@ -628,19 +610,17 @@ class DotBias(_FeatureRule):
 
     def by_pair(self) -> ContentBias:
         """Returns an equal rule that is evaluated for every pair."""
-        rule = self.pair or _VectorOfPair(self.vector, self.transform)
+        rule = self.pair or _VectorOfPair(self.vector)
         features = self.q_features, self.k_features
         return ContentBias(rule, self.heads, self.shared, *features, self.scaled)
 
     def lower(self, context):
-        if not (context.integer and (context.axes == 0 or self._reads_one_axis(context))):
+        if context.axes or not context.integer:
             return self.by_pair().lower(context)
-        context = dataclasses.replace(context, axes=0)
-        of_keys = self.q_features is None
-        by_slot = context.contiguous and self.transform is None
+        of_keys, by_slot = self.q_features is None, context.contiguous
         # Beyond the horizon a key adds one number, and a query a constant that may be dropped.
         horizon = None
-        if self.transform is None and (of_keys or context.drop_constants):
+        if of_keys or context.drop_constants:
             horizon = context.horizon(self.bounds[1], by_slot)
         table = context.table_range(
             self.bounds, by_slot=by_slot, drop_high=horizon is not None and not of_keys
@@ -686,26 +666,17 @@ class DotBias(_FeatureRule):
             horizon=horizon,
             of_keys=of_keys,
             distances=distances,
-            transform=self.transform,
         )
         return Lowering(term, strip=vectors if distances is None else None, dropped=dropped)
 
-    def _reads_one_axis(self, context: LoweringContext) -> bool:
-        """Whether the transform maps coordinates of several axes to one integer."""
-        if self.transform is None:
-            return False
-        out = jax.eval_shape(self.transform, jax.ShapeDtypeStruct((context.axes,), jnp.int32))
-        return out.shape == () and out.dtype == jnp.int32
-
     def added_logits(self, q_features, k_features, q, k):
         low, high = self.bounds
-        q_at, k_at = self._transformed(q), self._transformed(k)
-        if low is None or high is None or q_at.ndim > 1 or q_at.dtype != jnp.int32:
+        if low is None or high is None or q.ndim > 1 or q.dtype != jnp.int32:
             return self.by_pair().added_logits(q_features, k_features, q, k)
         vectors = self.vectors(jnp.arange(low, high + 1, dtype=jnp.int32))
         distances = DistanceRange(low, high, by_slot=False, open_low=True, open_high=True)
-        entry = distances.entries(q_at, k_at, transposed=False)
-        if q_features is None and len(q_at) == 1:  # A vector for each key, not all for each.
+        entry = distances.entries(q, k, transposed=False)
+        if q_features is None and len(q) == 1:  # A vector for each key, not all for each.
             features = jnp.moveaxis(vectors, 0, 1)[entry[0]]
             return (k_features.astype(jnp.float32) * features).sum(-1).T[:, None]
         features = jnp.moveaxis(k_features if q_features is None else q_features, 1, 0)
@@ -717,7 +688,7 @@ class DotBias(_FeatureRule):
         return jnp.take_along_axis(table, entry[None], 2)
 
     def added_to_row(self, q, k, seen, products):
-        if self.transform is None and q.ndim == 2 and q.dtype == k.dtype == jnp.int32:
+        if q.ndim == 2 and q.dtype == k.dtype == jnp.int32:
             used, high = jnp.any(seen, axis=(1, 2)), self.bounds[1]
             if self.q_features is not None and self.pair and self.bounds == _NO_BOUNDS:
                 return self._by_blocks(q, k, used)
@@ -790,9 +761,6 @@ class DotBias(_FeatureRule):
 
         fit = jnp.all(jnp.sum(near, axis=1) <= room)
         return jax.lax.cond(fit, few, lambda: self.added_to_rows(q, k))
-
-    def _transformed(self, coordinates: jax.Array) -> jax.Array:
-        return coordinates if self.transform is None else jax.vmap(self.transform)(coordinates)
 
 
 @jax.tree_util.register_dataclass

@@ -391,19 +391,15 @@ class DotTerm(Term):
     Attributes:
       vectors: a table of the vectors, float32 [N or 1, R, F], or None for a strip of them.
       far: the vector beyond the horizon for features of keys, float32 [N or 1, F], or None.
-      captured: arrays that a traced `transform` reads.
       of_keys: whether features belong to keys.
       distances: of the table. None: there is no table, and tiles get a strip of vectors.
       horizon: beyond it a query adds nothing (its constant is dropped), and a key one number.
-      transform: function of a token's coordinates, applied before distances are taken.
     """
 
     vectors: Any
     far: Any
-    captured: tuple[jax.Array, ...] = ()
     of_keys: bool = dataclasses.field(metadata=STATIC)
     distances: DistanceRange | None = dataclasses.field(metadata=STATIC)
-    transform: Callable | None = dataclasses.field(metadata=STATIC)
 
     gathers: ClassVar[bool] = True
     by_head: ClassVar[tuple[str, ...]] = ("vectors", "far")
@@ -415,12 +411,6 @@ class DotTerm(Term):
     def pair(self, q, k):
         return None
 
-    def traced(self, q, k):
-        if self.transform is None:
-            return self
-        transform, captured = trace_once(self.transform, q.coordinates)
-        return dataclasses.replace(self, transform=transform, captured=captured)
-
     def tile(self, strip, q, k, *, in_vjp):
         # The tokens with the features are in the place of the queries.
         tokens, others = (k, q) if self.of_keys else (q, k)
@@ -430,15 +420,8 @@ class DotTerm(Term):
             out = out.T if self.of_keys else out
         else:
             table = _products(tokens.features, self.vectors, transposed=self.of_keys)
-            out = table_tile(
-                table,
-                tokens,
-                others,
-                self.distances,
-                transposed=self.of_keys,
-                in_vjp=in_vjp,
-                transform=with_captured(self.transform, self.captured),
-            )
+            options = {"transposed": self.of_keys, "in_vjp": in_vjp}
+            out = table_tile(table, tokens, others, self.distances, **options)
         return self.factor * out
 
     def interior(self, q, k):
@@ -512,16 +495,13 @@ def table_tile(
     *,
     transposed: bool,
     in_vjp: bool,
-    transform: Callable | None = None,
 ) -> jax.Array:
     """Returns the tile of a table [Q, R], or [R, Q] transposed."""
     if distances.by_slot:
         spread = slot_tile_vjp if in_vjp else slot_tile
         return spread(table, q.slots, k.slots, distances, transposed)
-    q_at, k_at = q.coordinates, k.coordinates
-    if transform is not None:
-        q_at, k_at = (jax.vmap(transform)(x) for x in (q_at, k_at))
-    return gather_tile(table, distances.entries(q_at, k_at, transposed), transposed)
+    entries = distances.entries(q.coordinates, k.coordinates, transposed)
+    return gather_tile(table, entries, transposed)
 
 
 def _products(tokens: jax.Array, vectors: jax.Array, *, transposed: bool) -> jax.Array:

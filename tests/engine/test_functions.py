@@ -32,10 +32,6 @@ def opposite(shared, head, q, k):
     return -distance(q, k)
 
 
-def opposite_vector(shared, head, d):
-    return -distance(d, 0)[None]
-
-
 # Rules that read a number s from a variable: each adds -0.1 s |q - k|, "values" s |q - k| // 2.
 RULES = {
     "logit": lambda s: pe.LogitBias(lambda shared, head, q, k: -s() * distance(q, k)),
@@ -46,12 +42,6 @@ RULES = {
     "dot": lambda s: pe.DotBias(
         lambda shared, head, d: -s() * distance(d, 0)[None], q_features=ONES
     ),
-    "transform": lambda s: pe.DotBias(
-        opposite_vector,
-        q_features=ONES,
-        bounds=(-999, 999),
-        transform=lambda x: jnp.int32(s()) * x,
-    ),
     "values": lambda s: pe.ValueBias(lambda q, k: jnp.int32(s()) * jnp.abs(q - k) // 2, TABLE),
     "rows": lambda s: pe.LogitsTransform(
         lambda shared, heads, row, cols, logits, seen, q, k: logits - s() * distance(q, k)[None]
@@ -60,7 +50,7 @@ RULES = {
         lambda score, b, h, q, k: score - s() * distance(q, k), QKV[0]
     ),
 }
-IN_TILES = ("logit", "content", "dot", "transform", "values")
+IN_TILES = ("logit", "content", "dot", "values")
 
 
 def rules_of(names, s, length=T):
@@ -78,8 +68,7 @@ def plain(q, k, v, s, names=("logit",)):
     i, s = jnp.arange(k.shape[1]), jnp.asarray(s, jnp.float32)
     d = jnp.abs(i[-q.shape[1] :, None] - i)
     logits = jnp.einsum("btnh,bsnh->bnts", q, k) / H**0.5
-    for name in set(names) - {"values"}:
-        logits -= 0.1 * (jax.lax.stop_gradient(s) if name == "transform" else s) * d
+    logits -= 0.1 * len({*names} - {"values"}) * s * d
     weights = jax.nn.softmax(logits)
     out = jnp.einsum("bnts,bsnv->btnv", weights, v)
     if "values" in names:
