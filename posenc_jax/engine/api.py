@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, Literal, Self, TypedDict, Unpack, overload
 
 import jax
@@ -215,13 +214,10 @@ class AttentionCall:
     Attributes:
       extra_rules: rules added to the rules of every call.
       finite_values: promise that v is finite, also where no query sees it.
-      checked: promise of `replace(checked=True)` that positions, coordinates and segments are
-        results of `posenc_jax.checks.token_integers` and `token_coordinates`.
     """
 
     extra_rules: tuple[Rule, ...] = ()
     finite_values: bool = False
-    checked: bool = dataclasses.field(default=False, init=False)
     mask: jax.Array | None = None
     q_positions: jax.Array | None = None
     k_positions: jax.Array | None = None
@@ -254,30 +250,21 @@ class AttentionCall:
         out, lse = run(problem, self.implementation)
         return (out, lse.value) if self.return_lse else out
 
-    def replace(self, *, checked: bool = False, **changes: Any) -> Self:
-        """Returns the call with some arguments changed; arrays of tokens are checked again."""
-        call = dataclasses.replace(self, **changes)
-        object.__setattr__(call, "checked", checked)
-        return call
-
-    def array(self, name: str, check: Callable, shape: tuple[int, ...]) -> jax.Array:
-        """Returns an array of tokens, checked for (B, T) unless that has been done."""
-        x = getattr(self, name)
-        return x if self.checked else check("attention", name, x, shape)
+    def replace(self, **changes: Any) -> Self:
+        """Returns the call with some arguments changed."""
+        return dataclasses.replace(self, **changes)
 
     def with_batch_axis(self) -> Self:
         """Returns the call for q, k and v with a batch of one; positions need no such axis."""
         ranks = {"mask": (3, 0), "prefix_length": (0, 0), "sinks": (2, 0)}
         ranks |= dict.fromkeys(("q_coordinates", "k_coordinates"), (2, 1))
-        given = ((name, getattr(self, name), *rank) for name, rank in ranks.items())
-        changes: dict[str, Any] = {
-            n: jnp.expand_dims(x, axis) for n, x, rank, axis in given if _has_rank(x, rank)
-        }
-        return self.replace(**changes)
-
-
-def _has_rank(x: Any, rank: int) -> bool:
-    return x is not None and jnp.ndim(x) == rank
+        return self.replace(
+            **{
+                name: jnp.expand_dims(x, axis)
+                for name, (rank, axis) in ranks.items()
+                if (x := getattr(self, name)) is not None and jnp.ndim(x) == rank
+            }
+        )
 
 
 def run(
@@ -607,14 +594,15 @@ def _tokens(
         shape, ids = (batch, count), None
         x = jnp.arange(count, dtype=jnp.int32)[None]
         if name := positions.get(side):
-            x = call.array(name, token_integers, shape)
+            x = token_integers("attention", name, getattr(call, name), shape)
         out[f"{side}_positions"] = x = jnp.broadcast_to(x, shape)
         if name := coordinates.get(side):
-            x = call.array(name, token_coordinates, shape)
+            x = token_coordinates("attention", name, getattr(call, name), shape)
             x = jnp.moveaxis(x, 0, -1) if x.ndim == 3 else jnp.broadcast_to(x, shape)
         out[f"{side}_coordinates"] = x
         if name := segments.get(side):
-            ids = jnp.broadcast_to(call.array(name, token_integers, shape), shape)
+            ids = token_integers("attention", name, getattr(call, name), shape)
+            ids = jnp.broadcast_to(ids, shape)
         out[f"{side}_segment_ids"] = ids
     q_axes, k_axes = out["q_coordinates"].shape[2:], out["k_coordinates"].shape[2:]
     require(

@@ -247,7 +247,6 @@ def self_attention(
         q_positions=None if default else positions,
         q_coordinates=coordinates,
         q_segment_ids=segment_ids,
-        checked=True,
     )
     coordinates = positions if coordinates is None else coordinates
     if tokens.tables is None:
@@ -263,7 +262,6 @@ def self_attention(
         k_positions=call.q_positions,
         k_coordinates=call.q_coordinates,
         k_segment_ids=call.q_segment_ids,
-        checked=True,
     )
     return pipeline.attend(tokens, tokens, call), None
 
@@ -315,7 +313,6 @@ def _with_cache(
         k_coordinates=cache.coordinates,
         k_segment_ids=cache.segment_ids,
         finite_values=True,
-        checked=True,
     )
     queries = read.replace(q=pipeline.query(read))
     keys = tokens.replace(

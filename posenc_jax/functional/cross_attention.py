@@ -159,7 +159,6 @@ def cross_attention(
         k_segment_ids=k_ids,
         contiguous=False,
         scale=pipeline.scale(q.shape[-1]) if call.scale is None else call.scale,
-        checked=True,
     )
     return pipeline.attend(queries, keys, call)
 
