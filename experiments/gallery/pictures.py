@@ -122,7 +122,7 @@ def _heads(p: Probe):
             "distance",
             "Nothing is added in any head: only the mask depends on positions.",
         )
-    caption = f"The last query's row. Thin: each head; bold: their mean. Range {_short(spread)}."
+    caption = f"The last query's row. Thin: each head; bold: their mean. Range {spread:.3g}."
     return figure, "distance", caption
 
 
@@ -168,7 +168,3 @@ def _bar(figure, shown, label: str):
     bar = figure.colorbar(shown, shrink=0.9, aspect=30)
     bar.set_label(label)
     bar.outline.set_visible(False)
-
-
-def _short(x: float) -> str:
-    return f"{x:.3g}"

@@ -62,7 +62,10 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
         probed=len(table.values("rope", "answer", plan.probe.contexts[0])),
         heads=heads(plan),
         rows=list(rows(table)),
-        outcomes=[(x, _claims(outcomes, word)) for word, x in _WORDS.items()],
+        outcomes=[
+            (title, [_claim(outcome) for outcome in outcomes if outcome.word == word])
+            for word, title in _WORDS.items()
+        ],
         not_run=sum(outcome.word == NOT_RUN for outcome in outcomes),
         least=LEAST,
         documents_of=[(name, ", ".join(kind.documents)) for name, kind in plan.kinds.items()],
@@ -91,11 +94,6 @@ _WORDS = {
 
 def _versions(environment: dict) -> str:
     return ", ".join(f"{name} {environment.get(name)}" for name in ("jax", "flax", "numpy"))
-
-
-def _claims(outcomes: list[Outcome], word: str) -> list[str]:
-    """The claims of an outcome."""
-    return [_claim(outcome) for outcome in outcomes if outcome.word == word]
 
 
 def _claim(outcome: Outcome) -> str:

@@ -64,11 +64,6 @@ class Experiment:
         """Where the results go."""
         return Path(self.results) / self.name
 
-    @property
-    def seed_list(self) -> list[int]:
-        """The seeds of each run."""
-        return list(range(self.first_seed, self.first_seed + self.seeds))
-
     def plan(self) -> list[tuple[str, str]]:
         """Returns all (task, scheme) pairs, in the order in which they run."""
         return [(task, scheme) for task in self.tasks for scheme in self.schemes]
@@ -82,7 +77,8 @@ class Experiment:
 
     def all_runs(self) -> list[Run]:
         """Returns the runs of all tasks, schemes and seeds, in order."""
-        return [self.run(task, name, s) for task, name in self.plan() for s in self.seed_list]
+        seeds = range(self.first_seed, self.first_seed + self.seeds)
+        return [self.run(task, scheme, s) for task, scheme in self.plan() for s in seeds]
 
     def options_of(self, task_name: str, scheme: str) -> dict[str, Any]:
         """Returns the settings of a scheme for a task, by name of each part of a chain."""

@@ -67,14 +67,10 @@ class Result:
         return tuple(f"{name} {self.environment.get(name)}" for name in VERSIONS)
 
     @property
-    def on_cpu(self) -> bool:
-        """Whether it was trained on a CPU."""
-        return str(self.environment.get("device")).startswith("cpu")
-
-    @property
     def seconds(self) -> float:
         """Time of training: CPU time on CPUs, which other programs disturb less, or wall time."""
-        return self.cpu_seconds if self.on_cpu else self.train_seconds
+        on_cpu = str(self.environment.get("device")).startswith("cpu")
+        return self.cpu_seconds if on_cpu else self.train_seconds
 
     @property
     def processor(self) -> str:

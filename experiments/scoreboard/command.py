@@ -15,7 +15,7 @@ from experiments.runs.run_queue import (
     say,
 )
 from experiments.scoreboard.claims import Claim, load_all, named
-from experiments.scoreboard.outcomes import Outcome, judge
+from experiments.scoreboard.outcomes import judge
 from experiments.scoreboard.page import LIBRARY, Files, numbers, of_folder, page
 from experiments.settings.config_io import Parser
 
@@ -71,7 +71,9 @@ def main(arguments: list[str]) -> int:
         raise ResultsError("; ".join(f"{o.claim.name}: {o.reason}" for o in mixed))
     write_whole(files.page, page(outcomes, files))
     write_whole(files.page.with_suffix(".csv"), numbers(outcomes))
-    _show([outcome for outcome in outcomes if outcome.claim in chosen])
+    for outcome in (outcome for outcome in outcomes if outcome.claim in chosen):
+        summary = f"{outcome.word} ({outcome.reason})"
+        print(f"{outcome.claim.name:5} {summary:50} {outcome.claim.about.claim}")
     print(f"Page: {files.page}")
     return status
 
@@ -91,9 +93,3 @@ def _stages(claims: Sequence[Claim], folder: Path, seeds: int | None) -> Iterato
 def _all(claim: Claim, seeds: Iterable[int]) -> Iterator[Run]:
     for seed in seeds:
         yield from claim.of_seed(seed).values()
-
-
-def _show(outcomes: Sequence[Outcome]) -> None:
-    for outcome in outcomes:
-        summary = f"{outcome.word} ({outcome.reason})"
-        print(f"{outcome.claim.name:5} {summary:50} {outcome.claim.about.claim}")

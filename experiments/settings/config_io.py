@@ -243,11 +243,6 @@ def field_help(cls: type) -> dict[str, str]:
     """Returns the docstrings of the fields of a dataclass and its bases."""
     helps: dict[str, str] = {}
     for base in reversed([c for c in cls.__mro__ if dataclasses.is_dataclass(c)]):
-        helps |= _help_of_class(base)
+        fields = docstring_parser.parse_from_object(base).params
+        helps |= {f.arg_name: " ".join((f.description or "").split()) for f in fields}
     return helps
-
-
-@functools.cache
-def _help_of_class(cls: type) -> dict[str, str]:
-    fields = docstring_parser.parse_from_object(cls).params
-    return {field.arg_name: " ".join((field.description or "").split()) for field in fields}

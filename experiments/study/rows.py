@@ -58,7 +58,8 @@ class Row:
     @functools.cached_property
     def shifts_against(self) -> list[float]:
         """Changes of the mean difference by other choices, of both schemes by the same seeds."""
-        return _subtract(self.selection.shifts(), self.baseline_selection.shifts())
+        shifts = self.selection.shifts(), self.baseline_selection.shifts()
+        return [a - b for a, b in zip(*shifts, strict=True)] or [0.0]
 
     def against(self, results: Sequence[Result] | None = None) -> list[float]:
         """Returns differences to the baseline at the trained length, NaN where one diverged."""
@@ -148,11 +149,6 @@ def ended(runs: Sequence[Run], results: Lookup) -> list[Result]:
     """Returns the results of runs, none unless all have ended."""
     known = [result for run in runs if (result := results(run))]
     return known if len(known) == len(runs) else []
-
-
-def _subtract(shifts: Sequence[float], of_baseline: Sequence[float]) -> list[float]:
-    """Returns the differences of two sequences of shifts, of the same seeds."""
-    return [a - b for a, b in zip(shifts, of_baseline, strict=True)] or [0.0]
 
 
 def curve_of(row: Row, results: Lookup) -> dict[float, float]:
