@@ -98,7 +98,7 @@ MUTATIONS = [
              "if mixed or 1 in", "if 1 in",
              "tests/engine/test_xla.py::test_products_have_the_digits_of_the_widest_dtype"),
     Mutation("a power of two overflows float16", "engine/xla.py",
-             "== 0.5 and not half)", "== 0.5)",
+             "== 0.5 and fits)", "== 0.5)",
              "tests/engine/test_xla.py::test_products_have_the_digits_of_the_widest_dtype"),
     Mutation("slots are the positions of another sequence", "functional/cross_attention.py",
              "not any(missing) or (all(missing) and not ordered)", "True",

@@ -185,9 +185,9 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
     mask = p.mask
     if mask is not None:
         mask = pad_axis(pad_axis(mask, 2, length), 3, keys)
-    # A power of two scales q exactly, but for the few exponents of float16.
-    half = p.q.dtype == jnp.float16
-    exact = p.q.dtype == jnp.float32 or (math.frexp(p.scale)[0] == 0.5 and not half)
+    # A power of two scales q exactly, but one above 1 may exceed float16.
+    fits = p.q.dtype != jnp.float16 or abs(p.scale) <= 1
+    exact = p.q.dtype == jnp.float32 or (math.frexp(p.scale)[0] == 0.5 and fits)
     q_factor, logit_factor = (p.scale, 1.0) if exact else (1.0, p.scale)
     # Rules by distance are evaluated once, from the first key's distance from the last query, or
     # for causal attention from one tile into the future, to the last query's from the first key.
