@@ -145,10 +145,15 @@ class Rule(abc.ABC):
                 f"got {jnp.shape(leaf)}.",
             )
         pair = isinstance(self.bounds, tuple) and len(self.bounds) == 2
-        low, high = self.bounds if pair else _NO_BOUNDS
+        known = [x for x in self.bounds if x is not None] if pair else []
         require(
-            pair and (low is None or high is None or low <= high),
-            f"attention: {name}.bounds must be (low, high) with low <= high, got {self.bounds}.",
+            pair and all(isinstance(x, int | np.integer) for x in known) and known == sorted(known),
+            f"attention: {name}.bounds must be integers (low, high) with low <= high, got "
+            f"{self.bounds}.",
+        )
+        require(
+            not known or getattr(self, "relative", True),
+            f"attention: {name}.bounds are of distances: they need relative=True, got {known}.",
         )
         expected = sizes.batch, sizes.length, heads
         for leaf in jax.tree.leaves(self.q_features):

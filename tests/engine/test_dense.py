@@ -143,12 +143,6 @@ def test_derivatives_of_any_order_and_mode():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"rules": _rule(3)}, ValueError, r"LogitsTransform.heads must be \[N, .*\(2, .*\(3,\)"),
-        (
-            {"rules": pe.LogitsTransform(_exponential, q_features=jnp.zeros((2, 5)))},
-            ValueError,
-            r"LogitsTransform.q_features must be .*\(2, 7, 2\), got \(2, 5\)",
-        ),
         ({"rules": (_rule(), _rule())}, ValueError, "more than one rule transforms whole rows"),
         ({"rules": _rule(), "return_lse": True}, NotImplementedError, "no log-sum-exp"),
         ({"rules": _rule(), "sinks": jnp.ones(2)}, NotImplementedError, "none for sinks"),

@@ -66,8 +66,12 @@ ATTENTION = {
     "DotBias.heads must be .*6, .*got (4, ": lambda: content(heads=4),
     "ValueBias.table must be [N, R, V] = (6, 1, 8), got (4, 1, 8)": values(heads=4),
     "ValueBias.bucket must return an integer, got float32": values(lambda q, k: q.astype("f4")),
-    "LogitBias.bounds must be (low, high) with low <= high, got (3, 0)": bounds(True, 3, 0),
-    "LogitBias.bounds must be (low, high) .*, got (3,)": bounds(False, 3),
+    "LogitBias.bounds must be integers (low, high) with low <= high, got (3, 0)": bounds(
+        True, 3, 0
+    ),
+    "LogitBias.bounds must be integers .*, got (3,)": bounds(False, 3),
+    "LogitBias.bounds must be integers .*, got (0.5, 3)": bounds(True, 0.5, 3),
+    "LogitBias.bounds .* need relative=True, got [3]": bounds(False, None, 3),
     "LogitBias.rule .* must return one number for coordinates of 3 axes, got shape (3,": RULES
     | {"q_coordinates": MANY["coordinates"]},
     "mask must be bool, got float32": {"mask": np.ones((2, 1, 7, 7), "f4")},
