@@ -222,15 +222,7 @@ def drawing(table: Table) -> str:
             ends.append((x[-1], end, looks[method][0], 1.0, method))
         trained = plan.checkpoint.trained / 1024
         axes.axhline(0.0, color=plots.INK, linewidth=0.8, alpha=0.6)
-        axes.axvline(trained, color=plots.INK, linestyle=":", linewidth=1.0)
-        axes.annotate(
-            "trained ",
-            (trained, 1.0),
-            xycoords=("data", "axes fraction"),
-            ha="right",
-            va="top",
-            fontsize=9.0,
-        )
+        plots.mark_trained(axes, trained)
         axes.set_xlim(0, plan.shortest / 1024)
         axes.set_ylim(_LOWEST, _HIGHEST)
         axes.set_xlabel("place in the text, thousand tokens")

@@ -366,6 +366,13 @@ def standalone(svg: str, ink: str = "#7d8590") -> str:
     return svg.replace("<svg", f"<svg {spaces}", 1).replace("currentColor", ink) + "\n"
 
 
+def mark_trained(axes, place: float) -> None:
+    """Draws a line at the trained length, with its name."""
+    axes.axvline(place, color=INK, linestyle=":", linewidth=1.0)
+    where = ("data", "axes fraction")
+    axes.annotate("trained ", (place, 1.0), xycoords=where, ha="right", va="top", fontsize=9.0)
+
+
 def label_ends(axes, ends):
     """Writes a label next to the end of each line; labels that would overlap move apart.
 

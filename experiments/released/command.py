@@ -106,12 +106,7 @@ class Measured:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the command; returns the exit status.
-
-    Raises:
-      ConfigError: for wrong arguments, and for checkpoints and texts that cannot be used.
-      ResultsError: if the page cannot be written.
-    """
+    """Runs the command; returns the exit status."""
     options, began = _options(arguments), time.monotonic()
     path = options.checkpoint or packaged(*CHECKPOINT, "the default checkpoint")
     with _stoppable(), _one_line():
@@ -212,11 +207,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 
 def packaged(requirement: str, pattern: str, what: str) -> Path:
-    """Returns a file of an installed package, which is not imported.
-
-    Raises:
-      ConfigError: if it is not installed.
-    """
+    """Returns a file of an installed package, which is not imported."""
     spec = importlib.util.find_spec(requirement.partition("==")[0].replace("-", "_"))
     folders = spec.submodule_search_locations if spec else None
     for file in sorted(file for folder in folders or () for file in Path(folder).glob(pattern)):

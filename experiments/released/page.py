@@ -110,15 +110,7 @@ class ByPlace:
                 ends.append((x[-1], y[-1], looks[name][0], 1.0, name))
             axes.set_xlim(0, self.count)
             if self.count > self.trained:
-                axes.axvline(self.trained, color=plots.INK, linestyle=":", linewidth=1.0)
-                axes.annotate(
-                    "trained ",
-                    (self.trained, 1.0),
-                    xycoords=("data", "axes fraction"),
-                    ha="right",
-                    va="top",
-                    fontsize=9.0,
-                )
+                plots.mark_trained(axes, self.trained)
             axes.set_xlabel("place in the text, tokens")
             axes.set_ylabel("loss, nats per token")
             axes.set_xticks(self.edges, self.names)

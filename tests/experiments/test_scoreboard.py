@@ -21,8 +21,7 @@ from experiments.scoreboard import claims as claims_module
 from experiments.scoreboard.criteria import parse
 from experiments.scoreboard.outcomes import judge
 from experiments.scoreboard.page import numbers, page
-from experiments.settings.common import Model, Train
-from experiments.tasks import KBack
+from tests.experiments.stub_tasks import TASK
 from tests.support import slow
 
 CLAIM = """
@@ -59,14 +58,6 @@ task = "kback"
 scheme = "none"
 kback.train.learning_rate = 1e-30
 """
-SIZES = Model(model_dim=16, num_layers=1, num_heads=2)
-TASK = KBack(
-    test_lengths=(32, 48),
-    eval_batch=8,
-    eval_batches=1,
-    model=SIZES,
-    train=Train(steps=4, steps_per_call=2, warmup=1, batch=4),
-)
 
 
 @pytest.fixture
@@ -289,7 +280,7 @@ def test_the_name_of_a_run_depends_on_every_setting():
     others = [
         make_run(offset=5),
         make_run(train=dataclasses.replace(TASK.train, learning_rate=1e-3)),
-        make_run(model=dataclasses.replace(SIZES, num_heads=1)),
+        make_run(model=dataclasses.replace(TASK.model, num_heads=1)),
         dataclasses.replace(base, seed=1),
         dataclasses.replace(base, options={"rope": {"theta": 100.0}}),
     ]
