@@ -1,7 +1,6 @@
 """The pictures of one scheme as PNG, in the style of the report's plots."""
 
 import io
-from collections.abc import Iterator
 
 import matplotlib as mpl
 import numpy as np
@@ -21,12 +20,21 @@ def image(p: Probe) -> bytes:
 
     It suits light and dark pages. The text "Description" is its caption.
     """
-    drawn: dict[bool, tuple[Image.Image, str]] = {}
-    for figure, kind, caption in _figures(p):
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=260)
-        drawn.setdefault(kind in ("distance", "similarity"), (Image.open(buffer), caption))
-    pictures, captions = zip(*(drawn[below] for below in sorted(drawn)), strict=True)
+    kinds = (
+        (p.encoding, _encoding),
+        (p.image, _image),
+        (p.picture, _picture),
+        (p.wavelengths, _wavelengths),
+    )
+    above = next(draw for numbers, draw in kinds if numbers is not None)
+    coloured = {key: GREY for key, value in STYLE.items() if value == INK}
+    pictures, captions = [], []
+    with mpl.rc_context({**STYLE, **coloured, "font.size": 9.0, "lines.linewidth": 1.4}):
+        for figure, caption in (above(p), *([_heads(p)] if p.heads is not None else [])):
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format="png", dpi=260)
+            pictures.append(Image.open(buffer))
+            captions.append(caption)
     sheet = Image.new("RGBA", (pictures[0].width, sum(x.height for x in pictures)))
     for number, picture in enumerate(pictures):
         sheet.paste(picture, (0, number * picture.height))
@@ -35,15 +43,6 @@ def image(p: Probe) -> bytes:
     small = sheet.quantize(96, method=Image.Quantize.FASTOCTREE)
     small.save(buffer, format="PNG", optimize=True, pnginfo=text)
     return buffer.getvalue()
-
-
-def _figures(p: Probe) -> Iterator[tuple[Figure, str, str]]:
-    """Yields each figure with its kind and its caption."""
-    coloured = {key: GREY for key, value in STYLE.items() if value == INK}
-    with mpl.rc_context({**STYLE, **coloured, "font.size": 9.0, "lines.linewidth": 1.4}):
-        for draw in (_encoding, _image, _picture, _heads, _wavelengths):
-            if (drawn := draw(p)) is not None:
-                yield drawn
 
 
 def thumbnail(axes, p: Probe) -> None:
@@ -58,54 +57,36 @@ def thumbnail(axes, p: Probe) -> None:
             axes.plot(np.log(_drawable(turns)), color=colour)
 
 
-def _encoding(p: Probe):
-    if p.encoding is None:
-        return None
-    figure, axes = _figure()
-    shown = raster(axes, p.encoding[:, :128])
-    _bar(figure, shown, "added")
-    axes.set(xlabel="dimension (of 512, the first 128)", ylabel="position")
-    return figure, "encoding", "Added to the embedding of a token at each position."
+def _encoding(p):
+    labels = "dimension (of 512, the first 128)", "position"
+    figure = _with_bar(p.encoding[:, :128], "added", labels)
+    return figure, "Added to the embedding of a token at each position."
 
 
-def _picture(p: Probe):
-    if p.picture is None:
-        return None
-    figure, axes = _figure()
-    shown = raster(axes, p.picture)
-    _bar(figure, shown, "added to the logit")
-    axes.set(xlabel="position of the key", ylabel="position of the query")
-    caption = (
-        "Added to each logit by positions, relative to the query's own key: mean over heads. "
-        "Blue is positive, red negative."
-    )
+def _picture(p):
+    labels = "position of the key", "position of the query"
+    figure = _with_bar(p.picture, "added to the logit", labels)
     if p.marked:
-        caption = (
+        return figure, (
             f"Added to each logit where every {EVERY}th key matches the queries (a logit of "
             f"{MATCH:g}, {-MATCH:g} for others), relative to the median of the row: mean over "
             "heads. Blue is positive, red negative. Parameters that are zero at first are random."
         )
-    return figure, "picture", caption
-
-
-def _image(p: Probe):
-    if p.image is None:
-        return None
-    figure, axes = _figure()
-    side = len(p.image) // 2
-    shown = raster(axes, p.image, extent=(-side - 0.5, side + 0.5, side + 0.5, -side - 0.5))
-    _bar(figure, shown, "added to the logit")
-    axes.set(xlabel="columns to the right of the query", ylabel="rows below the query")
-    return (
-        figure,
-        "image",
-        "Added to the logit of each patch, for a query in the middle of an image.",
+    return figure, (
+        "Added to each logit by positions, relative to the query's own key: mean over heads. "
+        "Blue is positive, red negative."
     )
 
 
-def _heads(p: Probe):
-    if p.heads is None:
-        return None
+def _image(p):
+    side = len(p.image) // 2
+    extent = -side - 0.5, side + 0.5, side + 0.5, -side - 0.5
+    labels = "columns to the right of the query", "rows below the query"
+    figure = _with_bar(p.image, "added to the logit", labels, extent)
+    return figure, "Added to the logit of each patch, for a query in the middle of an image."
+
+
+def _heads(p):
     figure, axes = _figure()
     distance = np.arange(p.heads.shape[1])
     if len(p.heads) > 1:
@@ -113,22 +94,17 @@ def _heads(p: Probe):
     axes.plot(distance, p.heads.mean(0), color=PALETTE[0], linewidth=2.2)
     label = "cosine similarity" if p.encoding is not None else "added to the logit"
     axes.set(xlabel="distance of the key, tokens", ylabel=label, xlim=(0, distance[-1]))
-    if p.encoding is not None:
-        return figure, "similarity", "Cosine similarity of the codes of two positions, by distance."
     spread = float(np.ptp(p.heads, axis=1).max())
-    if spread < 1e-4:
-        return (
-            figure,
-            "distance",
-            "Nothing is added in any head: only the mask depends on positions.",
-        )
-    caption = f"The last query's row. Thin: each head; bold: their mean. Range {spread:.3g}."
-    return figure, "distance", caption
+    if p.encoding is not None:
+        caption = "Cosine similarity of the codes of two positions, by distance."
+    elif spread < 1e-4:
+        caption = "Nothing is added in any head: only the mask depends on positions."
+    else:
+        caption = f"The last query's row. Thin: each head; bold: their mean. Range {spread:.3g}."
+    return figure, caption
 
 
-def _wavelengths(p: Probe):
-    if p.wavelengths is None:
-        return None
+def _wavelengths(p):
     figure, axes = _figure()
     plain, scaled = map(_drawable, p.wavelengths)
     pair = np.arange(len(plain))
@@ -139,8 +115,7 @@ def _wavelengths(p: Probe):
     axes.legend(frameon=False, loc="upper left")
     stopped = int(np.isinf(p.wavelengths[1]).sum())
     note = f" {stopped} pairs of frequency zero are not drawn." if stopped else ""
-    caption = f"Tokens per turn; dotted: the trained length, 4096, to be extended by 8.{note}"
-    return figure, "wavelengths", caption
+    return figure, f"Tokens per turn; dotted: the trained length, 4096, to be extended by 8.{note}"
 
 
 def _drawable(turns: np.ndarray) -> np.ndarray:
@@ -164,7 +139,10 @@ def raster(axes, values, extent=None, top: float | None = None):
     )
 
 
-def _bar(figure, shown, label: str):
-    bar = figure.colorbar(shown, shrink=0.9, aspect=30)
-    bar.set_label(label)
+def _with_bar(values, added: str, labels: tuple[str, str], extent=None):
+    figure, axes = _figure()
+    bar = figure.colorbar(raster(axes, values, extent=extent), shrink=0.9, aspect=30)
+    bar.set_label(added)
     bar.outline.set_visible(False)
+    axes.set(xlabel=labels[0], ylabel=labels[1])
+    return figure
