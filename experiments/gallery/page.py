@@ -1,6 +1,5 @@
 """Draws the gallery: a contact sheet, pictures of every scheme, and the strip of README.md."""
 
-import io
 import sys
 from pathlib import Path
 
@@ -8,11 +7,10 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 import posenc_jax as pe
 from experiments.errors import ConfigError
-from experiments.gallery.pictures import GREY, image, thumbnail
+from experiments.gallery.pictures import GREY, image, png, thumbnail
 from experiments.gallery.probe import Probe, frequency_maps, probe, probe_map
 from experiments.runs.files import write_whole
 from experiments.settings.config_io import Parser, names, near
@@ -129,11 +127,5 @@ def strip(probes: list[Probe]) -> bytes:
 def _png(figure: Figure, probes: list[Probe]) -> bytes:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    image = Image.fromarray(np.asarray(canvas.buffer_rgba()))
-    # A palette: a third of the bytes, and every redrawing stays in git.
-    image = image.quantize(256, method=Image.Quantize.FASTOCTREE)
-    buffer = io.BytesIO()
-    text = PngInfo()
-    text.add_text("Schemes", ", ".join(p.name for p in probes))
-    image.save(buffer, format="PNG", optimize=True, pnginfo=text)
-    return buffer.getvalue()
+    picture = Image.fromarray(np.asarray(canvas.buffer_rgba()))
+    return png(picture, 256, Schemes=", ".join(p.name for p in probes))
