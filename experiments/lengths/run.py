@@ -21,8 +21,9 @@ from experiments.released.losses import Losses, Program, Scores
 from experiments.released.methods import Trained, set_method
 from experiments.runs.checkpoints import Deadline
 from experiments.runs.files import locked
-from experiments.runs.results import FILE, VERSIONS
+from experiments.runs.results import FILE, versions_of
 from experiments.runs.run import commit, duration, here
+from experiments.runs.run_queue import differences
 
 
 class Runner:
@@ -203,12 +204,10 @@ def cost(cell: Cell) -> float:
 
 
 def _refuse_other_versions(known: Sequence[CellResult]) -> None:
-    facts = here()
-    now = {name: facts.get(name) for name in VERSIONS}
+    now = versions_of(here())
     for result in known:
-        for name, value in now.items():
-            if result.environment.get(name) != value:
-                raise ResultsError(
-                    f"results are of {name} {result.environment.get(name)}, this is {value}; use "
-                    "the versions there, or another --results"
-                )
+        if (other := versions_of(result.environment)) != now:
+            raise ResultsError(
+                f"results are of other versions: {differences({other, now})}; use the versions "
+                "there, or another --results"
+            )

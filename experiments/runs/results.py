@@ -64,7 +64,7 @@ class Result:
     @property
     def versions(self) -> tuple[str, ...]:
         """The versions that must be equal where runs are compared."""
-        return tuple(f"{name} {self.environment.get(name)}" for name in VERSIONS)
+        return versions_of(self.environment)
 
     @property
     def seconds(self) -> float:
@@ -76,6 +76,11 @@ class Result:
     def processor(self) -> str:
         """The name of the processor."""
         return str(self.environment.get("processor"))
+
+
+def versions_of(environment: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the versions that must be equal where runs are compared."""
+    return tuple(f"{name} {environment.get(name)}" for name in VERSIONS)
 
 
 def digest(settings: Mapping[str, Any]) -> str:

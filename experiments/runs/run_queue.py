@@ -23,7 +23,7 @@ from experiments.errors import ConfigError, ExperimentError, ResultsError
 from experiments.runs.checkpoints import Deadline, OutOfTime
 from experiments.runs.environment import usable_cores
 from experiments.runs.executors import processes
-from experiments.runs.results import PACK, VERSIONS, Result, pack
+from experiments.runs.results import PACK, Result, pack, versions_of
 from experiments.runs.run import Lookup, Run, RunFolder, commit, duration, here
 from experiments.settings.trust import add_trust, is_installed, is_project
 from experiments.training import mesh as on_mesh
@@ -84,8 +84,7 @@ def refuse_other_versions(
     runs: Iterable[Run], results: Lookup, title: str, remedy: str = "take another --results"
 ) -> None:
     """Raises ResultsError if a run has a result of other versions, or of other code or text."""
-    facts = here()
-    now = tuple(f"{name} {facts.get(name)}" for name in VERSIONS)
+    now = versions_of(here())
     for each in runs:
         result = results(each)
         if result and result.versions != now:
