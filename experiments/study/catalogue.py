@@ -43,7 +43,6 @@ def catalogue_page(
     baseline, (first, *further) = study.about.baseline, study.cells
     cell, screen = study.cells[first][baseline], rows[first]
     task, about = cell.task, cell.about
-    runs = list({run.name: run for run in study.runs(results, clock)}.values())
     validated = task.selection_view != task.views[0]
     return fill(
         Path(__file__).with_name("catalogue.md.jinja"),
@@ -66,7 +65,7 @@ def catalogue_page(
         finalists=[
             _finalists(study, size, rows[size], screen, results) for size in further if rows[size]
         ],
-        origin=origin([result for run in runs if (result := results(run))], clock),
+        origin=origin(study.known(results, clock)[0], clock),
         **(_summary(screen, [rows[size] for size in further], baseline) if screen else {}),
         **places,
     )

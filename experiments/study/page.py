@@ -59,8 +59,7 @@ def page(
       **places: the `file` of the study and, for links, those of all `numbers` and the `methods`.
     """
     about, name = study.about, label(study.about.baseline)
-    runs = list({run.name: run for run in study.runs(results, clock)}.values())
-    known = [result for run in runs if (result := results(run))]
+    known, expected = study.known(results, clock)
     has = {
         "sizes": comparison.is_ladder(study),
         "corpora": comparison.has_corpora(study),
@@ -74,7 +73,7 @@ def page(
         baseline=name,
         has=has,
         known=len(known),
-        expected=len(runs),
+        expected=expected,
         criteria=[text.format(**words) for key, text in _CRITERIA.items() if has[key]],
         differences=_differences(study, rows) if has["sizes"] or has["corpora"] else None,
         shared=_shared(sizes),

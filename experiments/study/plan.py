@@ -40,7 +40,7 @@ from experiments.errors import ConfigError
 from experiments.models.schemes import check_names, plain, schemes_in
 from experiments.pages.tables import Lookup, ordered
 from experiments.runs.experiment import from_file
-from experiments.runs.run import Run
+from experiments.runs.run import Result, Run
 from experiments.settings.config_io import STRICT, convert, merge, near, read_toml
 from experiments.study.cell import Cell
 from experiments.study.clock import Clock
@@ -95,6 +95,11 @@ class Study:
         """Returns all runs that are known so far; more follow from their results."""
         for size in self.cells:
             yield from self.runs_of(size, results, clock)
+
+    def known(self, results: Lookup, clock: Clock | None) -> tuple[list[Result], int]:
+        """Returns the results of the runs that are known so far, and the number of these runs."""
+        runs = {run.name: run for run in self.runs(results, clock)}.values()
+        return [result for run in runs if (result := results(run))], len(runs)
 
     def compared(self, size: str, results: Lookup) -> Mapping[str, Cell]:
         """Returns the schemes of a size; with `best`, none before the best are known."""

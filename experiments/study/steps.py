@@ -96,8 +96,7 @@ def steps_page(
 
     Arguments are those of `experiments.study.page.page`; the file of the picture is that of "".
     """
-    runs = list({run.name: run for run in study.runs(results, None)}.values())
-    known = [result for run in runs if (result := results(run))]
+    known, expected = study.known(results, None)
     sizes = {size: leads(of_size) for size, of_size in rows.items() if of_size}
     first, *_, last = study.cells
     lines = []
@@ -117,7 +116,7 @@ def steps_page(
         about=study.about,
         task=study.cells[first][study.about.baseline].task,
         known=len(known),
-        expected=len(runs),
+        expected=expected,
         criteria=_criteria([rows[first], rows[last]]),
         sizes=sizes,
         thetas=THETAS,
