@@ -45,14 +45,8 @@ def main(arguments: list[str]) -> int:
         module.add_arguments(command)
         command.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there")
         add_trust(command)
-        command.add_argument(
-            "--cold-heap",
-            action="store_true",
-            help="leave the allocator as it is; large outputs then cost page faults on every call",
-        )
     options = parser.parse_args(arguments)
-    if not options.cold_heap:
-        use_warm_heap(arguments)
+    use_warm_heap(arguments)
     machine = {**environment(), "heap": heap(), "load before": load()}
     for name, value in machine.items():
         print(f"{name}: {value}")

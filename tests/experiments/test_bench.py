@@ -19,6 +19,12 @@ from experiments.runs.environment import processor
 from tests.support import slow
 
 
+@pytest.fixture(autouse=True)
+def cold(monkeypatch):
+    """No process starts again."""
+    monkeypatch.setenv("POSENC_BENCH_WARM_HEAP", "1")
+
+
 def test_ratios_are_to_the_first_case():
     a, b = side_by_side({"a": lambda: jnp.zeros(3), "b": lambda: jnp.ones(3)}, rounds=3, seconds=0)
     assert (a.name, a.ratio, a.median_ratio, a.rounds) == ("a", 1.0, 1.0, 3)
@@ -28,7 +34,7 @@ def test_ratios_are_to_the_first_case():
 @slow
 def test_bench_attention_at_tiny_size(tmp_path, capsys):
     path = tmp_path / "attention.json"
-    arguments = ["attention", "--cold-heap", "--rounds=1", "--seconds=0", "--lengths=8"]
+    arguments = ["attention", "--rounds=1", "--seconds=0", "--lengths=8"]
     arguments += ["--heads=2", "--head-dim=4", "--schemes=t5", f"--json={path}"]
     assert bench.main(arguments) == 0
     assert "compile s" in capsys.readouterr().out
@@ -95,7 +101,7 @@ def test_bench_released_at_tiny_size(tmp_path, capsys, monkeypatch):
     small |= {"intermediate_size": 20, "vocab_size": 1000}
     monkeypatch.setattr(released, "CONFIG", released.CONFIG | small)
     path = tmp_path / "released.json"
-    arguments = ["released", "--cold-heap", "--layers=1", "--slots=48", "--batch=1", "--rounds=1"]
+    arguments = ["released", "--layers=1", "--slots=48", "--batch=1", "--rounds=1"]
     arguments += ["--dtypes", "float32", "--prompt=5", "--without", "torch", f"--json={path}"]
     assert bench.main(arguments) == 0
     assert "logits of jax.nn differ by" in capsys.readouterr().out
@@ -109,6 +115,7 @@ def test_bench_released_at_tiny_size(tmp_path, capsys, monkeypatch):
 
 def test_bench_restarts_with_a_warm_heap(monkeypatch):
     calls = []
+    monkeypatch.delenv("POSENC_BENCH_WARM_HEAP")
     monkeypatch.setattr("os.execve", lambda *arguments: calls.append(arguments))
     monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
     use_warm_heap(["attention", "--rounds=2"])
@@ -133,8 +140,7 @@ def test_bench_restarts_with_a_warm_heap(monkeypatch):
         (["attention", "--schemes=roep"], "unknown scheme 'roep'; did you mean 'rope'?"),
     ],
 )
-def test_bad_arguments_exit_with_one_line(arguments, message, capsys, monkeypatch):
-    monkeypatch.setattr("experiments.bench.use_warm_heap", lambda arguments: None)
+def test_bad_arguments_exit_with_one_line(arguments, message, capsys):
     assert main(["bench", *arguments]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
