@@ -10,7 +10,6 @@ import inspect
 import os
 import sys
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +26,18 @@ _KINDS = "stdlib", "platstdlib", "purelib", "platlib"
 _LIBRARIES = {f(sysconfig.get_path(x)) for f in (os.path.abspath, os.path.realpath) for x in _KINDS}
 
 
-class _Trust(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        TRUSTED.update(values or ())
-        setattr(namespace, self.dest, values)
+def _trusted(text: str) -> list[str]:
+    """Returns the names of objects, which are allowed from now on."""
+    TRUSTED.update(names(text))
+    return names(text)
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
     """Adds the flag that allows objects of others; it holds for this process."""
     parser.add_argument(
         "--trust",
-        type=names,
+        type=_trusted,
         default=[],
-        action=_Trust,
         metavar="A,B",
         help="schemes and tasks, package.module:object, that may be imported and called though "
         "they are of an installed package, or named by a folder of results",
