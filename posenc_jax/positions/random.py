@@ -188,7 +188,7 @@ def shifted(
     Array([1, 1], dtype=int32)
     """
     positions, segments = checked("shifted", positions, segment_ids)
-    require(max_shift >= 1, f"shifted: max_shift must be at least 1, got {max_shift}.")
+    checks.positive_integers("shifted", max_shift=max_shift)
     return positions + by_segment(
         key, segments, lambda k: jax.random.randint(k, (), 0, max_shift, jnp.int32)
     )

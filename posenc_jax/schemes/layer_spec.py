@@ -121,7 +121,7 @@ def layer_pattern(
     >>> [layer.window for layer in layer_pattern(6, local, local, pe.NoPE())]
     [512, 512, None, 512, 512, None]
     """
-    require(num_layers >= 1, f"layer_pattern: num_layers must be at least 1, got {num_layers}.")
+    positive_integers("layer_pattern", num_layers=num_layers)
     require(
         1 <= len(pattern) <= num_layers,
         f"layer_pattern: the pattern must have from 1 to {num_layers} layers, got {len(pattern)}.",

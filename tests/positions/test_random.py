@@ -178,7 +178,7 @@ ERRORS = [
         {"key": KEY, "count": 5, "max_length": 5},
         "count must be 1 to 4 .*, got 5",
     ),
-    (pos.shifted, DRAW | {"max_shift": 0}, "shifted: max_shift must be at least 1, got 0"),
+    (pos.shifted, DRAW | {"max_shift": 0}, "shifted: max_shift must be >= 1, got 0"),
     (
         pos.shifted,
         DRAW | {"max_shift": 3, "segment_ids": PLACES[:1]},

@@ -149,7 +149,7 @@ def test_layers_without_attention_are_refused_by_attention():
 
 NO_ATTENTION = {"scheme": pe.NoPE(), "mixer": "convolution"}
 ERRORS = [
-    (lambda: pe.layer_pattern(0, LOCAL), {}, "num_layers must be at least 1, got 0"),
+    (lambda: pe.layer_pattern(0, LOCAL), {}, "num_layers must be >= 1, got 0"),
     (lambda: pe.layer_pattern(3), {}, "the pattern must have from 1 to 3 layers, got 0"),
     (lambda: pe.layer_pattern(3, *[LOCAL] * 4), {}, "must have from 1 to 3 layers, got 4"),
     (pe.LayerSpec, {"scheme": "rope"}, "scheme must be a Scheme, got 'rope'", TypeError),
