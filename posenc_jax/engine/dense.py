@@ -351,13 +351,12 @@ def _attend(p: Problem, row_features: tuple, tile: int) -> tuple[jax.Array, LogS
     """Attention of all queries of a problem; `row_features` has an entry for each rule."""
     seen, coordinates = p.visible(), (p.q_coordinates, p.k_coordinates)
     tiles = LiveTiles.of(seen, tile)
-    products = functools.partial(_products, tiles=tiles)
-    scaled, unscaled = products(p.q, p.k), None
+    scaled, unscaled = _products(p.q, p.k, tiles), None
     for rule in p.rules:
         if rule.whole_rows:
             continue
         if p.length == 1:
-            term = rule.added_to_row(*coordinates, seen, products)
+            term = rule.added_to_row(*coordinates, seen)
         else:
             term = rule.added_to_rows(*coordinates)
         if term is not None and rule.scaled:

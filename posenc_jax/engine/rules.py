@@ -49,10 +49,6 @@ _NO_BOUNDS: tuple[int | None, int | None] = (None, None)
 _BLOCK = 128  # Slots of a cache whose keys have consecutive coordinates.
 
 
-def _whole_blocks(count: int) -> int:
-    return -(-count // _BLOCK) * _BLOCK
-
-
 class Sizes(NamedTuple):
     """Sizes of an attention call: B, T, S, N, K, V; axes (0: none) and dtype of coordinates."""
 
@@ -197,16 +193,12 @@ class Rule(abc.ABC):
         """
         return jax.vmap(self.added_logits)(self.q_features, self.k_features, q, k)
 
-    def added_to_row(
-        self, q: jax.Array, k: jax.Array, seen: jax.Array, products: Callable
-    ) -> jax.Array | None:
+    def added_to_row(self, q: jax.Array, k: jax.Array, seen: jax.Array) -> jax.Array | None:
         """Returns `added_to_rows` of one query; keys that it does not see get any number.
 
         Args:
           q, k: coordinates [B, 1] and [B, S], or with more axes.
           seen: bool [B, N or 1, 1, S].
-          products: a function of [B, 1, N, F] and [B, S, K, F] that returns their dot products,
-            float32 [B, N, 1, S].
         """
         return self.added_to_rows(q, k)
 
@@ -692,14 +684,10 @@ class DotBias(_FeatureRule):
             return jnp.swapaxes(jnp.take_along_axis(table, entry.T[None], 2), 1, 2)
         return jnp.take_along_axis(table, entry[None], 2)
 
-    def added_to_row(self, q, k, seen, products):
-        if q.ndim == 2 and q.dtype == k.dtype == jnp.int32:
-            used, high = jnp.any(seen, axis=(1, 2)), self.bounds[1]
-            if self.q_features is not None and self.pair and self.bounds == _NO_BOUNDS:
-                return self._by_blocks(q, k, used)
-            if self.k_features is not None and high is not None:
-                if k.shape[1] >= 2 * _whole_blocks(max(high, 1)):
-                    return self._of_near_keys(q, k, used, products)
+    def added_to_row(self, q, k, seen):
+        integers = q.ndim == 2 and q.dtype == k.dtype == jnp.int32
+        if integers and self.q_features is not None and self.pair and self.bounds == _NO_BOUNDS:
+            return self._by_blocks(q, k, jnp.any(seen, axis=(1, 2)))
         return self.added_to_rows(q, k)
 
     def _by_blocks(self, q: jax.Array, k: jax.Array, used: jax.Array) -> jax.Array:
@@ -714,7 +702,7 @@ class DotBias(_FeatureRule):
           used: bool [B, S], the keys that some head sees.
         """
         batch, keys = k.shape
-        padded, offsets = _whole_blocks(keys), jnp.arange(_BLOCK, dtype=jnp.int32)
+        padded, offsets = -(-keys // _BLOCK) * _BLOCK, jnp.arange(_BLOCK, dtype=jnp.int32)
         starts, used = (jnp.pad(x, ((0, 0), (0, padded - keys))) for x in (k, used))
         starts = starts.reshape(batch, -1, _BLOCK) - offsets[None, None]
         unused = ~used.reshape(-1, *starts.shape[1:])
@@ -734,38 +722,6 @@ class DotBias(_FeatureRule):
 
         in_order = small & jnp.all(consecutive | unused)
         return jax.lax.cond(in_order, in_blocks, lambda: pairs.added_to_rows(q, k))
-
-    def _of_near_keys(
-        self, q: jax.Array, k: jax.Array, used: jax.Array, products: Callable
-    ) -> jax.Array:
-        """Returns the logits of a rule on features of keys, most of them beyond its upper bound.
-
-        These have the same vector: one product reads all features, in their order. The features of
-        keys before the bound are picked.
-
-        Args:
-          q, k: int32 [B, 1] and [B, S].
-          used: bool [B, S], the keys that some head sees.
-          products: as for `added_to_row`.
-        """
-        features: Any = self.k_features
-        batch, keys, heads, _ = features.shape
-        high: Any = self.bounds[1]
-        near, room = used & (q - k < high), _whole_blocks(max(high, 1))
-
-        def with_near_keys(far, features, q, k, near):
-            (slots,) = jnp.nonzero(near, size=room, fill_value=keys)
-            features, k = (jnp.take(x, slots, axis=0, mode="clip") for x in (features, k))
-            return far.at[:, :, slots].set(self.added_logits(None, features, q, k), mode="drop")
-
-        def few():
-            vector = jnp.swapaxes(self.vectors(jnp.full((1,), high, jnp.int32)), 0, 1)
-            vector = jnp.broadcast_to(vector[None], (batch, 1, heads, vector.shape[2]))
-            far = products(vector, features)
-            return jax.vmap(with_near_keys)(far, features, q, k, near)
-
-        fit = jnp.all(jnp.sum(near, axis=1) <= room)
-        return jax.lax.cond(fit, few, lambda: self.added_to_rows(q, k))
 
 
 @jax.tree_util.register_dataclass

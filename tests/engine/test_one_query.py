@@ -1,4 +1,4 @@
-"""Rules of one query, with few keys near a bound or keys at consecutive positions, and with any.
+"""Rules of one query, with keys at consecutive positions and at any.
 
 Expected numbers are float64 loops over the keys.
 """
