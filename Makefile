@@ -81,7 +81,7 @@ compare: $(call installed,experiments) ## Train and compare (QUICK=1 SCHEMES=rop
 
 released: $(call installed,released) ## Run a released model beyond its length (CHECKPOINT=x.gguf QUICK=1)
 	$(RUN) -m experiments released $(if $(filter-out 0,$(QUICK)),--quick) \
-	  $(if $(CHECKPOINT),'$(subst ','\'',$(CHECKPOINT))') $(call option,NAME,name) $(ARGS)
+	  $(call option,CHECKPOINT,checkpoint) $(call option,NAME,name) $(ARGS)
 
 study scoreboard: $(call installed,experiments) ## Continue the study; test claims (ARGS="--minutes 30")
 	$(RUN) -m experiments $@ --run $(ARGS)

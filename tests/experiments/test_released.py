@@ -148,7 +148,7 @@ def test_a_model_without_rope_writes_text(files, capsys):
     arrays = {f"transformer.{n}": random.normal(size=x).astype("f4") for n, x in shapes.items()}
     save_file(arrays, folder / "model.safetensors")
     checkpoints.read(files / "tiny.gguf").tokenizer.save(str(folder / "tokenizer.json"))
-    assert main(["released", "gpt2", "--prompt", "one", "--text", "text.txt"]) == 0
+    assert main(["released", "--checkpoint", "gpt2", "--prompt", "one", "--text", "text.txt"]) == 0
     shown = capsys.readouterr().out
     assert re.search("No losses by place: .*RoPE", shown) and "32 tokens, one by one" in shown
     assert main(["released", "gpt2", "--methods", "ntk", "--text", "text.txt"]) == 2
