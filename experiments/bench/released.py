@@ -8,6 +8,7 @@ the same weights, and give the same logits before they are timed:
   jax.nn             that model with `jax.nn.dot_product_attention` and a mask of all slots
   transformers       eager, a static cache of all slots, SDPA (with torch and transformers)
   ..., dynamic       a cache that grows by concatenation
+  ..., compiled      the static cache with `torch.compile` (--torch-compile)
   llama.cpp          the file itself, whose weights have 4 bits (with llama-cpp-python)
 
 A cache is nearly empty or nearly full. On a machine with other load, `--clock processor` counts the
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtypes", nargs="+", choices=DTYPES, default=tuple(DTYPES), help="(default: both)")
     add("--prompt", type=positive, default=8192, help="tokens of the prefill (default: 8192)")
     add("--layers", type=positive, help="random weights of so many layers")
+    add("--torch-compile", action="store_true", help="also compile transformers: minutes")
     add("--without", nargs="+", default=(), metavar="NAME", help="leave out, such as llama.cpp")
     add("--threads", type=positive, default=usable_cores(), help="of torch and llama.cpp")
     add("--clock", choices=("wall", "processor"), default="wall", help="(default: wall)")
@@ -109,7 +111,7 @@ def run(options: argparse.Namespace) -> dict:
                 for count in counts(slots, options.rounds):
                     cases = programs.cases(count)
                     if theirs:
-                        cases |= theirs.cases(batch, slots, count)
+                        cases |= theirs.cases(batch, slots, count, options.torch_compile)
                     if batch == 1 and dtype == "float32" and "llama.cpp" not in without:
                         cases |= llama_cpp(file, slots, count, threads)
                     title = f"decode: {dtype}, batch {batch}, {count} tokens in {slots} slots"
@@ -276,16 +278,19 @@ class Transformers:
             logits = self.model(self.torch.from_numpy(tokens), **options).logits
         return logits.float().numpy()
 
-    def cases(self, batch: int, slots: int, count: int) -> dict[str, Callable]:
+    def cases(self, batch: int, slots: int, count: int, compiled: bool) -> dict[str, Callable]:
         """Returns a step by name."""
         out = {"transformers": self.step(batch, count, slots)}
         if batch == 1:
             out["transformers, dynamic"] = self.step(batch, count)
+        if compiled and batch == 1:
+            out["transformers, compiled"] = self.step(batch, count, slots, compiled=True)
         return out
 
-    def step(self, batch: int, count: int, slots: int | None = None):
+    def step(self, batch: int, count: int, slots: int | None = None, compiled: bool = False):
         """Returns a step after `count` tokens: a call without arguments."""
         torch, config = self.torch, self.model.config
+        forward = torch.compile(self.model.forward) if compiled else self.model.forward
         token = torch.full((batch, 1), 5)
         if slots is None:
             cache = self.transformers.DynamicCache(config=config)
@@ -299,7 +304,7 @@ class Transformers:
         def call():
             with torch.no_grad():
                 options = {"use_cache": True, "logits_to_keep": 1}
-                return self.model(token, past_key_values=cache, **options)[0]
+                return forward(token, past_key_values=cache, **options)[0]
 
         return call
 
