@@ -54,7 +54,7 @@ def scheme_cross_attention(
       k, v: [B, S, K, H] and [B, S, K, V], as projected.
       x: the activations that q was projected from, [B, T, D], which some schemes read.
       memory: the activations that k and v were projected from, [B, S, D].
-      positions, k_positions: integers [T] or [B, T], and [S] or [B, S].
+      positions, k_positions: integers [T] or [B, T], and [S] or [B, S]; both or none.
       coordinates, k_coordinates: the numbers that the scheme encodes, [T], [B, T] or [A, B, T],
         with S in place of T for keys. Default: the positions.
       segment_ids, k_segment_ids: integers [T] or [B, T], and [S] or [B, S], below zero for padding.
