@@ -259,13 +259,16 @@ class KVCache:
         after = _after(positions, tokens)
         after = jnp.where(self.length > 0, jnp.maximum(after, self.next_positions), after)
         features = functools.partial(write_slots, "k_features", slots=slots)
+        # Caches are also made of zeros, from their shapes alone.
+        unused = jnp.arange(self.capacity, dtype=jnp.int32)[None] >= self.written[:, None]
+        ids = jnp.where(unused, -1, self.segment_ids)
         new = dataclasses.replace(
             self,
             k=write_slots("k", self.k, k, slots),
             v=write_slots("v", self.v, v, slots),
             k_features=jax.tree.map(features, self.k_features, k_features),
             positions=write_slots("positions", self.positions, positions, slots),
-            segment_ids=write_slots("segment_ids", self.segment_ids, segment_ids, slots),
+            segment_ids=write_slots("segment_ids", ids, segment_ids, slots),
             coordinates=self._with_coordinates(coordinates, slots),
             state=state,
             past_states=past_states if limit else self.past_states,

@@ -31,7 +31,6 @@ from posenc_jax.modules.shared import (
     init_of_projection,
     layer_spec,
     sinks_of,
-    zeros_are_empty,
 )
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.layer_spec import LayerSpec, Sinks
@@ -271,4 +270,4 @@ class Attention(AttentionLayer, nn.Module):
         new = not self.has_variable("cache", "kv_cache")
         empty = functools.partial(self.new_cache, batch, length, model_dim=width, **options)
         variable = self.variable("cache", "kv_cache", empty)
-        return variable, None if new else zeros_are_empty(variable.value)
+        return variable, None if new else variable.value

@@ -1,6 +1,5 @@
 """Common parts of the modules of NNX and Linen: arguments, settings and caches."""
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -423,12 +422,6 @@ def new_params(scheme: Scheme, key: jax.Array) -> Params:
         return x.astype(jnp.float32 if x.dtype == jnp.float64 else x.dtype)
 
     return jax.tree.map(array, scheme.init(key))
-
-
-def zeros_are_empty(cache: KVCache) -> KVCache:
-    """Marks unused slots as empty: Flax makes caches of zeros from their shapes alone."""
-    unused = jnp.arange(cache.capacity, dtype=jnp.int32)[None] >= cache.written[:, None]
-    return dataclasses.replace(cache, segment_ids=jnp.where(unused, -1, cache.segment_ids))
 
 
 def check_axis_names(caller: str, axis_names: AxisNames | None) -> None:

@@ -332,6 +332,16 @@ def test_a_cache_on_the_host_and_rows_that_are_none():
         chex.assert_trees_all_equal(new, cache)
 
 
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_cache_of_zeros_is_empty(ring):
+    """`jax.eval_shape` and Flax make one from its shapes alone."""
+    cache = empty(ring=ring)
+    for part in (tokens(2), tokens(1, start=2)):
+        cache = append(cache, *part)
+        zeros = append(jax.tree.map(np.zeros_like, cache), *part)
+        chex.assert_trees_all_equal(zeros, append(empty(ring=ring), *part))
+
+
 @pytest.mark.parametrize("capacity", [7, 14])
 def test_a_ring_with_equal_positions_is_right_or_lost(capacity):
     """Blocks of one to three tokens at a position, some taken back, against float64."""
