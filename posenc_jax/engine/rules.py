@@ -358,12 +358,6 @@ class LogitBias(Rule):
     drop_far: bool = dataclasses.field(default=False, metadata=STATIC)
 
     @property
-    def num_heads(self) -> int | None:
-        """The number N of query heads that the bias is for; None without `heads`."""
-        leaves = jax.tree.leaves(self.heads)
-        return jnp.shape(leaves[0])[0] if leaves else None
-
-    @property
     def of_pair(self) -> Callable:
         """The rule for a pair whose distance may exceed int32; it then counts as 2^31 - 1."""
         return _InReach(self.rule) if self.relative else self.rule
@@ -450,7 +444,8 @@ class LogitBias(Rule):
 
     @functools.partial(jax.jit, inline=True)  # One program to compile, not one an operation.
     def _dense(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        axes, heads = q.shape[0] if q.ndim == 3 else 0, self.num_heads or 1
+        axes, arrays = q.shape[0] if q.ndim == 3 else 0, jax.tree.leaves(self.heads)
+        heads = arrays[0].shape[0] if arrays else 1
         dtype = jnp.int32 if q.dtype == k.dtype == jnp.int32 else jnp.float32
         self.check(Sizes(1, q.shape[-1], k.shape[-1], heads, heads, 0, axes, dtype))
         row = functools.partial(self.added_logits, None, None)
