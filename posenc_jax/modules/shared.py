@@ -186,17 +186,15 @@ def has_bias(use_bias: bool | Mapping[str, bool], name: str) -> bool:
     """Returns whether a projection has a bias.
 
     Raises:
-      ValueError: for a mapping with missing or unknown projections.
+      ValueError: for another value, and a mapping with missing or unknown projections.
     """
-    if not isinstance(use_bias, Mapping):
-        return use_bias
-    projections = {"query", "key", "value", "out"}
+    of_each = use_bias if isinstance(use_bias, Mapping) else dict.fromkeys(KERNELS, use_bias)
     require(
-        set(use_bias) == projections,
-        f"Attention: use_bias must be a bool or have entries for {sorted(projections)}, got "
-        f"{dict(use_bias)}.",
+        of_each.keys() == KERNELS.keys() and set(of_each.values()) <= {True, False},
+        f"Attention: use_bias must be a bool or have one for each of {sorted(KERNELS)}, got "
+        f"{use_bias!r}.",
     )
-    return use_bias[name]
+    return of_each[name]
 
 
 class AttentionLayer:

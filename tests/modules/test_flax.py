@@ -159,6 +159,7 @@ WRONG = {
     r"model_dim is 20, and FoX.* was made for 8": {"position": pe.FoX(num_heads=N, model_dim=8)},
     "softcap must be": {"softcap": -1.0},
     r"dropout_rate must be in \[0, 1\), got -0.5": {"dropout_rate": -0.5, "deterministic": True},
+    "use_bias must be a bool or have one for each of .*, got 'qkv'": {"use_bias": "qkv"},
     "sinks must be True, False or 'projected', got 'learned'": {"sinks": "learned"},
     "num_heads=6 must be a multiple of num_kv_heads=4": {"num_kv_heads": 4},
     r"Attention: Sinusoidal.* acts on the token embeddin": {"position": build(pe.Sinusoidal)},
