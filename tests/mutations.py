@@ -145,7 +145,7 @@ MUTATIONS = [
              "tests/schemes/combinators/test_with_positions.py::test_a_promise_about_coordinates_is_none_about_others"),
     Mutation("streaming is invariant to shifts", "schemes/combinators/streaming.py",
              ", relative=False", "",
-             "tests/schemes/combinators/test_streaming.py::test_coordinates_begin_at_zero"),
+             "tests/schemes/combinators/test_streaming.py::test_a_ring_keeps_the_first_tokens"),
     Mutation("antialiased grids have the sharp kernel", "positions/image_grids.py",
              "    if antialias:", "    if False:",
              "tests/positions/test_image_grids.py"),

@@ -73,12 +73,6 @@ def test_sides_of_a_window():
     assert visible(positions, positions, window=sys.maxsize).all()
 
 
-@pytest.mark.parametrize("window", [0, -2])
-def test_a_window_without_tokens_is_refused(window):
-    with pytest.raises(ValueError, match=f"window must be at least 1 token, got {window}"):
-        window_sides(window)
-
-
 @pytest.mark.parametrize("window", [2.5, (3,), (1, 2, 3), (1.0, 2), "4"], ids=str)
 def test_a_malformed_window_is_refused(window):
     with pytest.raises(TypeError, match="window must be an integer or a pair, got"):

@@ -95,7 +95,6 @@ ATTENTION = {
     "q_positions must be [7].*got (5,)": {"q_positions": AT[:5]},
     "k_coordinates must be [A, 2, 7]": {"k_coordinates": np.zeros((2, 2, 5), "f4")},
     "q_segment_ids must be integers, got float32": {"q_segment_ids": REAL},
-    "implementation must be .* one of .*'fast'": {"implementation": "fast"},
 }
 SHORT = "3 queries and 7 keys need q_positions and k_positions"
 SHORTER = {

@@ -153,7 +153,7 @@ ERRORS = [
     (lambda: pe.layer_pattern(3), {}, "the pattern must have from 1 to 3 layers, got 0"),
     (lambda: pe.layer_pattern(3, *[LOCAL] * 4), {}, "must have from 1 to 3 layers, got 4"),
     (pe.LayerSpec, {"scheme": "rope"}, "scheme must be a Scheme, got 'rope'", TypeError),
-    (pe.LayerSpec, {"scheme": LOCAL, "window": 0}, "window must be at least 1 token, got 0"),
+    (pe.LayerSpec, {"scheme": LOCAL, "window": -2}, "window must be at least 1 token, got -2"),
     (
         pe.LayerSpec,
         {"scheme": LOCAL, "chunk_size": 2.5},
