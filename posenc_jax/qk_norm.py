@@ -114,7 +114,8 @@ class QKNorm:
         floating("QKNorm", "x", x)
         array_of_rank("QKNorm", "x", x, 4, "[B, T, N, H]")
         types = jax.eval_shape(lambda: self.init(*x.shape[-2:]))
-        expected, shapes = (jax.tree.map(jnp.shape, tree) for tree in (types, params))
+        of_norm = {name: params[name] for name in types if name in params}
+        expected, shapes = (jax.tree.map(jnp.shape, tree) for tree in (types, of_norm))
         require(shapes == expected, f"QKNorm: params must be {expected}, got {shapes}.")
         axes = -1 if self.over == "head" else (-2, -1)
         y = x.astype(jnp.float32)

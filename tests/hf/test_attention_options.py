@@ -112,7 +112,9 @@ def test_every_model_type_is_in_the_table_of_the_docs():
 
 
 def test_use_bias_of_each_projection():
-    with pytest.raises(ValueError, match=r"entries for \['key', 'out', 'query', 'value'\], got"):
+    with pytest.raises(
+        ValueError, match=r"one for each of \['key', 'out', 'query', 'value'\], got"
+    ):
         Attention(8, 2, use_bias={"query": True}, rngs=nnx.Rngs(0))
     biases = {"query": True, "key": False, "value": False, "out": True}
     layer = nnx.eval_shape(lambda: Attention(8, 2, use_bias=biases, rngs=nnx.Rngs(0)))
