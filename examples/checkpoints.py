@@ -130,7 +130,7 @@ def _read_safetensors(path):
         if twice := new.keys() & readers.keys():
             raise ValueError(f"read: {str(folder)!r} has {min(twice)!r} in several files.")
         readers |= new
-    # Older files have frequencies and masks beside the weights, and some repeat a tied embedding.
+    # Older files have frequencies and masks besides weights, and some repeat a tied embedding.
     prefix = _PREFIXES.get(str(config.get("model_type")), "")
     if prefix:
         readers = {name: x for name, x in readers.items() if not _MASK.search(name)}

@@ -40,7 +40,7 @@ def array_of_rank(caller: str, name: str, x, rank: int, axes: str) -> None:
 
 
 def floating(caller: str, name: str, x) -> None:
-    """Raises `TypeError` unless `x` is an array of floats, whose dtype can hold the result."""
+    """Raises `TypeError` unless `x` is an array of floats."""
     if not hasattr(x, "dtype"):
         raise TypeError(f"{caller}: {name} must be an array, got {type(x).__name__}.")
     if not jnp.issubdtype(x.dtype, jnp.floating):

@@ -108,7 +108,7 @@ class QKNorm:
         """Returns x [B, T, N, H] normalised, in its dtype; the arithmetic is float32.
 
         Raises:
-          ValueError: if x is not of rank 4, or params are not shaped as those of `init`.
+          ValueError: if x is not of rank 4, or params have other shapes than `init` returns.
           TypeError: if x is not floating.
         """
         floating("QKNorm", "x", x)

@@ -4,6 +4,8 @@ The cache is donated, and every call writes the same slot.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,14 +64,7 @@ def our_case(scheme: pe.Scheme, arguments: tuple, implementation: str | None = N
     fill = jax.jit(lambda *arguments: attend(*arguments)[1], donate_argnums=0)
     cache = fill(cache, params, *part(first))
     fresh = params, *part(last)
-    program, facts = compile_program(step, (cache, *fresh), donate_argnums=0)
-
-    def call():
-        nonlocal cache
-        out, cache = program(cache, *fresh)
-        return out
-
-    return Case(call, facts)
+    return _with_donated_cache(step, cache, fresh)
 
 
 def jax_nn_case(q: jax.Array, k: jax.Array, v: jax.Array) -> Case:
@@ -87,6 +82,11 @@ def jax_nn_case(q: jax.Array, k: jax.Array, v: jax.Array) -> Case:
 
     cache = tuple(x.at[:, -1:].set(0) for x in (k, v))
     inputs = last, *(x[:, -1:] for x in (q, k, v))
+    return _with_donated_cache(step, cache, inputs)
+
+
+def _with_donated_cache(step: Callable, cache: Any, inputs: tuple) -> Case:
+    """Returns calls of `step(cache, *inputs)`, each with the cache of the one before."""
     program, facts = compile_program(step, (cache, *inputs), donate_argnums=0)
 
     def call():

@@ -12,7 +12,7 @@ the same weights, and give the same logits before they are timed:
   llama.cpp          the file itself, whose weights have 4 bits (with llama-cpp-python)
 
 A cache is nearly empty or nearly full. On a machine with other load, `--clock processor` counts the
-seconds of all threads; then give `--threads 1`, as those of torch wait for each other in a loop.
+seconds of all threads; then give `--threads 1`, as torch's threads wait for each other in a loop.
 """
 
 import argparse

@@ -68,7 +68,7 @@ def contact_sheet(probes: list[Probe], columns: int = 9) -> bytes:
     places, heads, row, column = [], [], 0, 0
     for family in sorted(groups, key=list(FAMILIES).index):
         count = len(groups[family])
-        if column and column + 1 + count > columns:  # No room beside the family before it.
+        if column and column + 1 + count > columns:  # The family does not fit into this row.
             row, column = row + 1, 0
         column += bool(column)
         heads.append((row, column, FAMILIES[family]))

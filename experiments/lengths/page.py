@@ -197,7 +197,7 @@ def numbers(table: Table, outcomes: list[Outcome]) -> Iterator[dict[str, str]]:
 
 
 def drawing(table: Table) -> str:
-    """Returns the plot of losses by place minus those of a window with sinks; "" without any."""
+    """Returns the plot of losses by place minus the loss in a window with sinks; "" without any."""
     plan, lines = table.plan, {}
     for method in DRAWN:
         pairs = [

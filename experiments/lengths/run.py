@@ -137,7 +137,7 @@ def carry_out(
     deadline: Deadline,
     say: Callable[[str], None],
 ) -> int:
-    """Carries out the cells without a result; those of another process are left to it.
+    """Carries out the cells without a result, except cells that another process has begun.
 
     A result is written whole when its pass has ended, so that the process may end at any time.
 

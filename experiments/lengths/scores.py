@@ -76,7 +76,7 @@ class Table:
         return mean(row[column] for row in result.questions if row[0] == length)
 
     def values(self, method: str, view: str, length: int, base: str | None = None) -> list[float]:
-        """Returns a score on all documents that have it, or its difference to that of `base`."""
+        """Returns a score on all documents that have it, or its difference to `base`."""
         rows = []
         for document in self.plan.all_documents:
             value = self.score(document, method, view, length)
@@ -87,7 +87,7 @@ class Table:
         """Returns the outcome of a claim over the documents that have all its scores.
 
         It holds if the whole 95 % interval of each margin is on its side of the threshold, and
-        fails if that of one is on the other side. The gate must hold on the mean.
+        fails if one interval is on the other side. The gate must hold on the mean.
         """
 
         def margins(condition: Condition) -> list[float]:

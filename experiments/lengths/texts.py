@@ -89,7 +89,7 @@ class Design:
 
     Attributes:
       contexts: where questions end.
-      facts: for each context, at as many depths.
+      facts: their number in each context, at equally spaced depths.
       distances: of copies, all at the end of the text.
       paragraph: tokens of a copy.
       unscored: of these, before which a copy cannot be recognised.
@@ -112,7 +112,7 @@ def new_probe(text: Sequence[int], tokenizer: Any, seed: str, design: Design) ->
     asked for twice, so that earlier answers do not help. Paragraphs follow the last questions.
 
     Args:
-      text: tokens of a document, as many as the last context.
+      text: tokens of a document, up to the last context.
       tokenizer: of the checkpoint.
       seed: a text; cities, numbers and orders follow from it.
       design: sizes.

@@ -167,7 +167,7 @@ class LanguageModel(nnx.Module):
         return by_rows(self.head, self.norm(x))
 
     def inputs_and_targets(self, tokens: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns inputs and targets, int32 [B, T], of tokens and a mask of those to predict."""
+        """Returns inputs and targets, int32 [B, T], of tokens and a mask of tokens to predict."""
         targets = tokens[:, 1:]
         if self.is_causal:
             return tokens[:, :-1], targets

@@ -36,7 +36,7 @@ def interval(
     Args:
       values: one per seed.
       shifts: equally likely changes of the mean for another reason, such as another choice of
-        settings; the interval is that of their sum with the t distribution.
+        settings; the interval is of their sum with the t distribution.
 
     >>> [round(x, 3) for x in interval((1.0, 2.0, 3.0))]
     [2.0, -0.484, 4.484]

@@ -1,7 +1,7 @@
 """A released model: its text, its speed, and its loss beyond the trained length.
 
   python -m experiments released                  SmolLM2-135M-Instruct, in under 5 minutes
-  python -m experiments released --quick          4,096 tokens: what a window and sinks do
+  python -m experiments released --quick          4,096 tokens, with a window and sinks
   python -m experiments released model.gguf       or .safetensors, or the folder of them
   python -m experiments released --methods rope,yarn,self_extend --tokens 16384
 
@@ -69,7 +69,7 @@ class Plan:
       new: the number of tokens to write.
       text: the name of the long text.
       tokens: int32, the first of it, none without a tokenizer.
-      count: the number of losses N, below that of the tokens.
+      count: the number of losses N, less than the number of tokens.
       layers: the layers of the model by each method.
       notes: reasons for measurements that are left out.
     """
@@ -311,17 +311,22 @@ def _layers(
     whole = [x for x in layers if x.window is None and x.chunk_size is None]
     if len(whole) < len(layers):
         notes.append(f"Methods change {len(whole)} of {len(layers)} layers; others have windows.")
-    default = (SHOWN if count > trained else QUICK) if whole else "rope"
+    default = SHOWN if count > trained else QUICK
     if count <= trained and not (options.quick or options.methods):
         notes.append(
             f"{count:,} tokens are within the trained length, where ntk and yarn change "
             "nothing (--tokens N reads more)."
         )
-    # A quarter of a trained length that is far beyond the text would be no window.
-    length, methods, left = trained if trained < 4 * count else count, {}, []
+    length, methods, left = trained, {}, []
+    if trained >= 4 * count:
+        notes.append(f"Windows are a quarter of the {count:,} tokens, not of the trained length.")
+        length = count
     for name in names(options.methods or default):
         try:
-            methods[name] = tuple(changed(name, x, length, count) for x in layers)
+            new = tuple(changed(name, x, length, count) for x in layers)
+            if name != "rope" and new == tuple(layers):
+                raise ValueError(f"methods: {name} changes no layer of this checkpoint.")
+            methods[name] = new
         except ValueError:
             if options.methods:
                 raise
@@ -453,7 +458,7 @@ def _cost(model: Decoder, layers: Sequence[pe.LayerSpec], count: int) -> float:
 
 
 def _seen(layer: pe.LayerSpec) -> int:
-    """The number of tokens that a token sees, itself included, without those of sinks."""
+    """The number of tokens that a token sees, itself included, without sinks."""
     if layer.window is None:
         return 2**31
     return layer.window[0] + 1 if isinstance(layer.window, tuple) else layer.window

@@ -1,4 +1,4 @@
-"""The logits of a model beside those of transformers, from the same weights."""
+"""The logits of a model and of transformers, from the same weights."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Methods that let a trained model with RoPE read beyond its trained length, without training.
 
 Each is a scheme and a window for every layer, from the RoPE of the checkpoint, its trained length L
-and the target length N, with f = N / L, at least 1. Parameters are those that the authors
-recommend or use themselves, in proportion to L:
+and the target length N, with f = N / L, at least 1. Parameters have the values that the
+authors recommend or use themselves, in proportion to L:
 
     pi, ntk, ntk_by_parts, yarn, llama3   the factor f; all else as published
     dynamic_ntk      the factor f for a text of N tokens, as transformers' "dynamic" computes it
@@ -16,7 +16,7 @@ recommend or use themselves, in proportion to L:
                      Table 1 (0+1024 and 4+1020 of 4096)
 
 rope, rerope, dual_chunk and windows do not depend on N. Where a checkpoint has layers of several
-kinds, methods change those that see all tokens.
+kinds, methods change the ones that see all tokens.
 """
 
 import dataclasses

@@ -78,7 +78,7 @@ class ByPlace:
         return f"rope has {base:.3f} nats per token, {words}"
 
     def sentences(self) -> Iterator[str]:
-        """Yields what follows from the numbers."""
+        """Yields conclusions from the numbers."""
         trained, window = self.trained, self.window
         if "rope" in self.losses and len(self.losses) > 1:
             if self.count > trained:

@@ -134,7 +134,7 @@ def _pack(folder: Path, files: Sequence[Path]) -> None:
 
 
 def write_pack(folder: Path, key: str, results: Mapping[str, Any]) -> None:
-    """Writes results, as dataclasses, in one file; `key` is that of names in its lines."""
+    """Writes results, as dataclasses, in one file; `key` is the key of names in its lines."""
     lines = (
         to_json({key: name, "result": dataclasses.asdict(results[name])}, separators=(",", ":"))
         for name in sorted(results)

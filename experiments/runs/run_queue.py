@@ -136,7 +136,7 @@ class Queue:
           workers: number of processes; 1: this one, with all its processors.
           mesh: devices to train on; default: one.
           keep: whether to keep trained parameters.
-          errors: where those of runs go.
+          errors: a dict for the errors of runs, by name.
         """
         commit()  # Files may change while runs go on.
         self.folder, self.workers, self.mesh, self.keep = folder.absolute(), workers, mesh, keep

@@ -223,7 +223,7 @@ class Parser(argparse.ArgumentParser):
 def settings_help(settings: Any, title: str, prefix: str = "") -> Iterator[str]:
     """Yields a line about each field of a dataclass, nested ones as `--<field>.<inner>`.
 
-    Defaults are those of the object, `prefix` is that of the flags.
+    Defaults are the values of the object; flags begin with `prefix`.
     """
     helps, inner = field_help(type(settings)), []
     yield f"\n{title}:"

@@ -38,7 +38,7 @@ def catalogue_page(
 ) -> str:
     """Returns the page: a summary of the first size, and a table of each further size.
 
-    Arguments are those of `experiments.study.page.page`; the file of the picture is that of "".
+    Arguments are as for `experiments.study.page.page`; `pictures[""]` is the file of the picture.
     """
     baseline, (first, *further) = study.about.baseline, study.cells
     cell, screen = study.cells[first][baseline], rows[first]

@@ -56,7 +56,7 @@ def page(
       clock: the times of steps, None before they are measured.
       pictures: files of the plots of `CAPTIONS`, as far as there are any.
       earlier: the rows of the study that this one repeats, if it does.
-      **places: the `file` of the study and, for links, those of all `numbers` and the `methods`.
+      **places: the `file` of the study and, for links, the files `numbers` and `methods`.
     """
     about, name = study.about, label(study.about.baseline)
     known, expected = study.known(results, clock)

@@ -94,7 +94,7 @@ def steps_page(
 ) -> str:
     """Returns the page.
 
-    Arguments are those of `experiments.study.page.page`; the file of the picture is that of "".
+    Arguments are as for `experiments.study.page.page`; `pictures[""]` is the file of the picture.
     """
     known, expected = study.known(results, None)
     sizes = {size: leads(of_size) for size, of_size in rows.items() if of_size}

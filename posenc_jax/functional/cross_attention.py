@@ -123,7 +123,7 @@ def cross_attention(
     (q_positions, q_coordinates), (k_positions, k_coordinates) = (
         _places(scheme, side, x.shape[:2], *places) for side, x, *places in sides
     )
-    # Where T = S, one side would serve both, and slots would be compared.
+    # With T = S, positions of one side would be taken for both, and slots for missing ones.
     missing = [x is None for x in (q_positions, k_positions)]
     ordered = call.is_causal or call.window is not None
     require(

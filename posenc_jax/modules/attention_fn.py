@@ -132,7 +132,7 @@ def attention_fn(
 
 
 def check_fits_flax(caller: str, scheme: Scheme, scale: float | None) -> None:
-    """Raises for a scheme whose place, inputs or logit scale are not those of Flax's layers."""
+    """Raises for a scheme whose place, inputs or logit scale Flax's layers do not have."""
     check_acts_in_attention(caller, scheme)
     require(
         not scheme.traits.reads_x,

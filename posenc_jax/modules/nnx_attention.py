@@ -212,7 +212,7 @@ class Attention(AttentionLayer, nnx.Module):
         self.kv_cache: nnx.Cache[KVCache] | None = nnx.data(None)
         self.rngs = rngs.dropout.fork() if dropout_rate > 0 else None
         self.is_causal, self.dropout_rate = is_causal, dropout_rate
-        self.drops(True)  # Raises for a rate that is none.
+        self.drops(True)  # Raises for a rate outside [0, 1).
         self._dtype = jnp.result_type(param_dtype if dtype is None else dtype)
         self.implementation = implementation
 

@@ -254,7 +254,7 @@ class AttentionLayer:
 
         Raises:
           ValueError: if `deterministic` is set neither in the call nor in the layer, or the rate
-            is no share.
+            is outside [0, 1).
         """
         require(
             0.0 <= self.dropout_rate < 1.0,

@@ -192,6 +192,10 @@ def test_methods_change_the_layers_that_see_all_tokens(files, capsys):
         assert re.search(rf"{name} +{' +'.join(f'{x:.3f}' for x in means)}\n", shown)
     assert main(["released", "qwen", "--methods", "rope,yarn", "--text", "text.txt"]) == 2
     assert "yarn changes RoPE without scaling, and a layer has RoPE(" in capsys.readouterr().err
+    config |= {"max_window_layers": 0}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["released", "qwen", "--methods", "rope,window", "--text", "text.txt"]) == 2
+    assert "window changes no layer of this checkpoint" in capsys.readouterr().err
 
 
 def test_equality_is_that_of_the_next_tokens():

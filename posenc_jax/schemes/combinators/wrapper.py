@@ -81,7 +81,7 @@ class Wrapper(Scheme):
             return attention(q, k, v, self.rules(params, q_features, k_features))
         both = self.transformed(q_coordinates), self.transformed(k_coordinates)
         attention = attention.replace(q_coordinates=both[0], k_coordinates=both[1])
-        if self.transform is not None:  # What the caller promised is about other coordinates.
+        if self.transform is not None:  # It was for coordinates before the transform.
             attention = attention.replace(contiguous=False)
         return self.scheme.attend(params, q, k, v, *both, q_features, k_features, attention)
 
