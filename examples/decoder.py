@@ -360,7 +360,7 @@ def generate(
     *,
     mask: jax.Array | None = None,
     key: jax.Array | None = None,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     top_k: int | None = None,
     delta: jax.Array | None = None,
     with_logits: bool = False,
@@ -371,10 +371,11 @@ def generate(
     Args:
       model: a `Decoder`.
       tokens: prompts [B, T], padded on the left.
-      steps: number of new tokens.
+      steps: number of new tokens, at least 1.
       mask: bool [B, T], true for tokens. Default: no padding.
       key: for samples. Default: the token of the greatest logit.
       temperature, top_k: of samples: the divisor of logits, and how many tokens are drawn from.
+        Default: 1, and all tokens.
       delta: coordinates minus positions of new tokens, [B]. Default: zero.
       with_logits: whether to return logits, too.
       **options: `inputs` and `coordinates` of the prompts, as calls of a `Decoder` take them.
@@ -382,7 +383,14 @@ def generate(
     Returns:
       The new tokens [B, steps]. With logits also those that chose them, after those of the
       prompt, [B, T + steps - 1, V].
+
+    Raises:
+      ValueError: for no steps, and for settings of samples without a key.
     """
+    if steps < 1:
+        raise ValueError(f"generate: steps must be at least 1, got {steps}.")
+    if key is None and (temperature is not None or top_k is not None):
+        raise ValueError("generate: temperature and top_k are settings of samples, which need key.")
     batch, length = tokens.shape
     if mask is not None:
         positions, segment_ids = pe.positions.from_padding_mask(mask)
@@ -393,7 +401,8 @@ def generate(
     def choose(logits, step):
         if key is None:
             return jnp.argmax(logits, -1)
-        logits /= temperature
+        if temperature is not None:
+            logits /= temperature
         if top_k is not None:
             least = jax.lax.top_k(logits, top_k)[0][:, -1:]
             logits = jnp.where(logits < least, -jnp.inf, logits)

@@ -14,6 +14,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import importlib.util
+import math
 import os
 import re
 import shlex
@@ -64,6 +65,7 @@ class Plan:
     Attributes:
       name: of the checkpoint.
       facts: about it, in words.
+      parameters: their number.
       trained: its trained length L.
       prompt: text to continue, none without a tokenizer.
       new: the number of tokens to write.
@@ -76,6 +78,7 @@ class Plan:
 
     name: str
     facts: str
+    parameters: int
     trained: int
     prompt: str
     new: int
@@ -91,14 +94,12 @@ class Measured:
     """Results.
 
     Attributes:
-      parameters: their number, in words.
       text: the continuation of the prompt.
       speeds: slots, tokens per second and milliseconds a token, as printed.
       same: the differences to transformers, in words.
       by_place: the losses, None where there are none.
     """
 
-    parameters: str
     text: str
     speeds: list[list[str]]
     same: str
@@ -238,12 +239,20 @@ def _plan(options: argparse.Namespace, path: Path, checkpoint: Checkpoint) -> Pl
     if not all(isinstance(x, int | np.integer) and x > 0 for x in stated):
         raise ConfigError(f"the trained length must be a positive integer, got {stated[0]!r}")
     trained, heads = (stated or SLOTS)[0], f"{settings.num_heads} heads"
+    model = nnx.eval_shape(lambda: Decoder(settings, rngs=nnx.Rngs(0)))
+    parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    if 4 * parameters > (free := _free_memory()):
+        raise ConfigError(
+            f"--checkpoint: {parameters:,} parameters take {4e-9 * parameters:.1f} GB in float32, "
+            f"and {1e-9 * free:.1f} GB of memory are free"
+        )
     if settings.num_kv_heads != settings.num_heads:
         heads += f", {settings.num_kv_heads} of keys and values"
     facts = [
         checkpoint.about.get("name", ""),
         f"licence {checkpoint.about.get('licence', 'not stated')}",
         config["model_type"],
+        f"{parameters:,} parameters in float32",
         f"{len(settings.layers)} layers",
         heads,
         _encodings([layer.scheme for layer in settings.layers]),
@@ -268,6 +277,7 @@ def _plan(options: argparse.Namespace, path: Path, checkpoint: Checkpoint) -> Pl
     return Plan(
         name,
         ", ".join(filter(None, facts)),
+        parameters,
         trained,
         prompt,
         new,
@@ -277,6 +287,15 @@ def _plan(options: argparse.Namespace, path: Path, checkpoint: Checkpoint) -> Pl
         layers,
         notes,
     )
+
+
+def _free_memory() -> float:
+    """Bytes that processes on this machine can still have, infinity where they are not known."""
+    file = Path("/proc/meminfo")
+    if jax.default_backend() != "cpu" or not file.exists():
+        return math.inf
+    line = re.search(r"MemAvailable: +(\d+) kB", file.read_text())
+    return 1024.0 * int(line[1]) if line else math.inf
 
 
 def _encodings(schemes: list[pe.Scheme]) -> str:
@@ -354,9 +373,6 @@ def _tokens(file: Path | None, tokenizer: Any, needed: int) -> tuple[str, np.nda
 
 def _measure(checkpoint: Checkpoint, model: Decoder, plan: Plan) -> Measured:
     """Measures and prints all results."""
-    count = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    parameters = f"{count:,} parameters in float32"
-    _say(parameters)
     steps, written, speeds, same, by_place = Steps(model), "", [], "", None
     if (tokenizer := checkpoint.tokenizer) is not None:
         _say(f"\n{plan.new} tokens, one by one from the cache:\n")
@@ -381,7 +397,7 @@ def _measure(checkpoint: Checkpoint, model: Decoder, plan: Plan) -> Measured:
         heads, rows = by_place.table()
         _say("\n".join(["", *aligned([["nats per token", *heads], *rows]), ""]))
         _say("\n".join(by_place.sentences()))
-    return Measured(parameters, written, speeds, same, by_place)
+    return Measured(written, speeds, same, by_place)
 
 
 def _text(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
@@ -414,7 +430,7 @@ def _losses(model: Decoder, plan: Plan) -> dict[str, np.ndarray]:
     """The losses by method; on CPUs two methods run at a time, and compile while the other runs."""
     count, began = plan.count, time.monotonic()
     _say(f"\nLoss of {count:,} tokens of {plan.text}, {', '.join(plan.layers)}:")
-    costs = {name: _cost(model, layers, count) for name, layers in plan.layers.items()}
+    costs = {name: _cost(model, plan, layers) for name, layers in plan.layers.items()}
     workers = 2 if jax.default_backend() == "cpu" and usable_cores() > 1 else 1
 
     def measured(model: Decoder) -> tuple[np.ndarray, float]:
@@ -449,12 +465,11 @@ def _losses(model: Decoder, plan: Plan) -> dict[str, np.ndarray]:
     return {name: done[name] for name in plan.layers}
 
 
-def _cost(model: Decoder, layers: Sequence[pe.LayerSpec], count: int) -> float:
+def _cost(model: Decoder, plan: Plan, layers: Sequence[pe.LayerSpec]) -> float:
     """Products of a pass: of weights, and of the pairs of queries and keys that are seen."""
-    config = model.config
-    weights = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    config, count = model.config, plan.count
     pairs = sum(count * min(count / 2, _seen(layer)) for layer in layers)
-    return count * weights + 2 * config.num_heads * config.head_dim * pairs
+    return count * plan.parameters + 2 * config.num_heads * config.head_dim * pairs
 
 
 def _seen(layer: pe.LayerSpec) -> int:

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from examples import checkpoints, families
 from experiments.__main__ import main
-from experiments.released import equality
+from experiments.released import command, equality
 from experiments.released.losses import Losses
 from experiments.released.methods import Trained, layer_of, set_method
 from tests.models import gguf_files
@@ -68,8 +68,8 @@ def test_everything(files, capsys):
     assert main(["released", *arguments, "--prompt", "one", "--picture", "x.svg"]) == 0
     shown, page = capsys.readouterr().out, (files / "results/released/report.html").read_text()
     assert (
-        "Tiny, licence cc0-1.0, llama, 1 layers, 3 heads, 1 of keys and values, RoPE theta 100"
-        in shown
+        "Tiny, licence cc0-1.0, llama, 10,080 parameters in float32, 1 layers, 3 heads, "
+        "1 of keys and values, RoPE theta 100" in shown
     )
 
     checkpoint = checkpoints.read(files / "tiny.gguf")
@@ -120,6 +120,12 @@ def test_bad_input_is_one_line(files, capsys, arguments, message):
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not (files / "results").exists()
+
+
+def test_a_model_larger_than_the_memory_is_one_line(files, capsys, monkeypatch):
+    monkeypatch.setattr(command, "_free_memory", lambda: 4.0 * 10_080 - 1.0)
+    assert main(["released", "tiny.gguf", "--text", "text.txt"]) == 2
+    assert "10,080 parameters take 0.0 GB in float32" in capsys.readouterr().err
 
 
 def test_characters_that_the_terminal_lacks_are_replaced(monkeypatch):
