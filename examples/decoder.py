@@ -385,12 +385,14 @@ def generate(
       prompt, [B, T + steps - 1, V].
 
     Raises:
-      ValueError: for no steps, and for settings of samples without a key.
+      ValueError: for no steps, settings of samples without a key, and a temperature of 0 or less.
     """
     if steps < 1:
         raise ValueError(f"generate: steps must be at least 1, got {steps}.")
     if key is None and (temperature is not None or top_k is not None):
         raise ValueError("generate: temperature and top_k are settings of samples, which need key.")
+    if isinstance(temperature, int | float) and not temperature > 0:
+        raise ValueError(f"generate: temperature must be positive, got {temperature}.")
     batch, length = tokens.shape
     if mask is not None:
         positions, segment_ids = pe.positions.from_padding_mask(mask)

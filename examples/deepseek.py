@@ -25,7 +25,7 @@ from flax import nnx
 
 import posenc_jax as pe
 from examples import families
-from examples.decoder import MLP, Decoder, ModelConfig
+from examples.decoder import ACTIVATIONS, MLP, Decoder, ModelConfig
 from examples.weights import State, Weights, fill
 
 
@@ -185,12 +185,13 @@ class Experts(nnx.Module):
         init = nnx.initializers.lecun_normal(in_axis=-1, out_axis=-2)
         self.gate_up_proj = nnx.Param(init(rngs.params(), (count, 2 * wide, narrow)))
         self.down_proj = nnx.Param(init(rngs.params(), (count, narrow, wide)))
+        self.activation = ACTIVATIONS[config.activation]
 
     def __call__(self, x, weights):
         """Returns [B, T, D], the experts' outputs times weights [B, T, E]."""
         y = jnp.einsum("btd,efd->btef", x, self.gate_up_proj[...])
         gate, up = jnp.split(y, 2, -1)
-        y = jax.nn.silu(gate) * up
+        y = self.activation(gate) * up
         return jnp.einsum("btef,edf,bte->btd", y, self.down_proj[...], weights)
 
 

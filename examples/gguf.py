@@ -373,12 +373,15 @@ def _tokenizer(file):
     if kind not in ("gpt2", "llama"):
         raise file.error(f"has a tokenizer of the kind {kind!r}; supported: ['gpt2', 'llama']")
     tokenizer = (_byte_level if kind == "gpt2" else _sentencepiece)(file, get, tokens)
+    name = str(file.get("general.name", "")).lower()
+    phi3 = "phi-3" in name or "phi3" in name  # As llama.cpp tells files of Phi-3.
     for which in (_CONTROL, _USER_DEFINED):
         texts = [token for token, kind in zip(tokens, kinds, strict=False) if kind == which]
         special = which == _CONTROL
-        tokenizer.add_tokens(
-            [tokenizers.AddedToken(text, normalized=False, special=special) for text in texts]
-        )
+        for text in texts:
+            rstrip = phi3 and text not in ("<unk>", "<s>", "<|endoftext|>")
+            options = {"normalized": False, "special": special, "rstrip": rstrip}
+            tokenizer.add_tokens([tokenizers.AddedToken(text, **options)])
     defaults = {"bos": kind == "llama" or get("pre", None) in _WHOLE_WORDS, "eos": False}
     ids = [
         get(f"{name}_token_id") if get(f"add_{name}_token", default) else -1

@@ -207,7 +207,7 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> T5:
         head_dim=config["d_kv"],
         mlp_dim=config["d_ff"],
         epsilon=config["layer_norm_epsilon"],
-        activation="gelu_new" if gate else activation,
+        activation="gelu_new" if gate and activation == "gelu" else activation,
         gated=bool(gate),
         tied=tied,
     )

@@ -378,7 +378,7 @@ def _measure(checkpoint: Checkpoint, model: Decoder, plan: Plan) -> Measured:
         _say(f"\n{plan.new} tokens, one by one from the cache:\n")
         print(plan.prompt, end="", flush=True)
         tokens = tokenizer.encode(plan.prompt).ids
-        for part in _text(tokenizer, steps.write(tokens, plan.new, SLOTS[0])):
+        for part in _text(tokenizer, tokens, steps.write(tokens, plan.new, SLOTS[0])):
             print(part, end="", flush=True)
             written += part
         _say("")
@@ -400,9 +400,9 @@ def _measure(checkpoint: Checkpoint, model: Decoder, plan: Plan) -> Measured:
     return Measured(written, speeds, same, by_place)
 
 
-def _text(tokenizer: Any, tokens: Iterable[int]) -> Iterator[str]:
-    """Yields the text of tokens as soon as their bytes are whole characters."""
-    ids, shown = [], 0
+def _text(tokenizer: Any, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
+    """Yields the text of tokens after a prompt as soon as their bytes are whole characters."""
+    ids, shown = [*prompt], len(tokenizer.decode(prompt))
     for token in tokens:
         ids.append(token)
         text = tokenizer.decode(ids)

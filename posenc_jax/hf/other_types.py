@@ -137,13 +137,11 @@ def _alibi(config: TrackedConfig, scaled: bool = False) -> Layers:
 
 
 def _mpt(config: TrackedConfig) -> Layers:
-    """Reads ALiBi, or a learned table."""
+    """Reads ALiBi; the authors' code can have a learned table or RoPE in its place."""
     part = config.part("attn_config")
-    learned, rope = config.get("learned_pos_emb", True), part.get("rope", False)
-    part.check(not rope, "rope, which transformers does not read")
-    if not part.get("alibi", True):
-        config.check(learned, "neither ALiBi nor learned positions")
-        return uniform(config, _learned(config))
+    config.ignore("learned_pos_emb")
+    for name, read in {"alibi": True, "rope": False}.items():
+        part.check_ignored(part.get(name, read) == read, f"{name}={not read}")
     part.only("alibi_bias_max", 8)
     return _alibi(config)
 
@@ -338,7 +336,9 @@ ROWS: dict[str, ModelType] = {
     "gpt_neo": multi_head(_gpt_neo, (False, False, False, True), scale=unscaled),
     # In an encoder and a decoder.
     "bart mbart mvp plbart": multi_head(
-        _halves(lambda config: _learned(config, offset=2)), causality="decoder", only=_LEARNED
+        _halves(lambda config: _learned(config, offset=2)),
+        causality="decoder",
+        only=_LEARNED | {"use_prompt": (False,)},  # MVP's, of learned keys and values.
     ),
     "blenderbot blenderbot-small": multi_head(
         _halves(_learned), causality="decoder", only=_LEARNED

@@ -176,6 +176,9 @@ def _yarn(part, config):
 def _longrope(part, config):
     length = _length(part, config)
     overall = part.get("attention_factor")
+    for name in ("short_mscale", "long_mscale"):
+        value, is_read = part.get(name), config.model_type == "phimoe"
+        part.check_ignored(value is None or is_read, f"{name}={value}")
     short, long = (part.get(f"{kind}_mscale", overall) for kind in ("short", "long"))  # Phi-3.5-MoE
     part.check(
         short == long and overall in (None, short),

@@ -225,6 +225,24 @@ def test_tokens_are_those_of_llama_cpp(pre, tmp_path):
     assert tokenizer.decode(IDS[pre], skip_special_tokens=pre == "llama") == TEXT
 
 
+@pytest.mark.parametrize("name", ["Phi-3 mini", "Mini"])
+def test_special_tokens_of_phi_3_take_the_blanks_after_them(name, tmp_path):
+    """What llama.cpp makes of the text, by the name in the file."""
+    last = ["<|x|>", "</s>", "<|endoftext|>"]
+    more = {"tokens": last, "scores": [0.0] * 3, "token_type": [3] * 3}
+    tokenizer = PIECES | {key: PIECES[key] + values for key, values in more.items()}
+    gguf_files.write(tmp_path / "file", *small(), tokenizer=tokenizer, general__name=name)
+    tokens = read(tmp_path / "file").tokenizer.encode(
+        "the<|x|>\n  12<s> 1<|endoftext|> 1</s> the<|x|>the"
+    )
+    after_x, after_s = ([], []) if name.startswith("Phi") else ([258, 12, 268], [258])
+    after_x = after_x or [258]
+    assert tokens.ids == [
+        *(1, 266, 272, *after_x, 267, 1, 268, 262, 274, 268, 262, 273),
+        *(*after_s, 266, 272, 266),
+    ]
+
+
 def test_a_checkpoint_says_why_it_has_no_tokenizer(tmp_path):
     gguf_files.write(tmp_path / "file", *small(), tokenizer=BYTES | {"pre": "new"})
     checkpoint = read(tmp_path / "file")

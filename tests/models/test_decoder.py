@@ -60,8 +60,9 @@ def test_chunks_and_steps_with_rings_equal_one_pass_and_generation(monkeypatch):
     run = jit_fast(decoder.generate, static_argnums=(0, 2), static_argnames="top_k")
     options = {"key": jax.random.key(0), "temperature": 0.7, "top_k": 1}  # The likeliest token.
     np.testing.assert_array_equal(run(model, TOKENS, 6, **options), jnp.concatenate(new, 1))
-    for wrong in ({"steps": 0}, {"steps": 1, "top_k": 1}, {"steps": 1, "temperature": 0.7}):
-        with pytest.raises(ValueError, match=r"steps must be at least 1, got 0|which need key"):
+    drawn = {"key": jax.random.key(0), "steps": 1}
+    for wrong in ({"steps": 0}, {"steps": 1, "top_k": 1}, drawn | {"temperature": 0.0}):
+        with pytest.raises(ValueError, match=r"at least 1, got 0|need key|positive, got 0.0"):
             decoder.generate(model, TOKENS, **wrong)
     with pytest.raises(
         ValueError, match="5 tokens at a time with window 7 need a ring of 11 slots"

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from examples import bert, deepseek, families
+from examples import bert, deepseek, families, t5
+from examples.decoder import ACTIVATIONS
 from tests.models.agreement import FOLDER, NAMES, agreement, read
 from tests.support import slow
 
@@ -61,6 +62,20 @@ def test_the_files_are_what_transformers_gives():
         golden, file = maker.make(name), read(name)[1]
         for key in golden.keys() - {"about"}:
             np.testing.assert_allclose(golden[key], file[key], rtol=1e-5, atol=1e-5)
+
+
+def test_activations_and_causality_are_of_the_config():
+    """As T5Config, DeepseekV3MoE and BertModel of transformers 5.24 read them."""
+    about, _, state = read("t5_gated")
+    for name, expected in {"gated-silu": "silu", "gated-gelu": "gelu_new"}.items():
+        model = t5.load(about["config"] | {"feed_forward_proj": name}, state)
+        assert model.encoder.blocks[0].mlp.activation is ACTIVATIONS[expected]
+    about, _, state = read("deepseek_v3")
+    model = deepseek.load(about["config"] | {"hidden_act": "gelu"}, state)
+    assert model.blocks[-1].mlp.experts.activation is ACTIVATIONS["gelu"]
+    about, _, state = read("bert")
+    model = bert.load(about["config"] | {"is_decoder": True}, state)
+    assert model.blocks[0].attention.is_causal
 
 
 def test_latent_attention_caches_latents_alone():
