@@ -7,6 +7,7 @@ from posenc_jax.modules.attention_fn import attention_fn, check_fits_flax
 from posenc_jax.modules.nnx_attention import Attention
 from posenc_jax.modules.nnx_encoding import HeadNorm, PositionEncoding
 from posenc_jax.modules.shared import layer_spec
+from posenc_jax.schemes.layer_spec import LayerSpec
 from posenc_jax.schemes.scheme import Scheme, check_direction
 
 __all__ = ["Attention", "AttentionFn", "HeadNorm", "PositionEncoding"]
@@ -51,12 +52,18 @@ class AttentionFn(nnx.Module):
           rngs: for the parameters of `position`, if it has any.
 
         Raises:
+          TypeError: for a `LayerSpec`.
           ValueError: for schemes that act on the token embedding alone or read the layer's input;
             with parameters, without `rngs`; of another logit scale than 1/sqrt(H), without `scale`.
         """
+        if isinstance(position, LayerSpec):
+            raise TypeError(
+                "AttentionFn: position must be a Scheme, got a LayerSpec, whose window, scale and "
+                "other settings are of Attention; give its scheme."
+            )
         scheme = layer_spec("AttentionFn", position, shared_encoding).scheme
         check_fits_flax("AttentionFn", scheme, scale)
-        self.scale = scale
+        self.scale = None if scale is None else float(scale)
         if shared_encoding is None:
             shapes = jax.eval_shape(scheme.init, jax.random.key(0))
             if rngs is None and jax.tree.leaves(shapes):

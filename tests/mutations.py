@@ -626,7 +626,7 @@ MUTATIONS = [
              "return _ends(seen), False", "return _ends(seen[0]), False",
              "tests/engine/test_one_query.py"),
     Mutation("a ring has no room for tokens that are taken back", "modules/shared.py",
-             'max(tokens_per_call, options.get("max_rewind", 0))', "tokens_per_call",
+             "max(past + tokens_per_call, back and max(past, 1) + back)", "past + tokens_per_call",
              "tests/modules/test_decode.py"),
     Mutation("a ring wraps one slot late", "cache/storage.py",
              "sinks + (tokens - sinks) % (capacity - sinks))",

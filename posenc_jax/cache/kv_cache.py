@@ -303,6 +303,7 @@ class KVCache:
         Raises:
           ValueError: for rows that are known to be out of range; under `jit` they are lost.
         """
+        self._check_one_layer("take")
         rows = integer_positions("KVCache.take", rows, "rows")
         array_of_rank("KVCache.take", "rows", rows, 1, "[any]")
         inside = self._inside("take", rows)
@@ -321,6 +322,7 @@ class KVCache:
         Raises:
           ValueError: for a cache that does not fit, and rows known to be out of range.
         """
+        self._check_one_layer("insert")
         rows = jnp.atleast_1d(integer_positions("KVCache.insert", rows, "rows"))
         self._check_like(other)
         require(
@@ -355,6 +357,7 @@ class KVCache:
         Raises:
           ValueError: for rows that are known to be out of range.
         """
+        self._check_one_layer("reset")
         batch = self.length.shape[0]
         array = rows if isinstance(rows, jax.Array) else np.asarray(rows)
         array = array if array.size else jnp.zeros(array.shape, jnp.int32)  # [] is of floats.
@@ -397,6 +400,7 @@ class KVCache:
           ValueError: for more tokens than the row is known to hold, and for a scheme with a
             running state for more than `max_rewind`. Under `jit` such rows are lost.
         """
+        self._check_one_layer("rewind")
         require(
             self.max_rewind != 0,
             "KVCache.rewind: the scheme has a running state; make the cache with max_rewind.",
@@ -483,6 +487,13 @@ class KVCache:
             f"KVCache: coordinates must be {shape} for this cache, got {new.shape}.",
         )
         return write_slots("coordinates", old, new, slots, batch=old.ndim - 2)
+
+    def _check_one_layer(self, method: str) -> None:
+        """Raises `ValueError` for the stacked caches of several layers."""
+        require(
+            self.length.ndim == 1,
+            f"KVCache.{method}: the cache has several layers, so it needs jax.vmap over them.",
+        )
 
     def _inside(self, method: str, rows: jax.Array) -> jax.Array:
         """Returns whether rows are in range; raises `ValueError` if they are known not to be."""

@@ -38,12 +38,14 @@ def write_slots(
 
 
 def finite_values(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns k and v for a cache, with zeros and NaN keys for values that are not finite.
+    """Returns k and v for a cache, with zeros and NaN keys where k or v is not finite.
+
+    An infinite key, such as one too large for float16, can have the logit of a hidden slot.
 
     Hidden slots have masked logits, even if their keys are NaN. Their values have weight zero, and
     0 * NaN is NaN.
     """
-    bad = ~jnp.isfinite(v).all(-1, keepdims=True)
+    bad = ~(jnp.isfinite(k).all(-1) & jnp.isfinite(v).all(-1))[..., None]
     return jnp.where(bad, jnp.nan, k).astype(k.dtype), jnp.where(bad, 0, v).astype(v.dtype)
 
 

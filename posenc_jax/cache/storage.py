@@ -107,7 +107,8 @@ class Ring:
         reached = jnp.any(real & near, 1) & (first > sinks)
         lost = unordered | jnp.where(tied, reached, overwritten)
         if sinks:
-            lost |= tied | _evicted_sinks(cached, new, sinks)
+            negative = jnp.any(real & (positions < 0), 1)  # Sinks are positions 0, 1, ...
+            lost |= negative | tied | _evicted_sinks(cached, new, sinks)
         return lost, tied
 
     def _reach(self, window: Window, count: int, capacity: int) -> int:

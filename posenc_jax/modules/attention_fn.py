@@ -44,9 +44,9 @@ def attention_fn(
       params: its parameters.
       query, key, value: [..., T, N, H], [..., S, K, H] and [..., S, K, V].
       scale: the factor on q . k. Default: 1/sqrt(H), as Flax's layers have it.
-      mask: bool, broadcast to [..., 1 or N, T, S]. Schemes with a running state (selective RoPE,
-        short convolutions, Partial Key Offset) ignore it: they read a row as one sequence without
-        padding.
+      mask: bool, broadcast to [..., 1 or N, T, S]. Schemes with a running state (short
+        convolutions, Partial Key Offset) and `RoPEByLength` ignore it: they read a row as one
+        sequence without padding.
       is_causal: whether to hide the keys of later slots.
       input_positions: the coordinates of the T = S tokens, integers or float32 [..., T].
         Causality compares slots.

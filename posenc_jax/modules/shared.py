@@ -359,7 +359,8 @@ class AttentionLayer:
           shared_encoding: the argument of that name in calls of an NNX layer.
           model_dim: D, which Linen layers need without `head_dim`, and for schemes that read their
             input.
-          dtype: of k and v. Default: the layer's.
+          dtype: of k and v. Default: the layer's `dtype`, or else `param_dtype`; without a `dtype`,
+            k and v have that of wider inputs.
           **options: `coordinates`, `ring`, `max_rewind` and `qkv_sharding`, as in
             `posenc_jax.new_cache`.
 
@@ -386,8 +387,9 @@ class AttentionLayer:
                 "chooses their number; give one of them.",
             )
             if sides is not None and sides[0] >= 0 and spec.chunk_size is None:
-                count = max(tokens_per_call, options.get("max_rewind", 0))
-                slots = scheme.traits.num_sink_tokens + sides[0] + count
+                past, back = sides[0], options.get("max_rewind", 0)
+                count = max(past + tokens_per_call, back and max(past, 1) + back)
+                slots = scheme.traits.num_sink_tokens + count
                 if slots < capacity:
                     capacity, options["ring"] = slots, True
         model_dim = self.model_dim if model_dim is None else model_dim

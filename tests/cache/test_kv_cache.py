@@ -421,6 +421,9 @@ def test_layers_stacked_for_vmap_overflow_as_each_alone():
         expected = append(cache, *tokens(2, start=9))
         same(jax.tree.map(lambda x, i=i: x[i // 3, i % 3], new), expected)
     np.testing.assert_array_equal(new.overflowed[..., 0].ravel(), full + 2 > 5)
+    for name, *arguments in (("take", [0]), ("reset", 0), ("insert", 0, caches[0]), ("rewind", 1)):
+        with pytest.raises(ValueError, match=rf"KVCache\.{name}: .* jax\.vmap over them"):
+            getattr(stacked, name)(*arguments)
 
 
 def test_dtypes_and_sizes_of_stored_arrays():
@@ -452,3 +455,24 @@ def test_a_value_that_overflows_in_the_cache_ends_with_its_row():
     assert not np.isfinite(lost).any()
     for out in outs:
         np.testing.assert_array_equal(out, q)
+
+
+def test_a_row_of_negative_positions_is_lost_in_a_ring_with_sinks():
+    """Sinks are the positions 0, 1, ..., and a count of those below is not one of sinks."""
+    scheme, ones = pe.streaming(pe.RoPE(head_dim=2), 2), np.ones((2, 3, 1, 2), np.float32)
+    cache = pe.new_cache(scheme, 2, 6, num_heads=1, head_dim=2, ring=True)
+    positions = np.array([[-3, -2, -1], [0, 1, 2]])
+    options = {"window": (1, 0), "is_causal": True, "cache": cache, "positions": positions}
+    out, _ = jax.jit(lambda: pe.scheme_attention(scheme, {}, ones, ones, ones, **options))()
+    np.testing.assert_array_equal(np.isfinite(out[:, -1]).all((1, 2)), [False, True])
+
+
+def test_a_key_that_overflows_in_the_cache_ends_with_its_row():
+    """Its logit is the one of hidden slots, and the other tokens would get its weight."""
+    cache = pe.new_cache(pe.NoPE(), 1, 2, num_heads=1, head_dim=2, dtype=jnp.float16)
+    k = np.array([[[[1.0, 1.0]], [[1.0, 7e4]]]], np.float32)
+    q = np.full((1, 2, 1, 2), -2e-5, np.float32)
+    options = {"cache": cache, "is_causal": True}
+    q, k = map(jnp.asarray, (q, k))  # NumPy warns when it rounds.
+    out, _ = jax.jit(lambda: pe.scheme_attention(pe.NoPE(), {}, q, k, k, **options))()
+    assert np.isfinite(out[0, 0]).all() and not np.isfinite(out[0, 1]).any()

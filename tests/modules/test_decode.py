@@ -79,6 +79,8 @@ def test_a_cache_has_the_slots_that_the_window_needs():
     assert new_cache(window) == (40, False)
     assert new_cache(window, tokens_per_call=5) == (7 + 5, True)
     assert new_cache(window, tokens_per_call=5, max_rewind=6) == (7 + 6, True)
+    own = pe.LayerSpec(window.scheme, window=1)
+    assert new_cache(own, tokens_per_call=2, max_rewind=2) == (1 + 2, True)
     assert new_cache(window, tokens_per_call=33) == (40, False)
     sinks = pe.LayerSpec(pe.streaming(rope, 2), window=8)
     assert new_cache(sinks, tokens_per_call=5) == (2 + 7 + 5, True)

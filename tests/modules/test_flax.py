@@ -242,6 +242,12 @@ ERRORS = [
         TypeError,
     ),
     (pn.AttentionFn, {"position": "rope"}, "AttentionFn: position must be a Scheme or", TypeError),
+    (
+        pn.AttentionFn,
+        {"position": pe.LayerSpec(pe.RoPE(8), window=2)},
+        "AttentionFn: position must be a Scheme, got a LayerSpec",
+        TypeError,
+    ),
 ]
 
 

@@ -65,6 +65,8 @@ def segment_lengths(
 class RoPEByLength(AttendRotary):
     """RoPE with frequencies by the length of each sequence (Ding et al. 2024).
 
+    In cross attention, the length is that of the queries.
+
     Attributes:
       head_dim, theta, layout, rotary_dim, rotary_start: as in `RoPE`.
       scaling: `LongRoPE(...)` without `long`, or `DynamicNTK(..., length=None)`.
@@ -109,7 +111,7 @@ class RoPEByLength(AttendRotary):
     def attend(
         self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention
     ):
-        # The last visible token of each sequence is among the queries.
+        # The last token of each sequence is among the queries, but for cross attention.
         segments = attention.q_segment_ids
         q_lengths = segment_lengths(q_coordinates, segments, attention.q_segment_ids)
         k_lengths = segment_lengths(q_coordinates, segments, attention.k_segment_ids)
