@@ -35,7 +35,7 @@ ANY_SIZE |= {("transformer_xl", "model_dim")}
 """Sizes of parameters alone, which tokens need not have."""
 
 
-ANY_NUMBER = {"seed", "stddev", "init_std", "init_omega", "initial_shape", "gain"}
+ANY_NUMBER = {"seed", "stddev", "init_std", "initial_shape", "gain"}
 """Settings of initialisation: NaN is in the parameters, for all to see."""
 WRONG = {str: "nothing", int: -1, float: float("nan")}
 SETTINGS = [

@@ -158,12 +158,14 @@ def test_a_norm_after_the_rotation(name):
     compare(layer, pl.Attention(N, position=scheme, qk_norm=norm, **SIZES), by_hand)
 
 
-def test_xpos_takes_no_norm_after_its_factors():
-    """They grow from the last token of a call, so that steps would differ from a whole pass."""
+def test_schemes_that_scale_q_take_no_norm_after_it():
+    """It would undo the scale; XPos's grows from the last token of a call, too."""
     q = jnp.ones((1, 2, 1, H))
-    for scheme in (pe.XPos(head_dim=H), pe.chain(pe.XPos(head_dim=H), pe.ALiBi(1))):
+    xpos, heat = pe.XPos(head_dim=H), pe.QueryTemperature()
+    schemes = xpos, pe.chain(xpos, pe.ALiBi(1)), heat, pe.chain(heat, ROPE), pe.SSMax(1)
+    for scheme in schemes:
         params = scheme.init(jax.random.key(0))
-        with pytest.raises(NotImplementedError, match="scales q and k by call, so that no norm"):
+        with pytest.raises(NotImplementedError, match="scales q or k, so that no norm"):
             pe.scheme_attention(scheme, params, q, q, q, norms=(jnp.tanh, jnp.tanh))
 
 

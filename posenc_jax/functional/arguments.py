@@ -63,7 +63,7 @@ def check_pipeline(caller: str, pipeline: Pipeline, q: jax.Array, k: jax.Array) 
         raise TypeError(f"{caller}: norms must be two functions, (of q, of k), got {norms!r:.100}.")
     in_attention = Acts.ATTENTION in scheme.acts
     if in_attention or not scheme.traits.norm_after:
-        how = "rotates q and k within its attention" if in_attention else "scales q and k by call"
+        how = "rotates q and k within its attention" if in_attention else "scales q or k"
         raise NotImplementedError(f"{caller}: {scheme!r} {how}, so that no norm can come after it.")
 
 

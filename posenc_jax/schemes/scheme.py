@@ -64,8 +64,8 @@ class Traits:
       transforms_rows: a rule is a `LogitsTransform`; attention takes only one.
       cache_transformed_keys: k is cached after `key`. False: `key` depends on later tokens,
         so k is cached as projected and transformed at every step.
-      norm_after: norms of q and k may follow `query` and `key`. False: these scale by a number that
-        depends on the call, which cancels in q . k and not in norms.
+      norm_after: norms of q and k may follow `query` and `key`. False: these scale q or k, which
+        norms would undo.
       num_sink_tokens: number of initial tokens of a sequence that stay visible outside the
         window; a ring cache keeps them.
       mirrored: without causality, outputs are the same for the reversed sequence: nothing tells

@@ -23,6 +23,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from posenc_jax.checks import positive_fields, require
 from posenc_jax.engine.rules import LogitBias
@@ -63,7 +64,7 @@ def check_window(name: str, window: tuple[int, int]) -> None:
     require(
         isinstance(window, tuple | list)
         and len(window) == 2
-        and all(isinstance(n, int) and n >= 1 for n in window),
+        and all(isinstance(n, int | np.integer) and n >= 1 for n in window),
         f"{name} must be (rows, columns), both at least 1, got {window}.",
     )
 
@@ -75,7 +76,7 @@ class Swin(Scheme):
     Attributes:
       num_heads: the number of query heads, N.
       window: rows and columns of a window.
-      stddev: standard deviation of the initial table, a normal truncated at two of them.
+      stddev: standard deviation of the initial table.
 
     >>> scheme = Swin(num_heads=3, window=(7, 7))
     >>> scheme.init(jax.random.key(0))["table"].shape
@@ -97,9 +98,7 @@ class Swin(Scheme):
         """Returns {"table": float32 [N, (2R - 1)(2C - 1)]}."""
         rows, columns = self.window
         shape = self.num_heads, (2 * rows - 1) * (2 * columns - 1)
-        return {
-            "table": self.stddev * jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
-        }
+        return {"table": self.stddev * jax.random.normal(key, shape, jnp.float32)}
 
     def rules(self, params, q_features=None, k_features=None):
         return LogitBias(WindowEntry(self.window), heads=params["table"])

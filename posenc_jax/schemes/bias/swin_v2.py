@@ -73,7 +73,7 @@ class SwinV2(Scheme):
     name: ClassVar[str] = "swin_v2"
     __repr__ = repr_with_scale
     param_axes: ClassVar = {"out": "num_heads width", "tau": "num_heads"}
-    traits: ClassVar = Traits(num_axes=2)
+    traits: ClassVar = Traits(num_axes=2, norm_after=False)
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "width")

@@ -69,7 +69,7 @@ class _Streaming(Wrapper):
         k_positions = positions_of(k, attention.k_positions)
         segments = attention.k_segment_ids
         segments = jnp.zeros_like(k_positions) if segments is None else segments
-        clipped = jnp.minimum(q_coordinates, self.first + past)
+        clipped = jnp.minimum(q_coordinates, min(self.first + past, 2**31 - 1))
         near = attention.replace(return_lse=True)
         older = near.replace(
             window=None,
@@ -107,8 +107,8 @@ def streaming(scheme: Scheme, first: int = 4) -> Scheme:
 
     Raises:
       TypeError: if `scheme` is not a `Scheme`.
-      ValueError: for a scheme that does not depend on the distance alone, replaces attention or
-        changes its output, and `first` below one.
+      ValueError: for a scheme that does not depend on the distance alone, scales q and k, replaces
+        attention or changes its output, and `first` below one.
 
     >>> import posenc_jax as pe
     >>> q = k = v = jnp.ones((1, 9, 2, 8))
@@ -131,6 +131,11 @@ def streaming(scheme: Scheme, first: int = 4) -> Scheme:
     require(
         traits.relative and not traits.order_only and Acts.EMBEDDING not in scheme.acts,
         f"streaming: {scheme!r} must depend on the distance of tokens alone.",
+    )
+    require(
+        traits.norm_after,
+        f"streaming: {scheme!r} scales q and k by powers of their distance to an origin, which is "
+        "too far from first tokens.",
     )
     for part in parts(scheme):
         require(

@@ -119,8 +119,8 @@ class FoX(Scheme):
         return low, high
 
     def _bias(self):
-        times = np.geomspace(*self._times, self.num_heads)
-        return jnp.asarray(-np.log(np.expm1(1 / times)), jnp.float32)
+        rates = 1 / np.geomspace(*self._times, self.num_heads)
+        return jnp.asarray(-rates - np.log(-np.expm1(-rates)), jnp.float32)  # -log(e^rate - 1)
 
     def _logits(self, params, x, q):
         if self.gate != "full":

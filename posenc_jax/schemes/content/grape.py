@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from posenc_jax.checks import one_of, positive_fields, require
+from posenc_jax.checks import one_of, positive, positive_fields, require
 from posenc_jax.engine.rules import ContentBias
 from posenc_jax.engine.terms import in_reach
 from posenc_jax.schemes.bias.alibi import alibi_slopes
@@ -50,7 +50,7 @@ class GRAPEA(Scheme):
       init_omega: initial value of softplus(omega).
 
     Raises:
-      ValueError: for sizes below one, or an unknown gate.
+      ValueError: for sizes below one, an unknown gate, or an `init_omega` that is not positive.
 
     >>> GRAPEA(num_heads=2, head_dim=4).init(jax.random.key(0))["u"].shape
     (2, 4)
@@ -70,11 +70,13 @@ class GRAPEA(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim")
+        positive("grape_a", init_omega=self.init_omega)
         one_of("grape_a", ("key", "query", "both"), gate=self.gate)
 
     def init(self, key):
         """Returns {"omega": [N]} and, as the gate has them, "u" and "v" [N, H]: N(0, 1 / H)."""
-        omega = jnp.full(self.num_heads, math.log(math.expm1(self.init_omega)), jnp.float32)
+        x = self.init_omega + math.log(-math.expm1(-self.init_omega))  # softplus(x) = init_omega
+        omega = jnp.full(self.num_heads, x, jnp.float32)
         used = {"key": "u", "query": "v", "both": "uv"}[self.gate]
         keys = dict(zip("uv", jax.random.split(key, 2), strict=True))
         shape = (self.num_heads, self.head_dim)

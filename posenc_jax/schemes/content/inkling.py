@@ -105,6 +105,7 @@ class Inkling(Scheme):
         return Traits(
             relative=self.log_scaling_start is None,
             reads_x=True,
+            norm_after=self.log_scaling_start is None,
             causal_only="keys after the query have a bias of 0, all alike",
         )
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import not_negative, positive_fields, query_heads, require
+from posenc_jax.checks import integers_from, positive_fields, query_heads, require
 from posenc_jax.engine.rules import DotBias
 from posenc_jax.ops.init import normals
 from posenc_jax.schemes.scheme import Scheme, Traits
@@ -99,7 +99,7 @@ class TransformerXL(Scheme):
             self.model_dim % 2 == 0,
             f"transformer_xl: model_dim must be even, got {self.model_dim}.",
         )
-        not_negative("transformer_xl", clamp=self.clamp or 0)
+        integers_from(0, "transformer_xl", clamp=self.clamp or 0)
 
     @property
     def param_axes(self):

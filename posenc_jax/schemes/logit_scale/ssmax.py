@@ -19,7 +19,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from posenc_jax.checks import finite, positive_fields, require
-from posenc_jax.schemes.scheme import Scheme
+from posenc_jax.schemes.scheme import Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,7 @@ class SSMax(Scheme):
     scale: float = 0.43
     offset: float | None = None
     name: ClassVar[str] = "ssmax"
+    traits: ClassVar = Traits(norm_after=False)
     param_axes: ClassVar = {"scale": "num_heads", "offset": "num_heads"}
 
     def __post_init__(self):

@@ -11,9 +11,8 @@ r"""Query temperature: a query is multiplied by a factor that grows with its pos
     "inkling"         1 + s ln(max((i + 1) / L, 1))     Inkling
 
 so that attention over many keys is as sharp as over few. Combine it with any scheme by `chain`. In
-a packed batch it restarts with the positions; negative positions give NaN. Inkling also multiplies
-its learned logits by t(i); this scheme multiplies q alone. `SSMax` is the learned form of
-Scalable-Softmax.
+a packed batch it restarts with the positions. Inkling also multiplies its learned logits by t(i);
+this scheme multiplies q alone. `SSMax` is the learned form of Scalable-Softmax.
 
 Paper: Nakanishi. Scalable-Softmax Is Superior for Attention. 2025.
 https://arxiv.org/abs/2501.19399
@@ -28,8 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import coordinate_values, finite, one_of, require
-from posenc_jax.schemes.scheme import Scheme
+from posenc_jax.checks import coordinate_values, finite, integers_from, one_of, require
+from posenc_jax.schemes.scheme import Scheme, Traits
 
 _LOG_N = ("log_n", "log_n_clipped")
 _FORMS = (*_LOG_N, "llama4", "ministral3", "beam", "inkling")
@@ -67,6 +66,7 @@ class QueryTemperature(Scheme):
       strength: s. Default: 0.1, as in all released models; "log_n" has none.
 
     Raises:
+      TypeError: for a length that is not an integer.
       ValueError: for an unknown form, a length too small, a strength that is not finite, or a
         strength for a form without one.
 
@@ -78,14 +78,12 @@ class QueryTemperature(Scheme):
     length: int = 4096
     strength: float | None = None
     name: ClassVar[str] = "temperature"
+    traits: ClassVar = Traits(norm_after=False)
 
     def __post_init__(self):
         one_of("temperature", _FORMS, form=self.form)
         least = 2 if self.form in _LOG_N else 1  # ln 1 is zero.
-        require(
-            self.length >= least,
-            f"temperature: length must be at least {least}, got {self.length}.",
-        )
+        integers_from(least, "temperature", length=self.length)
         require(
             self.strength is None or self.form not in _LOG_N,
             f"temperature: {self.form!r} has no strength, got strength={self.strength}.",

@@ -24,7 +24,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from posenc_jax.checks import require
+from posenc_jax.checks import positive_fields, require
 from posenc_jax.schemes.layer_spec import in_chunks
 from posenc_jax.schemes.rotary.two_range import RangeRotary, keys_before
 from posenc_jax.schemes.scheme import Acts, Traits
@@ -74,13 +74,14 @@ class DualChunk(RangeRotary):
     chunk: int = 3072
     local: int = 512
     name: ClassVar[str] = "dual_chunk"
-    traits: ClassVar = Traits()
+    traits: ClassVar = Traits(causal_only="distances to keys after the query repeat")
     acts: ClassVar = Acts.QK | Acts.ATTENTION
 
     def __post_init__(self):
         super().__post_init__()
+        positive_fields(self, "chunk", "local")
         require(
-            0 < self.local < self.chunk,
+            self.local < self.chunk,
             f"dual_chunk: local must be from 1 to chunk - 1, got local={self.local} and "
             f"chunk={self.chunk}.",
         )

@@ -25,7 +25,7 @@ string_for_llama.py.
 import dataclasses
 from typing import ClassVar
 
-from posenc_jax.checks import not_negative, require
+from posenc_jax.checks import integers_from, positive_fields, require
 from posenc_jax.schemes.rotary.two_range import Far, RangeRotary
 from posenc_jax.schemes.scheme import Traits
 
@@ -57,9 +57,9 @@ class ReRoPE(RangeRotary):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self.window >= 1, f"rerope: window must be at least 1, got {self.window}.")
+        positive_fields(self, "window")
         require(0 <= self.leak <= 1, f"rerope: leak must be from 0 to 1, got {self.leak}.")
-        not_negative("rerope", restart=self.restart or 0)
+        integers_from(0, "rerope", restart=self.restart or 0)
 
     def attend(
         self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention

@@ -19,7 +19,7 @@ Reference code: datamllab/LongLM, self_extend_patch/Llama.py (self_extend_forwar
 import dataclasses
 from typing import ClassVar
 
-from posenc_jax.checks import require
+from posenc_jax.checks import positive_fields
 from posenc_jax.schemes.rotary.two_range import Far, RangeRotary
 
 
@@ -49,9 +49,7 @@ class SelfExtend(RangeRotary):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("window", "group"):
-            value = getattr(self, name)
-            require(value >= 1, f"self_extend: {name} must be at least 1, got {value}.")
+        positive_fields(self, "window", "group")
 
     def attend(
         self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention

@@ -33,7 +33,8 @@ class VORoPE(ScalableRotary):
       qk: whether q and k are rotated too.
 
     Raises:
-      ValueError: for a scaling with an attention factor other than one, and as `RoPE`.
+      ValueError: for the layout "interleaved_to_half", a scaling with an attention factor other
+        than one, and as `RoPE`.
 
     >>> import jax.numpy as jnp
     >>> scheme, positions = VORoPE(head_dim=4), jnp.arange(3)[None]
@@ -48,6 +49,11 @@ class VORoPE(ScalableRotary):
 
     def __post_init__(self):
         super().__post_init__()
+        require(
+            self.layout != "interleaved_to_half",
+            "vo_rope: layout must write the dimensions that it reads, as the output is rotated "
+            "back, got 'interleaved_to_half'.",
+        )
         factor = self.attention_factor
         require(
             factor == 1.0,

@@ -67,7 +67,12 @@ class XPos(Rotary):
     gamma: float = 0.4
     layout: str = "interleaved"
     name: ClassVar[str] = "xpos"
-    traits: ClassVar = Traits(relative=True, cache_transformed_keys=False, norm_after=False)
+    traits: ClassVar = Traits(
+        relative=True,
+        cache_transformed_keys=False,
+        norm_after=False,
+        causal_only="q . k grows with the distance to keys after the query",
+    )
 
     def __post_init__(self):
         super().__post_init__()

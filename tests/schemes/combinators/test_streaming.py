@@ -164,6 +164,7 @@ def refused(message, *arguments):
 
 ERRORS = [
     refused("must read positions and not replace attention", pe.ReRoPE(head_dim=8)),
+    refused("scales q and k", pe.chain(pe.XPos(head_dim=8), pe.ALiBi(num_heads=6))),
     refused("must depend on the distance of tokens alone", pe.FIRE(num_heads=6)),
     refused("must depend on the distance of tokens alone", pe.Sinusoidal(model_dim=8)),
     refused("CoPE.* reads all keys between", pe.chain(pe.RoPE(8), pe.CoPE(8)), 2),

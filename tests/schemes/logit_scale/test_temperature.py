@@ -88,8 +88,9 @@ def test_a_negative_position_is_nan_in_its_own_row():
 
 
 ERRORS = [
-    (pe.QueryTemperature, {"length": 1}, "length must be at least 2, got 1"),
-    (pe.QueryTemperature, {"form": "beam", "length": 0}, "length must be at least 1, got 0"),
+    (pe.QueryTemperature, {"length": 1}, "length must be >= 2, got 1"),
+    (pe.QueryTemperature, {"form": "beam", "length": 0}, "length must be >= 1, got 0"),
+    (pe.QueryTemperature, {"length": 2.5}, "length must be an integer, got 2.5", TypeError),
     (
         pe.QueryTemperature,
         {"form": "beam", "strength": float("nan")},

@@ -62,7 +62,8 @@ def test_matches_the_authors_code(chunk, local, heads, kv_heads, start):
 
 
 ERRORS = [
-    (pe.DualChunk, {"chunk": 6, "local": 0}, "local must be .* got local=0 and chunk=6"),
+    (pe.DualChunk, {"chunk": 6, "local": 0}, "local must be >= 1, got 0"),
+    (pe.DualChunk, {"chunk": 6.5, "local": 2}, "chunk must be an integer, got 6.5", TypeError),
     (pe.DualChunk, {"chunk": 6, "local": 6}, "local must be .* got local=6 and chunk=6"),
     (pe.DualChunk, {"chunk": 6, "local": 9}, "local must be .* got local=9 and chunk=6"),
 ]

@@ -83,5 +83,6 @@ def test_matches_the_authors_code(name, heads, kv_heads, start):
 
 ERRORS = [
     (pe.ReRoPE, {"leak": 2.0}, "leak must be from 0 to 1, got 2.0"),
-    (pe.ReRoPE, {"restart": -1}, "restart must not be negative, got -1"),
+    (pe.ReRoPE, {"restart": -1}, "restart must be >= 0, got -1"),
+    (pe.ReRoPE, {"window": 4.5}, "window must be an integer, got 4.5", TypeError),
 ]

@@ -101,6 +101,8 @@ def test_a_chain_undoes_values_in_reverse():
 def test_refuses_scaled_tables_streaming_and_values_of_rules():
     with pytest.raises(ValueError, match="attention factor of 1"):
         pe.VORoPE(H, scaling=pe.YaRN(factor=16.0, original_max_position=64))
+    with pytest.raises(ValueError, match="layout must write the dimensions that it reads"):
+        pe.VORoPE(H, layout="interleaved_to_half")
     with pytest.raises(ValueError, match="changes the output"):
         pe.streaming(pe.VORoPE(H))
     with pytest.raises(ValueError, match=r"change at the output what .*Shaw.* add to the values"):
