@@ -270,7 +270,7 @@ def _not_tuned(section: str, rows: Mapping[str, SchemeResults]) -> Iterator[str]
     compare, study = (tomllib.loads(file.read_text()) for file in _CONFIGS)
     if task.rates == {name: Rates(**table) for name, table in compare["text"]["rates"].items()}:
         tuned = study["text"]["corpus"], study["sizes"]["small"]["text"]["train"]["steps"]
-        here = task.corpus, task.train.steps
+        here = getattr(task, "corpus", task.name), task.train.steps
         if here != tuned:
             yield (
                 f"The rates on {section} are the study's, chosen with {tuned[1]} steps on "

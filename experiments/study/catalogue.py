@@ -17,6 +17,7 @@ from experiments.study.numbers import ratio
 from experiments.study.page import origin
 from experiments.study.plan import Study
 from experiments.study.rows import Row, Rows, curve_of
+from experiments.study.selection import score
 
 _SHOWN = 0.1
 """How far beyond the baseline's score a scheme may be to be in the picture."""
@@ -78,8 +79,8 @@ def _summary(screen: Mapping[str, Row], finalists: list, baseline: str) -> dict[
     trained = {scheme: mean(row.at_trained_length) for scheme, row in screen.items()}
     longest = {scheme: mean(_longest(row)) for scheme, row in screen.items()}
     score = mean(reference.at_trained_length)
-    ahead = [s for s in screen if s != baseline and sign * trained[s] < sign * score]
-    scores = {s: row.at_trained_length for s, row in screen.items() if row.at_trained_length}
+    scores = {s: row.at_trained_length for s, row in screen.items() if row.is_stable}
+    ahead = [s for s in scores if s != baseline and sign * trained[s] < sign * score]
     p_values, spread = t_tests(scores, reference.at_trained_length)
     p_values.pop(baseline, None)
     rejected = holm(p_values)
@@ -91,6 +92,8 @@ def _summary(screen: Mapping[str, Row], finalists: list, baseline: str) -> dict[
     return {
         "ahead": ahead,
         "tests": len(p_values),
+        "untested": [label(scheme) for scheme in screen if scheme not in scores],
+        "scales": _own_scales(trained, spread),
         "pooled": f"{spread:.3f}",
         "resolved": [label(scheme) for scheme in resolved],
         "flat": [label(scheme) for scheme in flat],
@@ -100,6 +103,21 @@ def _summary(screen: Mapping[str, Row], finalists: list, baseline: str) -> dict[
         "greatest": f"{greatest:g}",
         "rate": f"{reference.run.task.train.learning_rate:g}",
     }
+
+
+def _own_scales(trained: Mapping[str, float], spread: float) -> list[str]:
+    """Returns differences of schemes with their own logit scale to those with 1/sqrt(H).
+
+    The standard error of a difference of two means of two seeds is the standard deviation of one.
+    """
+    by_name, lines = {label(scheme): value for scheme, value in trained.items()}, []
+    for name, value in by_name.items():
+        plain = name.removesuffix("_own_scale")
+        if plain != name and plain in by_name:
+            difference = value - by_name[plain]
+            verdict = "matters" if abs(difference) > 2 * spread else "within two standard errors"
+            lines.append(f"{plain} {difference:+.3f} ({verdict})")
+    return lines
 
 
 def screen_numbers(rows: Mapping[str, Row]) -> str:
@@ -127,8 +145,9 @@ def _finalists(
     study: Study, size: str, rows: Mapping[str, Row], screen: Mapping[str, Row], results: Lookup
 ) -> dict[str, Any]:
     """The table of a size with more seeds."""
-    baseline, curve = study.about.baseline, curve_of(rows[study.about.baseline], results)
+    baseline = study.about.baseline
     chose = screen[baseline].cell.about.seeds
+    curve = curve_of(rows[baseline], results, chose)
     lines = []
     for scheme, row in rows.items():
         difference = in_words(row.against()[chose:], 3, "+", row.shifts_against)
@@ -136,19 +155,23 @@ def _finalists(
         lines[-1] += ["" if scheme == baseline else difference, f"{mean(_longest(row)):.3f}"]
         if curve:
             lines[-1].append(
-                "" if scheme == baseline else _in_time(row, screen[scheme].step, curve)
+                "" if scheme == baseline else _in_time(row, chose, screen[scheme].step, curve)
             )
     about, count = rows[baseline].cell.about, len(study.compared(size, results))
     return {"name": size, "about": about, "rows": lines, "schemes": count, "curve": curve}
 
 
-def _in_time(row: Row, step: float | None, curve: Mapping[float, float]) -> str:
-    """Returns the difference to the baseline with as much time, read off its scores by steps."""
-    if step is None:
+def _in_time(row: Row, chose: int, step: float | None, curve: Mapping[float, float]) -> str:
+    """Returns the difference to the baseline with as much time, read off its scores by steps.
+
+    Seeds that `chose` the scheme, the first ones, are left out.
+    """
+    value = mean(map(score, row.results[chose:]))
+    if step is None or math.isnan(value):
         return ""
     at_step = np.interp(np.log2(step), np.log2([*curve]), [*curve.values()])
     bound = "" if step <= max(curve) else "> " if row.cell.task.labels.sign > 0 else "< "
-    return f"{bound}{mean(row.at_trained_length) - at_step:+.3f}"
+    return f"{bound}{value - at_step:+.3f}"
 
 
 def catalogue_picture(study: Study, rows: Rows) -> str:

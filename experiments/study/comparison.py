@@ -165,7 +165,7 @@ def t_tests(
       p values by scheme and the pooled standard deviation; none and NaN for one seed per scheme.
     """
     degrees = sum(len(x) - 1 for x in scores.values())
-    if degrees < 1:
+    if degrees < 1 or not reference:
         return {}, math.nan
     squares = sum(float(np.var(x)) * len(x) for x in scores.values())
     spread, p_values = (squares / degrees) ** 0.5, {}

@@ -66,7 +66,7 @@ def page(
         "repetition": bool(about.repeats),
     }
     words = {"baseline": name, "repeats": about.repeats}
-    sizes = [_size(study, size, rows[size], results, clock) for size in study.cells]
+    sizes = [settings(study, size, rows[size], results, clock) for size in study.cells]
     return fill(
         Path(__file__).with_name("study.md.jinja"),
         about=about,
@@ -76,7 +76,7 @@ def page(
         expected=expected,
         criteria=[text.format(**words) for key, text in _CRITERIA.items() if has[key]],
         differences=_differences(study, rows) if has["sizes"] or has["corpora"] else None,
-        shared=_shared(sizes),
+        shared=shared(sizes),
         sizes=sizes,
         pictures=list(_captioned(study, pictures)),
         repetition=comparison.repetition(study, rows, earlier)
@@ -103,10 +103,10 @@ def _differences(study: Study, rows: Rows) -> dict[str, Any] | None:
     }
 
 
-def _size(
+def settings(
     study: Study, size: str, rows: Mapping[str, Row], results: Lookup, clock: Clock | None
 ) -> dict[str, Any]:
-    """The answer at a size, its settings, and remarks on its runs."""
+    """Returns the answer at a size, its settings, and remarks on its runs."""
     about, cells = study.about, study.compared(size, results)
     cell = study.cells[size][about.baseline]
     task, labels, limit = cell.task, cell.task.labels, cell.about.unstable
@@ -174,7 +174,7 @@ def _runs(cell: Cell) -> str:
     return f"{'' if about.rates_of else choice}{about.seeds} seeds"
 
 
-def _shared(sizes: Sequence[dict[str, Any]]) -> str:
+def shared(sizes: Sequence[dict[str, Any]]) -> str:
     """Returns the settings that all sizes have in common, and leaves them out of these."""
     names = "model", "steps", "rates", "runs"
     keys = [key for key in names if len({size[key] for size in sizes}) == 1]

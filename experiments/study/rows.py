@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -49,6 +50,13 @@ class Row:
     def at_trained_length(self) -> list[float]:
         """The scores at the trained length, one per seed that did not diverge."""
         return self.values(self.run.task.views[0], self.run.task.train_length)
+
+    @property
+    def is_stable(self) -> bool:
+        """Whether no seed diverged, and they spread as little as those of a rate that is chosen."""
+        scores, limit = self.at_trained_length, self.cell.about.unstable
+        ended = len(scores) == len(self.results)
+        return ended and (len(scores) < 2 or statistics.stdev(scores) <= limit)
 
     @functools.cached_property
     def shifts(self) -> list[float]:
@@ -151,14 +159,16 @@ def ended(runs: Sequence[Run], results: Lookup) -> list[Result]:
     return known if len(known) == len(runs) else []
 
 
-def curve_of(row: Row, results: Lookup) -> dict[float, float]:
-    """Returns the baseline's mean score by budget, ascending; nothing before all have ended."""
-    curve = {1.0: mean(row.at_trained_length)}
+def curve_of(row: Row, results: Lookup, first: int = 0) -> dict[float, float]:
+    """Returns the baseline's mean score by budget, ascending; nothing before all have ended.
+
+    Means are over the seeds from the `first` on.
+    """
+    curve = {1.0: mean(map(score, row.results[first:]))}
     for budget in row.cell.about.budgets:
         runs = row.cell.budgeted(results, budget)
-        scores = [score(result) for result in ended(runs, results)]
         steps = runs[0].task.train.steps / row.run.task.train.steps  # At least the warm-up.
-        curve[steps] = mean([math.nan if x is None else x for x in scores])
+        curve[steps] = mean(map(score, ended(runs, results)[first:]))
     known = len(curve) > 1 and all(map(math.isfinite, curve.values()))
     return dict(sorted(curve.items())) if known else {}
 

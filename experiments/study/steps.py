@@ -12,7 +12,7 @@ from experiments.pages import plots
 from experiments.pages.page import fill
 from experiments.pages.tables import Lookup, interval, mean
 from experiments.study.comparison import sign, t_tests
-from experiments.study.page import origin
+from experiments.study.page import origin, settings, shared
 from experiments.study.plan import Study
 from experiments.study.rows import Bounds, Row, Rows
 
@@ -46,10 +46,13 @@ class Lead:
 def leads(rows: Mapping[str, Row], thetas: Collection[str] = THETAS) -> tuple[str, dict[str, Lead]]:
     """Returns the RoPE that is best on validation text, and differences of all schemes to it.
 
-    The best is one of the names in `thetas`.
+    The best is one of the names in `thetas`. Schemes that are not stable are left out; without a
+    RoPE there is nothing.
     """
-    by_name = {short(scheme): row for scheme, row in rows.items()}
-    task = rows["rope"].run.task
+    by_name = {short(scheme): row for scheme, row in rows.items() if row.is_stable}
+    if not by_name.keys() & {*thetas}:
+        return "", {}
+    task = next(iter(rows.values())).run.task
 
     def validated(name: str) -> float:
         return mean(by_name[name].values(task.selection_view, task.train_length))
@@ -62,7 +65,7 @@ def leads(rows: Mapping[str, Row], thetas: Collection[str] = THETAS) -> tuple[st
         error = spread * (1 / len(x) + 1 / len(scores[best])) ** 0.5
         return Lead(mean(x) - mean(scores[best]), error, degrees)
 
-    return best, {name: lead(x) for name, x in scores.items() if x}
+    return best, {name: lead(x) for name, x in scores.items()}
 
 
 def outcome(first: Bounds, last: Bounds) -> str:
@@ -98,6 +101,8 @@ def steps_page(
     """
     known, expected = study.known(results, None)
     sizes = {size: leads(of_size) for size, of_size in rows.items() if of_size}
+    sizes = {size: each for size, each in sizes.items() if each[0]}
+    abouts = [settings(study, size, rows[size], results, None) for size in study.cells]
     first, *_, last = study.cells
     lines = []
     for scheme in study.about.schemes:
@@ -118,7 +123,9 @@ def steps_page(
         known=len(known),
         expected=expected,
         criteria=_criteria([rows[first], rows[last]]),
-        sizes=sizes,
+        leads=sizes,
+        shared=shared(abouts),
+        sizes=abouts,
         thetas=THETAS,
         rows=lines,
         picture=pictures.get("", ""),
@@ -134,11 +141,14 @@ def _criteria(ends: list[Mapping[str, Row]]) -> dict[str, str]:
         return {}
     first, last = (of_size["t5"] for of_size in compared)
     error = (last.error**2 + first.error**2 / 4) ** 0.5
+    words = "T5's lead is at most half as large at last"
+    if sign(first.bounds) >= 0:
+        return {words: f"says nothing, as it has none at first: {first}"}
     less = Lead(last.mean - first.mean / 2, error, min(first.degrees, last.degrees))
     gains = [leads(rows, [name for name in THETAS if name != "rope"])[1]["rope"] for rows in ends]
     left = dataclasses.replace(gains[1], mean=_CLOSE - gains[1].mean)
     return {
-        "T5's lead is at most half as large at last": _verdict(less),
+        words: _verdict(less),
         f"Theta 100 or 500 is {_CLOSE} ahead of 10,000 at first": _verdict(gains[0], _CLOSE),
         f"It is less than {_CLOSE} ahead at last": _verdict(left),
     }
@@ -151,7 +161,8 @@ def steps_picture(study: Study, rows: Rows) -> str:
         best, differences = leads(of_size) if of_size else ("", {})
         for scheme, row in of_size.items():
             name = short(scheme)
-            shown = "" if name in THETAS or differences[name].mean > _SHOWN else name
+            is_shown = name in differences and differences[name].mean <= _SHOWN
+            shown = name if is_shown and name not in THETAS else ""
             shown = "rope, best theta" if name == best else shown
             bounds = interval(row.at_trained_length, row.shifts)
             lines.setdefault(shown, {})[row.run.task.train.steps] = bounds
