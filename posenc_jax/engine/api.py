@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from typing import Any, Literal, Self, TypedDict, Unpack, overload
 
 import jax
@@ -122,9 +123,9 @@ def attention(
     """Exact softmax attention with any position rule.
 
     `logits = softcap(scale * (q . k + scaled terms) + unscaled terms)`, in float32.
-    A query that sees no key gets zeros. Keys, values and features that no query sees, and
-    queries of padding, may hold anything, NaN included. Without the batch axis of q, k and v, that
-    of arguments and results is missing too, except in `rules`, where B is 1.
+    A query that sees no key gets zeros. Keys, values and features that no query sees with any head,
+    and queries of padding, may hold anything, NaN included. Without the batch axis of q, k and v,
+    that of arguments and results is missing too, except in `rules`, where B is 1.
 
     Args:
       q: queries [B, T, N, H], or [T, N, H].
@@ -368,7 +369,10 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
     _check_arrays(q, k, v)
     _check_rules(rules)
     _check_numbers(call)
-    if call.softcap is not None and any(isinstance(vars(x).get("rule"), OfScores) for x in rules):
+    rules = tuple(map(_in_float32, rules))
+    functions = [vars(rule).get("rule") for rule in rules]
+    functions = [getattr(f, "rule", f) for f in functions]  # Those of `on`.
+    if call.softcap is not None and any(isinstance(f, OfScores) for f in functions):
         raise ValueError(
             "attention: softcap needs a score_mod that says adds=True or relative=True, and adds "
             "within it; or let the function do what softcap does."
@@ -396,6 +400,7 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
     tokens = _tokens(batch, length, keys, bool(rules), call)
     same_sinks = False
     if sinks is not None:
+        floating("attention", "sinks", jnp.asarray(sinks))
         sinks = jnp.asarray(sinks, jnp.float32)
         same_sinks = sinks.ndim == 1
         sinks = _sinks(sinks, (batch, length, num_heads), tokens["q_segment_ids"])
@@ -420,6 +425,21 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
         platform=platform_of(q),
         **tokens,
     )
+
+
+def _in_float32(rule: Rule) -> Rule:
+    """Returns a rule with parameters in float32: a gradient is a sum over all pairs of tokens."""
+
+    def wide(x):
+        dtype = jnp.result_type(x)
+        half = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+        return jnp.asarray(x, jnp.float32) if half else x
+
+    names = {field.name for field in dataclasses.fields(rule)} & {"heads", "shared"}
+    arrays = {name: getattr(rule, name) for name in names}
+    new = jax.tree.map(wide, arrays)
+    same = all(map(operator.is_, jax.tree.leaves(new), jax.tree.leaves(arrays)))
+    return rule if same else dataclasses.replace(rule, **new)
 
 
 def _sinks(

@@ -27,6 +27,8 @@ class Reference(Implementation):
         scaled = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest")
         unscaled = jnp.zeros_like(scaled)
         for rule in p.rules:
+            if rule.whole_rows:
+                continue
             coordinates = p.q_coordinates, p.k_coordinates
             term = rule.added_to_rows(*coordinates)
             if term is not None and rule.scaled:

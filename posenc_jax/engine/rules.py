@@ -278,6 +278,11 @@ def _check_function(
         shape is None or got == shape,
         f"{message}, got {'no array' if got is None else f'shape {got}'}.",
     )
+    if shape is not None and not any(
+        jnp.issubdtype(out.dtype, kind) for kind in (jnp.floating, jnp.integer)
+    ):
+        hint = "; a rule hides keys by jnp.where(seen, 0.0, -jnp.inf)" * (out.dtype == bool)
+        raise ValueError(f"{message}, got dtype {out.dtype}{hint}.")
     return out
 
 

@@ -116,8 +116,9 @@ def score_mod(
     closed = jax.make_jaxpr(function)(score, *(index,) * 4, *arrays)
     require(
         [x.shape for x in closed.out_avals] == [()]
+        and closed.out_avals[0].dtype != bool
         and not jnp.issubdtype(closed.out_avals[0].dtype, jnp.complexfloating),
-        f"score_mod: {getattr(function, '__name__', function)} must return one number, got "
+        f"score_mod: {getattr(function, '__name__', function)} must return one score, got "
         f"{[str(x) for x in closed.out_avals]}.",
     )
     heads = jnp.arange(num_heads, dtype=jnp.int32)

@@ -110,9 +110,11 @@ def scheme_coordinates(
     if coordinates.ndim != 3:
         return jnp.broadcast_to(coordinates, shape)
     axes = scheme.traits.num_axes
+    wanted = f"[B, T] = {shape}"
+    if axes > 1:
+        wanted = f"{axes} axes, [A, B, T] = {(axes, *shape)} or [B, T]"
     require(
         not scheme.acts or len(coordinates) == axes > 1,
-        f"{caller}: {scheme!r} reads coordinates of {axes} axes, [A, B, T] = {(axes, *shape)} or "
-        f"[B, T], got {coordinates.shape}.",
+        f"{caller}: {scheme!r} reads coordinates of {wanted}, got {coordinates.shape}.",
     )
     return coordinates

@@ -107,7 +107,11 @@ def cross_attention(
     queries, keys = tokens.replace(k=q, v=q), Projections(k, k, v, memory)
     queries.check(caller)
     array_of_rank(caller, "k", k, 4, "[B, S, K, H]")
-    keys.check(caller)
+    keys.check(caller, "k", "memory")
+    require(
+        memory is not None or not pipeline.scheme.traits.reads_x,
+        f"{caller}: {pipeline.scheme!r} reads the layer's input at the keys; pass memory.",
+    )
     check_pipeline(caller, pipeline, q, k)
     q_ids, k_ids = call.q_segment_ids, call.k_segment_ids
     if q_ids is not None or k_ids is not None:

@@ -55,8 +55,11 @@ class Projections:
         """Returns the tokens with some arrays changed."""
         return dataclasses.replace(self, **changes)
 
-    def check(self, caller: str) -> None:
-        """Raises unless all arrays have the tokens of q; hooks would broadcast other shapes."""
+    def check(self, caller: str, q_name: str = "q", x_name: str = "x") -> None:
+        """Raises unless all arrays have the tokens of q; hooks would broadcast other shapes.
+
+        Messages have the names of q and x.
+        """
         q = self.q
         for name, axes in (
             ("q", "[B, T, N, H]"),
@@ -66,10 +69,11 @@ class Projections:
         ):
             array = getattr(self, name)
             if array is not None:
+                name = {"q": q_name, "x": x_name}.get(name, name)
                 array_of_rank(caller, name, array, len(axes.split()), axes)
                 require(
                     array.shape[:2] == q.shape[:2],
-                    f"{caller}: {name} must be {axes} with the B and T of q {q.shape}, "
+                    f"{caller}: {name} must be {axes} with the B and T of {q_name} {q.shape}, "
                     f"got {array.shape}.",
                 )
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 
 from posenc_jax.checks import bool_rows, integer_positions, require, segments
-from posenc_jax.positions.packing import changes, since
+from posenc_jax.positions.packing import changes
 
 
 def mrope_coordinates(
@@ -95,7 +95,12 @@ def mrope_coordinates(
     pick = functools.partial(jnp.take_along_axis, indices=grid, axis=1)
     n = jnp.cumsum(texts, 1) - texts + pick(jnp.cumsum(grown, 1) - grown)
 
-    begins = changes(segment_ids)
+    # Padding inside of a segment does not end it.
+    slots = jnp.arange(valid.shape[1], dtype=jnp.int32)[None]
+    known = jnp.maximum(jax.lax.cummax(jnp.where(valid, slots, -1), axis=1), 0)
+    begins = changes(jnp.take_along_axis(segment_ids, known, 1))
+    index = jnp.cumsum(valid, axis=1, dtype=jnp.int32) - 1
+    index -= jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
     first = jax.lax.cummax(jnp.where(begins, n, 0), axis=1)
     place = before - pick(ends - size)
     columns, area = jnp.maximum(pick(width), 1), jnp.maximum(pick(height * width), 1)
@@ -104,9 +109,8 @@ def mrope_coordinates(
     coordinates = jnp.where(valid[None], coordinates, 0)
 
     following = n - first + jnp.where(vision, pick(grown), texts)
-    index = jnp.arange(valid.shape[1], dtype=jnp.int32)[None]
-    last = jnp.max(jnp.where(valid, index, 0), 1, keepdims=True)
-    delta = jnp.take_along_axis(following - since(begins) - 1, last, 1)[:, 0]
+    last = jnp.max(jnp.where(valid, slots, 0), 1, keepdims=True)
+    delta = jnp.take_along_axis(following - index - 1, last, 1)[:, 0]
     return coordinates, jnp.where(valid.any(1), delta, 0)
 
 

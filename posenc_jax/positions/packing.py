@@ -113,14 +113,16 @@ def digit_places(
       shift: added to the indices of digits, a number or [B].
       before: the index, without shift, of the token before the first one, a number or [B]; a
         decode step may start within a number.
-      segment_ids: int32 [B, T]; a number ends with its segment. Default: one segment.
+      segment_ids: int32 [B, T]; a number ends with its segment and at padding. Default: one
+        segment.
 
     >>> digit_places(jnp.array([[False, True, True, False, True]]))
     Array([[0, 1, 2, 0, 1]], dtype=int32)
     """
     digits = bool_rows("digit_places", "digits", digits)
-    starts = changes(digits) | changes(segments("digit_places", segment_ids, digits.shape))
-    first = jnp.cumsum(starts, axis=1, dtype=jnp.int32) == 1
+    ids = segments("digit_places", segment_ids, digits.shape)
+    starts = changes(digits) | changes(ids)
+    first = jnp.cumsum(starts & (ids >= 0), axis=1, dtype=jnp.int32) == 1
     shift, before = (
         jnp.broadcast_to(integer_positions("digit_places", x, name), digits.shape[:1])[:, None]
         for name, x in (("shift", shift), ("before", before))
@@ -143,15 +145,17 @@ def bilevel(
     Args:
       ends: bool [B, T], true for the last token of each sentence; tokens in order.
       start: both indices of the first token, numbers or [B], for decode steps.
-      segment_ids: int32 [B, T]; both indices restart with each segment. Default: one segment.
+      segment_ids: int32 [B, T]; both indices restart with each segment and after padding. Default:
+        one segment.
 
     >>> bilevel(jnp.array([[False, True, False, False]]))[:, 0]
     Array([[0, 1, 0, 1],
            [0, 0, 1, 1]], dtype=int32)
     """
     before = jnp.pad(bool_rows("bilevel", "ends", ends), ((0, 0), (1, 0)))[:, :-1]
-    new = changes(segments("bilevel", segment_ids, before.shape))
-    first_segment = jnp.cumsum(new, axis=1, dtype=jnp.int32) == 1
+    ids = segments("bilevel", segment_ids, before.shape)
+    new = changes(ids)
+    first_segment = jnp.cumsum(new & (ids >= 0), axis=1, dtype=jnp.int32) == 1
     place, sentence = (
         jnp.broadcast_to(integer_positions("bilevel", x, "start"), before.shape[:1])[:, None]
         for x in start

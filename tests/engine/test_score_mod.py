@@ -148,8 +148,10 @@ def test_gradients_of_what_a_function_closes_over():
 def test_a_function_that_does_not_fit_is_named():
     with pytest.raises(ValueError, match=r"score_mod: q must be \[B, T, N, H\]"):
         pe.score_mod(causal, Q[0])
-    with pytest.raises(ValueError, match="must return one number"):
+    with pytest.raises(ValueError, match="must return one score"):
         pe.score_mod(lambda score, *_: score * jnp.ones(3), Q)
+    with pytest.raises(ValueError, match=r"must return one score, got \['bool\[\]'\]"):
+        pe.score_mod(lambda score, b, h, i, j: j <= i, Q)  # A mask_mod.
     with pytest.raises(TypeError, match=r"alibi\(\) missing .* 'slopes'"):
         pe.score_mod(alibi, Q)
     with pytest.raises(ValueError, match="a function that reads b is not relative"):
@@ -175,7 +177,8 @@ def test_a_false_claim_is_nan():
 def test_softcap_needs_to_know_what_a_function_does():
     q = jnp.ones((1, 5, 2, 4))
     rule = pe.score_mod(lambda score, b, h, i, j: score - 1.0, q)
-    with pytest.raises(ValueError, match="softcap needs a score_mod that says adds=True"):
-        pe.attention(q, q, q, rules=rule, softcap=3.0)
-    with pytest.raises(ValueError, match="must return one number"):
+    for each in (rule, rule.on(lambda i: i)):
+        with pytest.raises(ValueError, match="softcap needs a score_mod that says adds=True"):
+            pe.attention(q, q, q, rules=each, softcap=3.0)
+    with pytest.raises(ValueError, match="must return one score"):
         pe.score_mod(lambda score, b, h, i, j: jax.lax.complex(score, score), q)

@@ -122,7 +122,7 @@ SCHEME = {
         "coordinates": REAL.astype(jnp.bfloat16)
     },
     "coordinates must be .*got (6,)": {"coordinates": AT[:6]},
-    ".*ALiBi.* reads coordinates of 1 axes, .*got (": MANY,
+    ".*ALiBi.* reads coordinates of [B, T] = (2, 7), .*got (": MANY,
     "segment_ids must be .*got (3,)": {"segment_ids": AT[:3]},
     "scheme must be a Scheme, got <class .*RoPE": {"scheme": pe.RoPE},
     "scheme must be a Scheme, got 'rope'": {"scheme": "rope"},
@@ -165,7 +165,7 @@ EMBEDDING = {
     "positions must be .*got (6,)": {"positions": AT[:6], "coordinates": AT},
     "positions must be integers, got float": {"positions": REAL},
     "coordinates must be .*got (6,)": {"coordinates": AT[:6]},
-    ".*reads coordinates of 1 axes": MANY,
+    ".*reads coordinates of [B, T]": MANY,
     "scheme must be a Scheme, got 'rope'": {"scheme": "rope"},
     "params lack ['table'] of Learned": {"scheme": pe.LearnedAbsolute(9, 4)},
     "the cache must be that of one layer with 2 rows, got (5,)": lambda: {"cache": cache(batch=5)},

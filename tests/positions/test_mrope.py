@@ -78,14 +78,15 @@ def test_matches_the_loop_of_qwen(step):
         assert delta[b] == expected_delta
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", "right", "between"])
 def test_rows_of_a_padded_batch_are_rows_alone(side):
     length = max(len(kinds) for kinds, _ in ROWS)
     kinds = np.zeros((len(ROWS), length), bool)
     segments, grids = np.full((len(ROWS), length), -1), np.zeros((len(ROWS), 3, 3), int)
     places = []
     for b, (k, g) in enumerate(ROWS):
-        places.append(slice(length - len(k), length) if side == "left" else slice(0, len(k)))
+        slots, first = np.arange(len(k)), {"left": 0, "right": len(k), "between": 2}[side]
+        places.append(np.where(slots < first, slots, slots + length - len(k)))
         kinds[b, places[b]], segments[b, places[b]], grids[b, : len(g)] = k, 0, g
     coordinates, delta = map(np.asarray, coordinates_of(kinds, grids, segment_ids=segments))
     for b, (k, g) in enumerate(ROWS):

@@ -33,6 +33,15 @@ def test_positions_restart_with_each_segment():
     assert positions.bilevel(segments[:, :0] > 0).shape == (2, 2, 0)
 
 
+def test_the_start_of_a_row_is_that_of_its_first_token():
+    """Padding on the left is no segment; the rows are those without it."""
+    ids, digits = np.array([[-1, 0, 0, 1]]), np.array([[False, True, True, True]])
+    places = positions.digit_places(digits, before=3, segment_ids=ids)
+    np.testing.assert_array_equal(places, [[0, 4, 5, 1]])
+    pair = positions.bilevel(np.array([[False, False, True, False]]), start=(5, 2), segment_ids=ids)
+    np.testing.assert_array_equal(pair[:, 0, 1:], [[5, 6, 0], [2, 2, 0]])
+
+
 def test_equal_ids_that_are_not_contiguous_are_two_segments():
     np.testing.assert_array_equal(from_segment_ids(jnp.array([[3, 3, 1, 3]])), [[0, 1, 0, 0]])
 
