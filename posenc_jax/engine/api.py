@@ -427,7 +427,7 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
     )
 
 
-def _in_float32(rule: Rule) -> Rule:
+def _in_float32(rule: Any) -> Any:
     """Returns a rule with parameters in float32: a gradient is a sum over all pairs of tokens."""
 
     def wide(x):
