@@ -49,10 +49,8 @@ A TOML file describes one experiment; any setting of it can be changed on the co
   python -m experiments compare --tasks mypkg.mine:MyTask --name my-task
   python -m experiments report results/compare
 
-compare, train, study and scoreboard train on all devices with --mesh data=4,tensor=2 or
---mesh sequence=8, in any combination, and stop after --minutes.
-
-Results go to results/<name>/. Ctrl-C keeps finished runs; the same command continues.
+Results go to results/<name>/. Ctrl-C keeps finished runs, and compare, train, study and scoreboard
+stop after --minutes; the same command continues.
 `python -m experiments compare --help` lists every setting.
 """
 

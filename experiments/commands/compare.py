@@ -59,8 +59,7 @@ def compare(experiment: Experiment, options: argparse.Namespace, keep: bool = Fa
         yield runs
 
     try:
-        tasks = experiment.tasks.values()
-        status = carry_out(options, folder, tasks, stages(), keep, errors)
+        status = carry_out(options, folder, stages(), keep, errors)
     except KeyboardInterrupt:
         if not (folder / "config.toml").exists():
             raise

@@ -10,7 +10,7 @@ layers share its parameters (`shared_over_layers`).
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -53,7 +53,6 @@ class Block(nnx.Module):
         layer: pe.LayerSpec,
         key: jax.Array,
         shared_encoding: pnnx.PositionEncoding | None = None,
-        axis_names: Mapping[str, str] | None = None,
     ):
         """Draws parameters from `key`, the same for every scheme.
 
@@ -81,7 +80,6 @@ class Block(nnx.Module):
             is_causal=sizes.is_causal,
             kernel_init=weights,
             out_kernel_init=outputs,
-            axis_names=axis_names,
             dtype=sizes.dtype,
             rngs=rngs,
         )
@@ -102,14 +100,7 @@ class Block(nnx.Module):
 class LanguageModel(nnx.Module):
     """Tokens to logits of the next tokens; without causality, of the tokens that are masked."""
 
-    def __init__(
-        self,
-        sizes: Model,
-        position: Position,
-        vocab_size: int,
-        key: jax.Array,
-        axis_names: Mapping[str, str] | None = None,
-    ):
+    def __init__(self, sizes: Model, position: Position, vocab_size: int, key: jax.Array):
         """Draws parameters from `key`; all but the schemes' are the same for every scheme."""
         keys = jax.random.split(key, sizes.num_layers + 3)
         weights = nnx.initializers.normal(_STDDEV)
@@ -134,7 +125,7 @@ class LanguageModel(nnx.Module):
         layers = pe.layer_pattern(sizes.num_layers, *layers)
         schemes, rngs = list(dict.fromkeys(layer.scheme for layer in layers)), nnx.Rngs(keys[2])
         encodings = {
-            s: pnnx.PositionEncoding(s, axis_names=axis_names, rngs=rngs)
+            s: pnnx.PositionEncoding(s, rngs=rngs)
             for s in schemes
             if s.traits.shared_over_layers or pe.Acts.EMBEDDING in s.acts
         }
@@ -145,7 +136,7 @@ class LanguageModel(nnx.Module):
             if not scheme.acts_in_attention:
                 layer = dataclasses.replace(layer, scheme=pe.NoPE())
             shared = encodings[scheme] if scheme.traits.shared_over_layers else None
-            return Block(sizes, layer, key, shared, axis_names)
+            return Block(sizes, layer, key, shared)
 
         self.blocks = nnx.List(map(block, layers, keys[3:]))
         scaled = any(s.traits.scale_embedding for s in schemes)
@@ -178,10 +169,7 @@ def by_rows(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Arr
     """Returns function(x) [B, T, F] for x [B, T, D], computed on rows [B * T, D].
 
     On CPU, XLA computes gradients of kernels 1.5 times as fast from rows: it transposes neither.
-    On a mesh tokens may be sharded, so that rows cannot be.
     """
-    if not jax.sharding.get_abstract_mesh().empty:
-        return function(x)
     out = function(x.reshape(-1, x.shape[-1]))
     return out.reshape(*x.shape[:-1], out.shape[-1])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.errors import ResultsError
@@ -58,7 +59,7 @@ class Deadline:
 class Checkpoints:
     """The two latest states of training in a folder, a file each, named by the step.
 
-    A state is whole or not there. It can be read on another number of devices.
+    A state is whole or not there.
 
     Args:
       path: of the folder.
@@ -94,8 +95,8 @@ class Checkpoints:
             read = [arrays.get(str(i), np.zeros(0)) for i in range(len(leaves))]
             if arrays and all(a.shape == b.shape for a, b in zip(read, leaves, strict=True)):
                 facts = json.loads(str(arrays["facts"]))
-                placed = [jax.device_put(a, b.sharding) for a, b in zip(read, leaves, strict=True)]
-                return jax.tree.unflatten(tree, placed), facts["curve"], tuple(facts["times"])
+                state = jax.tree.unflatten(tree, map(jnp.asarray, read))
+                return state, facts["curve"], tuple(facts["times"])
             self.say(f"{file}: cannot be used; continuing from the state before it")
             file.unlink()
         return None

@@ -154,8 +154,7 @@ Defaults are those of the file. --quick applies its table [quick]. Settings of s
 
 Of compare and train: --fresh removes the results of an earlier experiment of that name. --workers N
 runs at a time, --minutes M as a limit. --trust A,B allows package.module:object of installed
-packages. --mesh data=4,tensor=2 uses all devices; axes are data (sequences), tensor (heads) and
-sequence (tokens).
+packages.
 """
 _SETTINGS = ("name", "results", "seeds", "first_seed", "schemes")
 

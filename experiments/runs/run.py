@@ -41,7 +41,6 @@ from experiments.runs.results import Result
 from experiments.settings.config_io import to_tables
 from experiments.tasks.base import Data, Evaluation
 from experiments.tasks.corpus import SOURCES
-from experiments.training import mesh as on_mesh
 from experiments.training.train import Trained, of_program, train
 
 _POINTS = 32
@@ -167,7 +166,6 @@ class RunFolder:
         say: Callable[[str], None] = lambda line: None,
         deadline: Deadline | None = None,
         keep: bool = False,
-        mesh: jax.sharding.Mesh | None = None,
     ) -> Result:
         """Returns the result, of an earlier call or of training and evaluation now.
 
@@ -175,7 +173,6 @@ class RunFolder:
           say: shows a line.
           deadline: when to stop, with OutOfTime; the next call continues. Default: never.
           keep: whether the trained parameters must be there afterwards.
-          mesh: devices to train on; default: one.
         """
         deadline = Deadline() if deadline is None else deadline
         with locked(self.path):
@@ -185,20 +182,15 @@ class RunFolder:
             if deadline.over():
                 raise OutOfTime
             checkpoint = Checkpoints(self.states, deadline, say)
-            result = self._train(before, load_data(self.run.task), keep, checkpoint, mesh)
+            result = self._train(before, load_data(self.run.task), keep, checkpoint)
             self._remove_states()
             return result
 
     def _train(
-        self,
-        before: Result | None,
-        data: Data,
-        keep: bool,
-        checkpoint: Checkpoints,
-        mesh: jax.sharding.Mesh | None,
+        self, before: Result | None, data: Data, keep: bool, checkpoint: Checkpoints
     ) -> Result:
         """Trains and evaluates the model, writes its files, and returns the result."""
-        trained = self.run.train(data, checkpoint=checkpoint, mesh=mesh)
+        trained = self.run.train(data, checkpoint=checkpoint)
         if (step := trained.diverged) is not None:
             error = f"the loss is not finite at step {step}"
             return before or self._write("diverged", error=error)
@@ -207,8 +199,7 @@ class RunFolder:
             write_arrays(self.path / "parameters.npz", arrays)
         if before:
             return before
-        facts = {**data.facts, "mesh": on_mesh.describe(mesh)} if mesh else data.facts
-        return self._write("done", facts, **self.run.measure(trained, data))
+        return self._write("done", data.facts, **self.run.measure(trained, data))
 
     def evaluate(self, data: Data) -> Result:
         """Measures the kept parameters again, and replaces the scores."""

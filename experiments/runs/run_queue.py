@@ -26,7 +26,6 @@ from experiments.runs.executors import processes
 from experiments.runs.results import PACK, Result, pack, versions_of
 from experiments.runs.run import Lookup, Run, RunFolder, commit, duration, here
 from experiments.settings.trust import add_trust, is_installed, is_project
-from experiments.training import mesh as on_mesh
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes, each with a processor of its own (default: one per processor on CPUs)",
     )
-    parser.add_argument("--mesh", metavar="AXES", help="train on all devices: data=4,tensor=2")
     parser.add_argument(
         "--pack", action="store_true", help=f"then put the results of all runs in one file, {PACK}"
     )
@@ -60,11 +58,9 @@ def default_count() -> int:
 def number_of_workers(options: argparse.Namespace) -> int:
     """Returns how many processes of this machine to use."""
     if options.workers is None:
-        return 1 if options.mesh else default_count()
+        return default_count()
     if options.workers < 1:
         raise ConfigError(f"--workers: must be at least 1, got {options.workers}")
-    if options.workers > 1 and options.mesh:
-        raise ConfigError("--workers: must be 1 with --mesh, which has all devices")
     if options.workers > 1 and (backend := jax.default_backend()) != "cpu":
         raise ConfigError(f"--workers: processes would share one {backend}")
     return options.workers
@@ -124,7 +120,6 @@ class Queue:
         folder: Path,
         minutes: float = math.inf,
         workers: int = 1,
-        mesh: jax.sharding.Mesh | None = None,
         keep: bool = False,
         errors: dict[str, str] | None = None,
     ):
@@ -134,12 +129,11 @@ class Queue:
           folder: of the folders of runs.
           minutes: after which it stops, with the states of unfinished runs written.
           workers: number of processes; 1: this one, with all its processors.
-          mesh: devices to train on; default: one.
           keep: whether to keep trained parameters.
           errors: a dict for the errors of runs, by name.
         """
         commit()  # Files may change while runs go on.
-        self.folder, self.workers, self.mesh, self.keep = folder.absolute(), workers, mesh, keep
+        self.folder, self.workers, self.keep = folder.absolute(), workers, keep
         self.errors, self.over = {} if errors is None else errors, False
         self.deadline = Deadline(minutes)
 
@@ -154,7 +148,7 @@ class Queue:
             self._in_processes(runs)
         else:
             with self.deadline.of_sigterm():
-                carry_out_runs(self.folder, runs, self.deadline, self.keep, self._handle, self.mesh)
+                carry_out_runs(self.folder, runs, self.deadline, self.keep, self._handle)
         if waiting := self._count - self._ended:
             say(f"Time is over with {waiting} runs left; the same command continues.")
             self.over = True
@@ -239,7 +233,6 @@ def carry_out_runs(
     deadline: Deadline,
     keep: bool,
     send: Callable[[Event], None],
-    mesh: jax.sharding.Mesh | None = None,
 ) -> None:
     """Carries out runs until the time is over, and sends their ends and lines to show."""
     for each in runs:
@@ -247,7 +240,7 @@ def carry_out_runs(
             return
         began, result, error = time.monotonic(), None, ""
         try:
-            result = RunFolder(folder, each).carry_out(send, deadline, keep, mesh)
+            result = RunFolder(folder, each).carry_out(send, deadline, keep)
         except OutOfTime:
             return
         except ExperimentError as raised:
@@ -281,7 +274,7 @@ def _stop_processes() -> None:
 
 def refuse_without_run(options: argparse.Namespace) -> None:
     """Raises `ConfigError` for flags of a queue in a call without --run, which carries out none."""
-    names = [n for n in ("workers", "mesh", "pack", "seeds") if n in options]
+    names = [n for n in ("workers", "pack", "seeds") if n in options]
     set_flags = [n for n in names if getattr(options, n) not in (None, False)]
     set_flags += ["minutes"] if options.minutes < math.inf else []
     if set_flags and not options.run:
@@ -299,7 +292,6 @@ def in_one_line(error: BaseException) -> str:
 def carry_out(
     options: argparse.Namespace,
     folder: Path,
-    tasks: Iterable[Any],
     stages: Iterable[Iterable[Run]],
     keep: bool = False,
     errors: dict[str, str] | None = None,
@@ -309,14 +301,10 @@ def carry_out(
     Args:
       options: of `add_arguments`.
       folder: of the folders of runs.
-      tasks: all tasks of the runs.
       stages: runs whose results are needed; later stages may depend on results of earlier ones.
       keep, errors: as for `Queue`.
     """
-    workers, mesh = number_of_workers(options), None
-    if options.mesh:
-        mesh = on_mesh.make(options.mesh, [size for task in tasks for size in sharded(task)])
-    queue = Queue(folder, options.minutes, workers, mesh, keep, errors)
+    queue = Queue(folder, options.minutes, number_of_workers(options), keep, errors)
     for runs in stages:
         queue.work([each for each in runs if RunFolder(folder, each).missing(keep)])
         if queue.over:
@@ -324,15 +312,6 @@ def carry_out(
     if options.pack:
         say(f"Pack: {pack(folder)} results in {folder / PACK}")
     return int(bool(queue.errors))
-
-
-def sharded(task: Any) -> list[tuple[str, str, int]]:
-    """Returns the sizes that a mesh has to divide."""
-    return [
-        ("data", f"{task.name}.train.batch", task.train.batch),
-        ("tensor", f"{task.name}.model.num_heads", task.model.num_heads),
-        ("sequence", f"{task.name}.train_length", task.train_length),
-    ]
 
 
 def say(line: str) -> None:

@@ -63,9 +63,8 @@ def main(arguments: list[str]) -> int:
     chosen = named(everything, options.claims)
     status = 0
     if options.run:
-        tasks = [run.task for claim in chosen for run in claim.runs.values()]
         stages = _stages(chosen, files.results, options.seeds)
-        status = carry_out(options, files.results, tasks, stages)
+        status = carry_out(options, files.results, stages)
     outcomes = [judge(claim, files.results) for claim in everything]
     if mixed := [outcome for outcome in outcomes if outcome.mixed]:
         raise ResultsError("; ".join(f"{o.claim.name}: {o.reason}" for o in mixed))

@@ -71,9 +71,7 @@ def main(arguments: list[str]) -> int:
     if options.clock:
         clock.measure(study.timed_sizes, folder, say)
     if options.run:
-        tasks = [cell.task for cells in study.cells.values() for cell in cells.values()]
-        stages = _stages(study, folder)
-        status = carry_out(options, folder, tasks, stages)
+        status = carry_out(options, folder, _stages(study, folder))
     for path, text in pages(study, options.file, folder, target).items():
         write_whole(path, text)
     say(f"Page: {target}")

@@ -1,1 +1,1 @@
-"""Training on one device or a mesh."""
+"""Training of all seeds side by side."""

@@ -16,7 +16,6 @@ import optax
 from flax import nnx
 
 from experiments.models.model import (
-    LanguageModel,
     Position,
     count_parameters,
     initialize,
@@ -27,7 +26,6 @@ from experiments.models.model import (
 )
 from experiments.settings.common import Train
 from experiments.tasks import Task
-from experiments.training import mesh as on_mesh
 
 
 def make_optimizer(
@@ -95,7 +93,6 @@ def mean_loss(
     """
     model = nnx.merge(graphdef, params)
     inputs, targets = model.inputs_and_targets(tokens, mask)
-    inputs = on_mesh.constrain(inputs, "data", "sequence")
     logits = model(inputs, coordinates)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return (losses * mask[:, 1:]).sum() / jnp.maximum(mask[:, 1:].sum(), 1.0)
@@ -138,7 +135,6 @@ def advance(
         (params, moments), key = carry
         drawn = jax.random.fold_in(key, number)
         tokens, mask = task.sample(drawn, task.train.batch, task.train_length, data)
-        tokens, mask = (on_mesh.constrain(x, "data") for x in (tokens, mask))
         coordinates = task.draw_coordinates(drawn, tokens, training=True)
         loss, gradient = jax.value_and_grad(mean_loss)(params, graphdef, tokens, mask, coordinates)
         updates, moments = optimizer.update(gradient, moments, params)
@@ -195,13 +191,11 @@ def rates_of(task: Task, count: int) -> jax.Array:
     return jnp.tile(rates, (count, 1))
 
 
-def compiled(
-    task: Task, position: Position, count: int, data: Any, mesh: jax.sharding.Mesh | None = None
-) -> Any:
+def compiled(task: Task, position: Position, count: int, data: Any) -> Any:
     """Returns `advance` compiled for a number of seeds, of an earlier call if there was one."""
     leaves, tree = jax.tree.flatten(data)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    return _compiled(of_program(task), position, count, tree, shapes, mesh)
+    return _compiled(of_program(task), position, count, tree, shapes)
 
 
 def arguments_of(task: Task, position: Position, count: int, data: Any) -> tuple[Any, ...]:
@@ -214,18 +208,10 @@ def arguments_of(task: Task, position: Position, count: int, data: Any) -> tuple
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(task: Task, position: Position, count: int, tree: Any, shapes: Any, mesh: Any) -> Any:
+def _compiled(task: Task, position: Position, count: int, tree: Any, shapes: Any) -> Any:
     graphdef = structure(task.model, position, task.vocab_size)
     arguments = arguments_of(task, position, count, jax.tree.unflatten(tree, shapes))
-    if mesh is None:
-        lowered = advance.lower(*arguments, graphdef=graphdef, task=task)
-    else:
-        optimizer = make_optimizer(task.train, 1.0, 1.0, 1.0, task.model.model_dim)
-
-        def new_model(key: jax.Array, axis_names: Any = None) -> LanguageModel:
-            return LanguageModel(task.model, position, task.vocab_size, key, axis_names)
-
-        lowered = on_mesh.lower(advance, arguments, optimizer, new_model, mesh, task=task)
+    lowered = advance.lower(*arguments, graphdef=graphdef, task=task)
     if jax.config.read("jax_disable_most_optimizations"):  # The options would raise its level.
         return lowered.compile()
     return lowered.compile(_COMPILER_OPTIONS.get(jax.default_backend()))
@@ -240,13 +226,7 @@ def _memory(call: Any) -> int | None:
 
 
 def train(
-    task: Task,
-    position: Position,
-    seeds: list[int],
-    data: Any,
-    *,
-    checkpoint: Any = None,
-    mesh: jax.sharding.Mesh | None = None,
+    task: Task, position: Position, seeds: list[int], data: Any, *, checkpoint: Any = None
 ) -> Trained:
     """Trains one model per seed, until all steps are made or no loss is finite.
 
@@ -256,18 +236,13 @@ def train(
       seeds: of parameters and data.
       data: `Data.train` of what `task.load` returned.
       checkpoint: stores the state, and returns the one of an interrupted call (`runs.checkpoints`).
-      mesh: of `experiments.training.mesh`, to compute on all its devices; default: on one.
     """
     started = time.perf_counter()
     params = initialize(task.model, position, task.vocab_size, seed_keys(seeds, "parameters"))
     state = new_state(params, task)
     keys = seed_keys(seeds, "data")
     rates = rates_of(task, len(seeds))
-    call = compiled(task, position, len(seeds), data, mesh)
-    if mesh is not None:
-        state, keys, rates, _, data = jax.device_put(
-            (state, keys, rates, jnp.int32(0), data), call.input_shardings[0]
-        )
+    call = compiled(task, position, len(seeds), data)
     begun, cpu = time.perf_counter(), time.process_time()
     curve: dict[str, list] = {"step": [], "loss": []}
     before = 0.0, 0.0
@@ -290,7 +265,7 @@ def train(
             checkpoint.save(state, curve, times())
     train_seconds, cpu_seconds = times()
     return Trained(
-        params=state[0] if mesh is None else jax.tree.map(jnp.asarray, jax.device_get(state[0])),
+        params=state[0],
         parameters=count_parameters(state[0]),
         memory=_memory(call),
         curve=curve,

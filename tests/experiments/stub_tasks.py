@@ -29,7 +29,7 @@ class Obedient(Run):
 
     order: str = ""
 
-    def train(self, data, *, checkpoint, **options):
+    def train(self, data, *, checkpoint):
         if self.order == "die":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.order == "raise":

@@ -165,7 +165,6 @@ ON_THE_COMMAND_LINE = {
     "tasks: 'experiments_mine:Parity' is no subclass of Task": f"--tasks {MINE}",
     "tasks: two have one name": "--tasks kback,experiments.tasks:KBack",
     "has no table [quick], which --quick needs": "--quick",
-    "--mesh: data=4 is for 4 devices, there are 8": "--mesh data=4",
 }
 
 

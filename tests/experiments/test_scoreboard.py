@@ -135,27 +135,6 @@ def test_runs_in_processes_of_their_own(call, monkeypatch):
         assert after["scores"] == before["scores"] and after["curve"] == before["curve"]
 
 
-def test_a_claim_trains_on_a_mesh(call):
-    """With the programs of test_mesh.py."""
-    text = CLAIM.partition("[runs.rope]")[0].replace("\nbatch = 4", "\nbatch = 8")
-    text += '[runs.chain]\ntask = "kback"\nscheme = "rope+t5"\n'
-    text = re.sub("gate = .*", 'gate = ["chain[32] >= 0"]', text)
-    text = re.sub("criteria = .*", 'criteria = ["chain[48] >= 0"]', text)
-    (call.claims / "T1.toml").write_text(text)
-    assert call("--run", "--seeds", "1")[0] == 0
-    known = {path: json.loads(path.read_text()) for path in call.results.glob("*/result.json")}
-    for path in known:
-        path.unlink()
-    again = "--run", "--seeds", "1"
-    assert call(*again, "--mesh", "data=4,tensor=2")[0] == 0
-    for path, before in known.items():
-        after = json.loads(path.read_text())
-        assert after["environment"]["mesh"] == "data=4,tensor=2"
-        np.testing.assert_allclose(after["curve"]["loss"], before["curve"]["loss"], atol=1.5e-5)
-    err = call(*again, "--mesh", "tensor=8")[2]
-    assert "--mesh: tensor=8 does not divide kback.model.num_heads = 2" in err
-
-
 def test_the_committed_page_is_that_of_the_committed_results(request):
     root = request.config.rootpath
     claims = claims_module.load_all(root / "configs" / "scoreboard")
