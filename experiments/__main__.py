@@ -3,7 +3,6 @@
 import importlib
 import io
 import sys
-from pathlib import Path
 
 from experiments.errors import ConfigError, ExperimentError
 
@@ -22,8 +21,6 @@ With tiny models, trained here:
 
   compare    train every scheme on every task, evaluate at and beyond the training
              length, and write a report                      configs/compare.toml
-  train      the same, and keep the trained parameters       configs/kback.toml
-  evaluate   measure kept parameters again                   configs/text_length.toml
   study      the same question at learning rates chosen for
              each scheme, with seeds and intervals           configs/study.toml
   scoreboard test claims of the literature, write their
@@ -49,17 +46,13 @@ A TOML file describes one experiment; any setting of it can be changed on the co
   python -m experiments compare --tasks mypkg.mine:MyTask --name my-task
   python -m experiments report results/compare
 
-Results go to results/<name>/. Ctrl-C keeps finished runs, and compare, train, study and scoreboard
-stop after --minutes; the same command continues.
+Results go to results/<name>/. Ctrl-C keeps finished runs, and compare, study and scoreboard stop
+after --minutes; the same command continues.
 `python -m experiments compare --help` lists every setting.
 """
 
-_EXPERIMENTS = {
-    "compare": "configs/compare.toml",
-    "train": "configs/kback.toml",
-    "evaluate": "configs/kback.toml",
-}
-_OTHERS = {
+_COMMANDS = {
+    "compare": "experiments.commands.compare",
     "report": "experiments.commands.compare:report",
     "study": "experiments.study.command",
     "scoreboard": "experiments.scoreboard.command",
@@ -80,12 +73,10 @@ def main(arguments: list[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # Texts have characters that terminals lack.
         sys.stdout.reconfigure(errors="replace")
     try:
-        if name in _EXPERIMENTS:
-            return _run(name, arguments[1:])
-        if name in _OTHERS:
-            module, _, function = _OTHERS[name].partition(":")
+        if name in _COMMANDS:
+            module, _, function = _COMMANDS[name].partition(":")
             return getattr(_module(module), function or "main")(arguments[1:])
-        near = _module("experiments.settings.config_io").near(name, [*_EXPERIMENTS, *_OTHERS])
+        near = _module("experiments.settings.config_io").near(name, _COMMANDS)
         raise ConfigError(f"unknown command {name!r}{near}")
     except ExperimentError as error:
         kind = "config error" if isinstance(error, ConfigError) else "error"
@@ -105,31 +96,6 @@ def _module(name: str):
             f"{error}; run .venv/bin/python, which make compare makes, or "
             'pip install -e ".[experiments]"'
         ) from None
-
-
-def _run(command: str, arguments: list[str]) -> int:
-    """Reads an experiment and carries it out."""
-    parser = _module("experiments.settings.config_io").Parser(add_help=False)
-    parser.add_argument("--quick", action="store_true")
-    if command == "evaluate":
-        _module("experiments.settings.trust").add_trust(parser)
-    else:
-        parser.add_argument("--fresh", action="store_true")
-        _module("experiments.runs.run_queue").add_arguments(parser)
-    options, arguments = parser.parse_known_args(arguments)
-    file = _EXPERIMENTS[command]
-    if arguments and not arguments[0].startswith("-"):
-        file = arguments.pop(0)
-    experiment = _module("experiments.runs.experiment").load(
-        Path(file),
-        arguments,
-        quick=options.quick,
-        program=f"python -m experiments {command} [{file}]",
-    )
-    compare = _module("experiments.commands.compare")
-    if command == "evaluate":
-        return compare.evaluate(experiment)
-    return compare.compare(experiment, options, keep=command == "train")
 
 
 if __name__ == "__main__":

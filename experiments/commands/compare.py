@@ -1,4 +1,4 @@
-"""Commands on experiments: `compare` and `train` carry out a plan, `evaluate` measures it again.
+"""Commands on experiments: `compare` carries out a plan, `report` writes its report again.
 
 The folder results/<name>/ has
 
@@ -19,26 +19,38 @@ import tomli_w
 from experiments.errors import ConfigError, ResultsError
 from experiments.pages import tables
 from experiments.pages.report import conclusions, render
-from experiments.runs.experiment import Experiment, experiment_of, objects_in
+from experiments.runs.experiment import Experiment, experiment_of, load, objects_in
 from experiments.runs.files import locked, write_whole
 from experiments.runs.results import PACK
 from experiments.runs.run import Run, RunFolder, known, load_data
-from experiments.runs.run_queue import carry_out, refuse_other_versions, say
+from experiments.runs.run_queue import add_arguments, carry_out, refuse_other_versions, say
 from experiments.settings.config_io import Parser, near
 from experiments.settings.trust import add_trust
 
 
-def compare(experiment: Experiment, options: argparse.Namespace, keep: bool = False) -> int:
+def main(arguments: list[str]) -> int:
+    """Reads an experiment and carries out its plan; returns the exit status."""
+    parser = Parser(add_help=False)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--fresh", action="store_true")
+    add_arguments(parser)
+    options, arguments = parser.parse_known_args(arguments)
+    file = "configs/compare.toml"
+    if arguments and not arguments[0].startswith("-"):
+        file = arguments.pop(0)
+    program = f"python -m experiments compare [{file}]"
+    return compare(load(Path(file), arguments, quick=options.quick, program=program), options)
+
+
+def compare(experiment: Experiment, options: argparse.Namespace) -> int:
     """Carries out the plan of an experiment; returns 0, 1 if a run failed, 130 after Ctrl-C.
 
-    Finished runs are skipped, unless `keep` and their parameters were not kept. A run that raises
-    does not stop the others. Ctrl-C keeps finished runs.
+    Finished runs are skipped. A run that raises does not stop the others.
 
     Args:
       experiment: the experiment.
       options: of `run_queue.add_arguments`, and `fresh`: whether to remove the results of an
         earlier experiment of that name.
-      keep: whether to keep the trained parameters.
     """
     folder, runs, errors = experiment.folder, experiment.all_runs(), {}
 
@@ -46,7 +58,7 @@ def compare(experiment: Experiment, options: argparse.Namespace, keep: bool = Fa
         if not options.fresh:
             remedy = "choose another --name, or --fresh"
             refuse_other_versions(runs, known(folder), str(folder), remedy)
-        waiting = [r for r in runs if options.fresh or RunFolder(folder, r).missing(keep)]
+        waiting = [r for r in runs if options.fresh or RunFolder(folder, r).result() is None]
         tasks = dict.fromkeys(run.task for run in waiting)
         facts = {name: v for task in tasks for name, v in load_data(task).facts.items()}
         if options.fresh:
@@ -59,7 +71,7 @@ def compare(experiment: Experiment, options: argparse.Namespace, keep: bool = Fa
         yield runs
 
     try:
-        status = carry_out(options, folder, stages(), keep, errors)
+        status = carry_out(options, folder, stages(), errors)
     except KeyboardInterrupt:
         if not (folder / "config.toml").exists():
             raise
@@ -71,18 +83,6 @@ def compare(experiment: Experiment, options: argparse.Namespace, keep: bool = Fa
     if status == 130:
         print("Stopped; finished runs are kept, and the same command continues with the others.")
     return status
-
-
-def evaluate(experiment: Experiment) -> int:
-    """Measures kept parameters again, and replaces the earlier numbers in the report."""
-    runs, folder = experiment.all_runs(), experiment.folder
-    for run in runs:
-        RunFolder(folder, run).parameters()  # Raises if there are none.
-    results = {run: RunFolder(folder, run).evaluate(load_data(run.task)) for run in runs}
-    print(tables.as_text(tables.by_scheme(runs, results.get, {})))
-    write_config(experiment)
-    print(f"Report: {write_report(folder, trusted=objects_in(experiment.to_tables()))}")
-    return 0
 
 
 def report(arguments: list[str]) -> int:

@@ -152,9 +152,8 @@ _EPILOG = """\
 Defaults are those of the file. --quick applies its table [quick]. Settings of schemes:
 --schemes.t5.num-buckets 16, and for one task --text.schemes.t5.num-buckets 16.
 
-Of compare and train: --fresh removes the results of an earlier experiment of that name. --workers N
-runs at a time, --minutes M as a limit. --trust A,B allows package.module:object of installed
-packages.
+--fresh removes the results of an earlier experiment of that name. --workers N runs at a time,
+--minutes M as a limit. --trust A,B allows package.module:object of installed packages.
 """
 _SETTINGS = ("name", "results", "seeds", "first_seed", "schemes")
 
@@ -273,7 +272,7 @@ def experiment_of(folder: Path, trusted: Collection[str] = ()) -> Experiment:
     if not (folder / "config.toml").exists():
         raise ConfigError(
             f"{folder}: holds no results; make them with "
-            "`python -m experiments train --tasks text --name mine`"
+            "`python -m experiments compare --tasks text --name mine`"
         )
     if others := objects_in(read_toml(folder / "config.toml")) - set(trusted):
         shown = ",".join(sorted(others))

@@ -129,7 +129,7 @@ def _pack(folder: Path, files: Sequence[Path]) -> None:
         write_pack(folder, "run", results)
         for file in files:
             file.unlink()
-            with contextlib.suppress(OSError):  # It has parameters or states.
+            with contextlib.suppress(OSError):  # It has other files.
                 file.parent.rmdir()
 
 

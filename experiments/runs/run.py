@@ -3,7 +3,6 @@
 result.json       scores and provenance (`experiments.runs.results`), when the run has ended
 checkpoints/      states of training, about one a minute, until the run has ended; the latest two;
                   checkpoints-DIGEST/ of runs with code or a corpus of your own
-parameters.npz    trained parameters, if `train` keeps them
 
 A run that was stopped at any time continues from its checkpoint with equal bits.
 """
@@ -20,21 +19,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-from flax import nnx
-
 from experiments.errors import ResultsError
-from experiments.models.model import Position, initialize, seed_keys
+from experiments.models.model import Position
 from experiments.models.schemes import code_of, parts_of, short
 from experiments.runs import results
-from experiments.runs.checkpoints import (
-    Checkpoints,
-    Deadline,
-    OutOfTime,
-    read_arrays,
-    write_arrays,
-)
+from experiments.runs.checkpoints import Checkpoints, Deadline, OutOfTime
 from experiments.runs.environment import environment
 from experiments.runs.files import locked
 from experiments.runs.results import Result
@@ -104,7 +93,12 @@ class Run:
         """Returns the entries of a result that training and evaluation determine."""
         every = max(1, len(trained.curve["step"]) // _POINTS)
         points = slice(every - 1, None, every)
-        return self.evaluate(trained.params, data) | {
+        evaluations = self.task.evaluate(self.position, trained.params, [self.seed], data)
+        return {
+            "fitted": self.task.fitted(evaluations, data),
+            "fit_rule": self.task.fit_rule(data),
+            "scores": _scores(evaluations),
+            "places": _places(evaluations, self.task.views[0]),
             "parameters": trained.parameters,
             "memory_bytes": trained.memory,
             "curve": {
@@ -114,17 +108,6 @@ class Run:
             "compile_seconds": round(trained.compile_seconds, 2),
             "train_seconds": round(trained.train_seconds, 2),
             "cpu_seconds": round(trained.cpu_seconds, 2),
-        }
-
-    def evaluate(self, params: Any, data: Data) -> dict[str, Any]:
-        """Returns the entries of a result that the evaluation of params [1, ...] determines."""
-        task = self.task
-        evaluations = task.evaluate(self.position, params, [self.seed], data)
-        return {
-            "fitted": task.fitted(evaluations, data),
-            "fit_rule": task.fit_rule(data),
-            "scores": _scores(evaluations),
-            "places": _places(evaluations, task.views[0]),
         }
 
 
@@ -154,92 +137,32 @@ class RunFolder:
         digest = hashlib.sha256(json.dumps(self.run.sources, sort_keys=True).encode())
         return self.path / f"checkpoints-{digest.hexdigest()[:12]}"
 
-    def missing(self, keep: bool) -> bool:
-        """Returns whether the run has no result or, with `keep`, no parameters."""
-        result = self.result()
-        if result is None or not keep or result.status != "done":
-            return result is None
-        return self._parameters() is None
-
     def carry_out(
-        self,
-        say: Callable[[str], None] = lambda line: None,
-        deadline: Deadline | None = None,
-        keep: bool = False,
+        self, say: Callable[[str], None] = lambda line: None, deadline: Deadline | None = None
     ) -> Result:
         """Returns the result, of an earlier call or of training and evaluation now.
 
         Args:
           say: shows a line.
           deadline: when to stop, with OutOfTime; the next call continues. Default: never.
-          keep: whether the trained parameters must be there afterwards.
         """
         deadline = Deadline() if deadline is None else deadline
         with locked(self.path):
-            before = self.result()
-            if before and not self.missing(keep):
+            if before := self.result():
                 return before
             if deadline.over():
                 raise OutOfTime
             checkpoint = Checkpoints(self.states, deadline, say)
-            result = self._train(before, load_data(self.run.task), keep, checkpoint)
+            result = self._train(load_data(self.run.task), checkpoint)
             self._remove_states()
             return result
 
-    def _train(
-        self, before: Result | None, data: Data, keep: bool, checkpoint: Checkpoints
-    ) -> Result:
-        """Trains and evaluates the model, writes its files, and returns the result."""
+    def _train(self, data: Data, checkpoint: Checkpoints) -> Result:
+        """Trains and evaluates the model, writes the result, and returns it."""
         trained = self.run.train(data, checkpoint=checkpoint)
         if (step := trained.diverged) is not None:
-            error = f"the loss is not finite at step {step}"
-            return before or self._write("diverged", error=error)
-        if keep:
-            arrays = {name: np.asarray(x) for name, x in named(trained.params).items()}
-            write_arrays(self.path / "parameters.npz", arrays)
-        if before:
-            return before
+            return self._write("diverged", error=f"the loss is not finite at step {step}")
         return self._write("done", data.facts, **self.run.measure(trained, data))
-
-    def evaluate(self, data: Data) -> Result:
-        """Measures the kept parameters again, and replaces the scores."""
-        params, file = self.parameters(), self._parameters()
-        assert file is not None
-        with locked(self.path):
-            measured = self.run.evaluate(params, data)
-            before = results.stored(file.parents[1], file.parent.name)
-            if before is None:
-                raise ResultsError(f"{file.parent}: holds no result; train again")
-            result = dataclasses.replace(before, settings=self.run.settings, **measured)
-            results.write(self.path.parent, self.run.name, result)
-            return result
-
-    def parameters(self) -> Any:
-        """Returns the kept parameters, leaves [1, ...]."""
-        run, file = self.run, self._parameters()
-        if file is None:
-            raise ResultsError(
-                f"{self.path.parent}: holds no parameters of {run.scheme} on {run.task.name} with "
-                "these settings; make them with `python -m experiments train`"
-            )
-        arrays, like = read_arrays(file), _new_parameters(run)
-        if arrays is None:
-            raise ResultsError(f"{file}: cannot be read; remove it and train again")
-        if (other := _first_difference(arrays, named(like))) is not None:
-            raise ResultsError(f"{file}: holds another model: {other}")
-        return jax.tree.unflatten(jax.tree.structure(like), [arrays[n] for n in named(like)])
-
-    def _parameters(self) -> Path | None:
-        """Returns the file of parameters, of this run or of one with the same training."""
-        file, run = self.path / "parameters.npz", self.run
-        if file.exists():
-            return file
-        training = _training(run.settings, run.task)
-        for other in sorted(self.path.parent.glob(f"{run.name.rpartition('-')[0]}-*/{file.name}")):
-            result = results.stored(self.path.parent, other.parent.name)
-            if result and _training(result.settings, run.task) == training:
-                return other
-        return None
 
     def _write(
         self, status: str, facts: Mapping[str, str] | None = None, **measured: Any
@@ -273,12 +196,6 @@ def known(folder: Path) -> Lookup:
     return result
 
 
-def _training(settings: dict[str, Any], task: Any) -> dict[str, Any]:
-    """Returns the settings of a run that its training depends on."""
-    table = {k: v for k, v in settings[task.name].items() if k not in task.measure_settings}
-    return settings | {task.name: table}
-
-
 @functools.lru_cache(maxsize=8)
 def load_data(task: Any) -> Data:
     """Returns the data of a task, loaded once."""
@@ -302,27 +219,6 @@ def duration(seconds: float) -> str:
 def here() -> dict[str, Any]:
     """Returns versions and the machine, as results have them."""
     return {k: v for k, v in environment().items() if k != "platform"}
-
-
-def _new_parameters(run: Run) -> Any:
-    keys = seed_keys([run.seed], "parameters")
-    task = run.task
-    return jax.eval_shape(lambda k: initialize(task.model, run.position, task.vocab_size, k), keys)
-
-
-def named(params: Any) -> dict[str, Any]:
-    """Returns the leaves by their paths, such as blocks/0/up/kernel/value."""
-    leaves = jax.tree.leaves_with_path(nnx.to_pure_dict(params))
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
-
-
-def _first_difference(arrays: Mapping[str, Any], like: Mapping[str, Any]) -> str | None:
-    """Returns in words the first array that two sets do not share, None if there is none."""
-    for name in sorted(arrays.keys() | like.keys()):
-        shapes = [x[name].shape if name in x else "nothing" for x in (arrays, like)]
-        if shapes[0] != shapes[1]:
-            return f"{name} is {shapes[0]}, expected {shapes[1]}"
-    return None
 
 
 def _scores(evaluations: list[Evaluation]) -> dict[str, dict[str, float | None]]:

@@ -120,7 +120,6 @@ class Queue:
         folder: Path,
         minutes: float = math.inf,
         workers: int = 1,
-        keep: bool = False,
         errors: dict[str, str] | None = None,
     ):
         """Starts the clock.
@@ -129,11 +128,10 @@ class Queue:
           folder: of the folders of runs.
           minutes: after which it stops, with the states of unfinished runs written.
           workers: number of processes; 1: this one, with all its processors.
-          keep: whether to keep trained parameters.
           errors: a dict for the errors of runs, by name.
         """
         commit()  # Files may change while runs go on.
-        self.folder, self.workers, self.keep = folder.absolute(), workers, keep
+        self.folder, self.workers = folder.absolute(), workers
         self.errors, self.over = {} if errors is None else errors, False
         self.deadline = Deadline(minutes)
 
@@ -148,7 +146,7 @@ class Queue:
             self._in_processes(runs)
         else:
             with self.deadline.of_sigterm():
-                carry_out_runs(self.folder, runs, self.deadline, self.keep, self._handle)
+                carry_out_runs(self.folder, runs, self.deadline, self._handle)
         if waiting := self._count - self._ended:
             say(f"Time is over with {waiting} runs left; the same command continues.")
             self.over = True
@@ -174,8 +172,7 @@ class Queue:
         with pool, self.deadline.of_sigterm(_stop_processes):
             try:
                 waiting = {
-                    pool.submit(_work, group, self.folder, self.deadline, self.keep)
-                    for group in groups
+                    pool.submit(_work, group, self.folder, self.deadline) for group in groups
                 }
                 while waiting:
                     done, waiting = wait(waiting, 0.1, FIRST_COMPLETED)
@@ -228,11 +225,7 @@ def grouped(runs: Iterable[Run], workers: int) -> list[list[Run]]:
 
 
 def carry_out_runs(
-    folder: Path,
-    runs: Iterable[Run],
-    deadline: Deadline,
-    keep: bool,
-    send: Callable[[Event], None],
+    folder: Path, runs: Iterable[Run], deadline: Deadline, send: Callable[[Event], None]
 ) -> None:
     """Carries out runs until the time is over, and sends their ends and lines to show."""
     for each in runs:
@@ -240,7 +233,7 @@ def carry_out_runs(
             return
         began, result, error = time.monotonic(), None, ""
         try:
-            result = RunFolder(folder, each).carry_out(send, deadline, keep)
+            result = RunFolder(folder, each).carry_out(send, deadline)
         except OutOfTime:
             return
         except ExperimentError as raised:
@@ -259,10 +252,10 @@ def _send_to(events: Any) -> None:
     _send = events.put
 
 
-def _work(runs: Sequence[Run], folder: Path, deadline: Deadline, keep: bool) -> None:
+def _work(runs: Sequence[Run], folder: Path, deadline: Deadline) -> None:
     """Carries out runs in a process; after SIGTERM it ends with their states written."""
     with deadline.of_sigterm():
-        carry_out_runs(folder, runs, deadline, keep, _send)
+        carry_out_runs(folder, runs, deadline, _send)
     if deadline.asked:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -293,7 +286,6 @@ def carry_out(
     options: argparse.Namespace,
     folder: Path,
     stages: Iterable[Iterable[Run]],
-    keep: bool = False,
     errors: dict[str, str] | None = None,
 ) -> int:
     """Carries out the runs of a command, and returns the exit status.
@@ -302,11 +294,11 @@ def carry_out(
       options: of `add_arguments`.
       folder: of the folders of runs.
       stages: runs whose results are needed; later stages may depend on results of earlier ones.
-      keep, errors: as for `Queue`.
+      errors: as for `Queue`.
     """
-    queue = Queue(folder, options.minutes, number_of_workers(options), keep, errors)
+    queue = Queue(folder, options.minutes, number_of_workers(options), errors)
     for runs in stages:
-        queue.work([each for each in runs if RunFolder(folder, each).missing(keep)])
+        queue.work([each for each in runs if RunFolder(folder, each).result() is None])
         if queue.over:
             break
     if options.pack:

@@ -76,7 +76,7 @@ def run(tmp_path, capsys, monkeypatch):
         runs = [(r, RunFolder(call.folder, r).result()) for r in experiment.all_runs()]
         return {(r.task.name, r.scheme, r.seed): result for r, result in runs if result}
 
-    def pretend(self, before, data, *_):
+    def pretend(self, data, *_):
         call.pretended.append(self.run.scheme)
         scores = {view: {"32": 0.5, "48": 0.25} for view in self.run.task.views}
         return self._write("done", data.facts, scores=scores)
@@ -329,12 +329,12 @@ def test_folders_of_results_call_no_code_that_the_call_does_not_name(run, own_mo
     assert main(["report", str(run.folder), "--trust", mine]) == 0
 
 
-def test_text_variants_and_evaluate_on_kept_parameters(run, tmp_path):
+def test_text_variants(run, tmp_path):
     rng = np.random.default_rng(0)
     (tmp_path / "own.txt").write_bytes(rng.integers(97, 105, 4000).astype(np.uint8).tobytes())
     corpus = str(tmp_path / "own.txt")
     flags = ["--tasks", "text", "--text.corpus", corpus, "--schemes", "rope"]
-    assert run("train", *flags)[0] == 0
+    assert run("compare", *flags)[0] == 0
     rope = run.results()["text", "rope", 0]
     assert {(view, n) for view, row in rope.scores.items() for n in row} == {
         *(("nonoverlapping", "16"), ("nonoverlapping", "32"), ("ntk", "32"), ("pi", "32")),
@@ -342,58 +342,10 @@ def test_text_variants_and_evaluate_on_kept_parameters(run, tmp_path):
     }
     assert "table of byte pairs" in rope.fit_rule and "corpus" in str(rope.environment)
 
-    status, _, err = run("evaluate", *flags)
-    assert (status, err) == (0, "") and run.results()["text", "rope", 0].scores == rope.scores
-    more = ["--text.eval-bytes", "128", "--text.variants", ","]
-    assert run("evaluate", *flags, *more)[0] == 0
-    again = run.results()["text", "rope", 0]
-    assert again.scores.keys() == {"nonoverlapping", "sliding"} and again.curve == rope.curve
-    assert again.scores["sliding"] != rope.scores["sliding"]
-    assert "1 of 1 runs were done before" in run("train", *flags, *more)[1]
-    status, _, err = run("evaluate", *flags, "--text.train.steps", "6")
-    assert status == 2 and "holds no parameters of rope on text with these settings" in err
-
-
-def test_parameters_are_stored_by_path(run):
-    assert run("train", "--schemes", "none")[0] == 0
-    (file,) = run.folder.glob("*/parameters.npz")
-    with np.load(file) as file_of_arrays:
-        arrays = dict(file_of_arrays)
-    query, key = (f"blocks/0/attention/{x}/kernel" for x in ("query", "key"))
-    assert arrays[query].shape == arrays[key].shape
-    before, whole = run.results(), file.read_bytes()
-    np.savez(file, **dict(reversed(arrays.items())))
-    assert run("evaluate", "--schemes", "none")[0] == 0
-    assert [r.scores for r in run.results().values()] == [r.scores for r in before.values()]
-    np.savez(file, **{k: v for k, v in arrays.items() if k != key})
-    status, _, err = run("evaluate", "--schemes", "none")
-    assert status == 2 and f"{key} is nothing, expected" in err and err.count("\n") == 1
-    for content in (whole[:1000], b"", b"parameters"):
-        file.write_bytes(content)
-        status, _, err = run("evaluate", "--schemes", "none")
-        assert status == 2 and err.count("\n") == 1 and f"{file.name}: cannot be read" in err
-    assert run.results() == before
-
 
 def test_per_sequence_scaling_has_no_zero_shot_variants():
     scheme = support.build(pe.SCHEMES["rope_by_length"])
     assert [varied(scheme, name, 8, 16) for name in ("ntk", "pi", "window")] == [None] * 3
-
-
-def test_evaluate_needs_parameters_that_train_makes(run):
-    status, _, err = run("evaluate", "--schemes", "none")
-    assert status == 2 and "holds no parameters of none on kback" in err
-    assert not run.folder.exists()
-    assert run("compare", "--schemes", "none")[0] == 0
-    first = run.results()
-    status, _, err = run("evaluate", "--schemes", "none")
-    assert status == 2 and "python -m experiments train" in err
-    status, _, err = run("evaluate", "--schemes", "none", "--fresh")
-    assert status == 2 and "--fresh: expected a value" in err
-    assert run("train", "--schemes", "none")[0] == 0
-    assert run.results() == first
-    assert run("evaluate", "--schemes", "none")[0] == 0
-    assert run.results() == first
 
 
 def test_missing_corpus_writes_nothing(run):

@@ -40,9 +40,9 @@ def files(folder):
 
 def test_packed_results_are_those_of_the_files(folder):
     assert {name: stored(folder, name) for name in NAMES} == RESULTS
-    (folder / NAMES[0] / "parameters.npz").write_bytes(b"kept")
+    (folder / NAMES[0] / "notes.txt").write_text("mine")
     assert pack(folder) == 5
-    assert files(folder) == [f"{NAMES[0]}/parameters.npz", PACK]
+    assert files(folder) == [f"{NAMES[0]}/notes.txt", PACK]
     assert {name: stored(folder, name) for name in NAMES} == RESULTS == packed(folder)
     assert list(stored(folder, NAMES[0]).scores["plain"]) == ["64", "128"]
     assert stored(folder, "kback-rope-s9-0123456789ab") is None

@@ -196,25 +196,20 @@ def test_sigterm_writes_the_state_and_the_same_command_continues(call, monkeypat
 
 
 def test_a_stopped_run_continues_with_equal_bits(tmp_path, monkeypatch):
-    whole = RunFolder(tmp_path / "whole", make_run()).carry_out(keep=True)
+    whole = RunFolder(tmp_path / "whole", make_run()).carry_out()
     folder = RunFolder(tmp_path / "parts", make_run())
     messages = []
     for _ in range(2):  # At the deadline the state is written after one call of two steps.
         with pytest.raises(OutOfTime):
             monkeypatch.setattr(Checkpoints, "save", stop_after_saving)
-            folder.carry_out(messages.append, keep=True)
+            folder.carry_out(messages.append)
     monkeypatch.undo()
     assert steps(folder) == [2, 4] and folder.result() is None
     damage(folder, 4)  # The one before it is used.
-    parts = folder.carry_out(messages.append, keep=True)
+    parts = folder.carry_out(messages.append)
     assert parts.curve == whole.curve and parts.scores == whole.scores
     assert len(messages) == 1 and "checkpoints/4.npz: cannot be used" in messages[0]
-    a, b = ((tmp_path / d / folder.run.name / "parameters.npz") for d in ("whole", "parts"))
-    with np.load(a) as a, np.load(b) as b:
-        assert a.files == b.files
-        for name in a.files:
-            np.testing.assert_array_equal(a[name], b[name])
-    assert {path.name for path in folder.path.iterdir()} == {"result.json", "parameters.npz"}
+    assert [path.name for path in folder.path.iterdir()] == ["result.json"]
 
 
 save = Checkpoints.save

@@ -8,8 +8,8 @@ import pytest
 
 import posenc_jax as pe
 from experiments.__main__ import main
-from experiments.errors import ResultsError
-from experiments.models.schemes import find
+from experiments.errors import ConfigError, ResultsError
+from experiments.models.schemes import build, find
 from experiments.runs.checkpoints import Checkpoints, Deadline
 from experiments.runs.experiment import find_task
 from experiments.runs.files import locked, write_whole
@@ -103,27 +103,29 @@ def test_a_file_imports_no_installed_module(folder, capsys, text):
 
 
 @pytest.mark.parametrize("name", ["make", "renamed", "wrapped", "bound"])
-def test_functions_of_installed_packages_need_trust_under_other_names(folder, capsys, name):
-    command = ["evaluate", "a.toml", "--tasks", "kback", "--schemes", f"own:{name}"]
-    assert main(command) == 2
-    assert f"'own:{name}' is a function of an installed package" in capsys.readouterr().err
-    assert main([*command, "--trust", f"own:{name}"]) == 2
-    assert f"holds no parameters of own:{name} on kback" in capsys.readouterr().err
+def test_functions_of_installed_packages_need_trust_under_other_names(name):
+    def scheme():
+        return build(f"own:{name}", {"head_dim": 8}, {}, "a model")
+
+    with pytest.raises(ConfigError, match=f"'own:{name}' is a function of an installed package"):
+        scheme()
+    trust.TRUSTED.add(f"own:{name}")
+    assert scheme() == pe.RoPE(8)
 
 
 def test_trust_is_of_one_object(folder, capsys):
-    command = ["evaluate", "a.toml", "--schemes", "theirs:make"]
+    command = ["compare", "a.toml", "--schemes", "theirs:make", "--workers", "1", "--minutes", "0"]
     command += ["--tasks", "theirs:Task", "--trust"]
     assert main([*command, "theirs:make"]) == 2
     assert capsys.readouterr().err.endswith("--trust theirs:Task\n")
-    assert main([*command, "theirs:make,theirs:Task"]) == 2
-    assert "holds no parameters of theirs:make on theirs" in capsys.readouterr().err
+    assert main([*command, "theirs:make,theirs:Task"]) == 0
+    assert "Time is over with 1 runs left" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["bare", "numbers", "mixed", "optional", "text", "empty"])
-def test_functions_that_return_other_things_are_not_called(folder, capsys, name):
-    assert main(["evaluate", "a.toml", "--tasks", "kback", "--schemes", f"own:{name}"]) == 2
-    assert "a function annotated to return one (-> pe.Scheme)" in capsys.readouterr().err
+def test_functions_that_return_other_things_are_not_called(folder, name):
+    with pytest.raises(ConfigError, match=r"a function annotated to return one \(-> pe.Scheme\)"):
+        build(f"own:{name}", {"head_dim": 8}, {}, "a model")
     assert not (folder / "called").exists()
 
 
