@@ -15,7 +15,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,25 +112,16 @@ def write(folder: Path, run: str, result: Result) -> None:
 def pack(folder: Path) -> int:
     """Packs all results of a folder, and removes their files; returns how many are packed."""
     with locked(folder):
-        files = sorted(folder.glob(f"*/{FILE}"))
-        for start in range(0, len(files), 100):  # The open files of a process are limited.
-            _pack(folder, files[start : start + 100])
-        return len(packed(folder))
-
-
-def _pack(folder: Path, files: Sequence[Path]) -> None:
-    with contextlib.ExitStack() as held:
-        for file in files:
-            held.enter_context(locked(file.parent))
-        results = dict(packed(folder))
-        for file in files:
-            if result := stored(folder, file.parent.name):
-                results[file.parent.name] = result
-        write_pack(folder, "run", results)
-        for file in files:
+        files = list(folder.glob(f"*/{FILE}"))
+        alone = {file.parent.name: stored(folder, file.parent.name) for file in files}
+        results = {**packed(folder), **alone}
+        if files:
+            write_pack(folder, "run", results)
+        for file in files:  # Other processes write results once, and do not change them.
             file.unlink()
             with contextlib.suppress(OSError):  # It has other files.
                 file.parent.rmdir()
+        return len(results)
 
 
 def write_pack(folder: Path, key: str, results: Mapping[str, Any]) -> None:

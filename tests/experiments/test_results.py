@@ -8,7 +8,6 @@ import pytest
 
 from experiments.errors import ResultsError
 from experiments.runs import results
-from experiments.runs.files import locked
 from experiments.runs.results import PACK, Result, pack, packed, stored, write
 
 RESULTS = {}
@@ -71,12 +70,6 @@ def test_the_result_that_was_finished_last_counts(folder, finished, counts):
     assert stored(folder, name) == expected
     pack(folder)
     assert files(folder) == [PACK] and stored(folder, name) == expected
-
-
-def test_a_folder_in_which_a_run_works_is_not_packed(folder):
-    with locked(folder / NAMES[2]), pytest.raises(ResultsError, match="another process works"):
-        pack(folder)
-    assert not (folder / PACK).exists() and stored(folder, NAMES[0])
 
 
 @pytest.mark.parametrize(
