@@ -45,7 +45,7 @@ class QKNorm:
       use_bias: whether there is a learned bias, shaped like the scale.
       epsilon: a number added to the mean square, or to the norm of a vector.
       after_rotation: whether it follows the position encoding of q and k (HunYuan) instead of
-        preceding it.
+        preceding it. Schemes that scale q or k, or replace attention, refuse it.
       threshold: the largest norm of a vector, for "clip".
 
     Raises:

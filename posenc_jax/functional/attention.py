@@ -181,6 +181,7 @@ def scheme_attention(
     Raises:
       ValueError: for shapes, parameters or options that do not fit.
       TypeError: for positions that are not integers.
+      NotImplementedError: for norms of a scheme that scales q or k, or replaces attention.
 
     >>> import posenc_jax as pe
     >>> scheme = pe.RoPE(head_dim=4)

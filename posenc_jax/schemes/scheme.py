@@ -65,7 +65,7 @@ class Traits:
       cache_transformed_keys: k is cached after `key`. False: `key` depends on later tokens,
         so k is cached as projected and transformed at every step.
       norm_after: norms of q and k may follow `query` and `key`. False: these scale q or k, which
-        norms would undo.
+        norms would undo, and `streaming` refuses.
       num_sink_tokens: number of initial tokens of a sequence that stay visible outside the
         window; a ring cache keeps them.
       mirrored: without causality, outputs are the same for the reversed sequence: nothing tells

@@ -92,8 +92,8 @@ def beyond(least=3):
         return []
     yarn, sinks = (-float(row["difference to rope"]) for row in rows if row)
     return [
-        f"at twice its length SmolLM2 is {yarn:.2f} nats per token ahead of RoPE with YaRN, "
-        f"{sinks:.2f} in a window with sinks"
+        f"at twice SmolLM2's length YaRN is {yarn:.2f} nats per token ahead of RoPE as it is, "
+        f"a window with sinks {sinks:.2f}"
     ]
 
 

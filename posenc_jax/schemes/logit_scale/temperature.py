@@ -63,7 +63,7 @@ class QueryTemperature(Scheme):
     Attributes:
       form: "log_n", "log_n_clipped", "llama4", "ministral3", "beam" or "inkling".
       length: L, the trained length, or the unit of positions in the formula.
-      strength: s. Default: 0.1, as in all released models; "log_n" has none.
+      strength: s. Default: 0.1, as in all released models; "log_n" and "log_n_clipped" have none.
 
     Raises:
       TypeError: for a length that is not an integer.
