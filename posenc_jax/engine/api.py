@@ -398,6 +398,7 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
             "attention: prefix_length does nothing without is_causal or a window.",
         )
     tokens = _tokens(batch, length, keys, bool(rules), call)
+    window = window_sides(call.window)
     same_sinks = False
     if sinks is not None:
         floating("attention", "sinks", jnp.asarray(sinks))
@@ -417,7 +418,7 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
         q_slots=jnp.arange(length, dtype=jnp.int32)[None],
         k_slots=jnp.arange(keys, dtype=jnp.int32)[None],
         is_causal=bool(call.is_causal),
-        window=window_sides(call.window),
+        window=None if window is not None and max(window) < 0 else window,
         finite_values=call.finite_values,
         scale=dim**-0.5 if call.scale is None else float(call.scale),
         softcap=None if call.softcap is None else float(call.softcap),

@@ -152,10 +152,11 @@ def refusal(p: Problem, no_room: Callable[[list[int]], str | None]) -> str | Non
 
 def _elements(p: Problem, lowered: Lowered) -> list[Any]:
     """Returns the elementwise terms, or for a term why the kernels cannot evaluate it."""
+    coordinates = p.q_coordinates, p.k_coordinates
     return [
         "a vector per distance, where positions are given,"
         if isinstance(x.term, DotTerm)
-        else element_of(x.term, x.q_features, x.k_features, p.q_coordinates, p.num_heads)
+        else element_of(x.term, x.q_features, x.k_features, coordinates, p.num_heads)
         for x in lowered.terms
         if x.strip is None
     ]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from posenc_jax.engine.terms import STATIC, PairTerm, Term, Tokens, trace_once
 
 _ELEMENTWISE = frozenset(
-    "abs add and clamp convert_element_type copy div eq exp exp2 floor ge gt integer_pow le log "
+    "abs add and clamp convert_element_type div eq exp exp2 floor ge gt integer_pow le log "
     "log1p logistic lt max min mul ne neg not or rem round select_n sign sqrt rsqrt square "
     "stop_gradient sub tanh xor".split()
 )
@@ -60,17 +60,21 @@ class _Scalars:
 
 
 def element_of(
-    term: Term, q_features: Any, k_features: Any, coordinates: jax.Array, heads: int
+    term: Term,
+    q_features: Any,
+    k_features: Any,
+    coordinates: tuple[jax.Array, jax.Array],
+    heads: int,
 ) -> Element | str:
     """Returns a term as an element, or why the kernels have no such element.
 
     Args:
       term: the term.
       q_features, k_features: leaves [B, T, N, ...] and [B, S, K or N, ...].
-      coordinates: of the queries, [B, T] or [B, T, A].
+      coordinates: of queries and keys, [B, T] or [B, T, A] each.
       heads: N.
     """
-    if coordinates.ndim != 2 or coordinates.dtype != jnp.int32:
+    if any(x.ndim != 2 or x.dtype != jnp.int32 for x in coordinates):
         return "coordinates of several axes, or not integers"
     arrays = (term.heads, term.shared) if isinstance(term, PairTerm) else ((), ())
     of_heads, shared = map(jax.tree.leaves, arrays)

@@ -12,7 +12,7 @@ from posenc_jax.engine.dropout import dropout_rows
 from posenc_jax.engine.lower import Lowered, masked_by_order
 from posenc_jax.engine.mask import differentiable_in_units
 from posenc_jax.engine.problem import Problem, pad_axis, repeat_heads
-from posenc_jax.engine.terms import STATIC, AllPairs, DotTerm
+from posenc_jax.engine.terms import STATIC, AllPairs, DotTerm, PairTerm
 from posenc_jax.kernels.elements import Element, scalar_per_key
 
 EMPTY, PLAIN, RULED, MASKED = 0, 1, 2, 3
@@ -82,7 +82,7 @@ class Spec:
       pairs: whether there are arrays of all pairs.
       prefix: whether there are prefix lengths.
       scale, softcap, dropout_rate: as in `attention`.
-      dtype: of the output.
+      dtype: of the output of TPUs; that of GPUs has q's.
       interpret: run in the interpreter.
     """
 
@@ -268,7 +268,9 @@ def prepare(
     """
     length, keys = spec.length, spec.keys
     q_tokens, k_tokens, visibility = padded_tokens(p, spec.visibility, length, keys)
-    mask_by_distance &= spec.by_slot and p.softcap is None and not spec.pairs
+    # Masks do not hide NaN or infinity, which a rule of hidden pairs may have.
+    any_value = spec.pairs or any(isinstance(x.term, PairTerm) for x in lowered.terms)
+    mask_by_distance &= spec.by_slot and p.softcap is None and not any_value
     if mask_by_distance and visibility.ordered:
         visibility = dataclasses.replace(visibility, mask_in_bias=True)
     spec = dataclasses.replace(spec, visibility=visibility)
@@ -294,8 +296,8 @@ def prepare(
         elements=tuple(
             dataclasses.replace(
                 element,
-                q_scalars=tuple(pad_axis(y, 3, length) for y in element.q_scalars),
-                k_scalars=tuple(pad_axis(y, 3, keys) for y in element.k_scalars),
+                q_scalars=tuple(pad_axis(y, 3, length, mode="edge") for y in element.q_scalars),
+                k_scalars=tuple(pad_axis(y, 3, keys, mode="edge") for y in element.k_scalars),
             )
             for element in (*elements, *per_key)
         ),

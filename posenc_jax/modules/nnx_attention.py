@@ -140,7 +140,8 @@ class Attention(AttentionLayer, nnx.Module):
         Raises:
           ValueError: for sizes that do not divide, a scheme that acts on the token embedding
             alone, one for causal attention (T5 without `bidirectional`, CoPE, DualChunk, Inkling,
-            PaTH, StickBreaking, XPos) without `is_causal`, and a setting that the `LayerSpec` has too.
+            PaTH, StickBreaking, XPos) without `is_causal`, and a setting that the `LayerSpec` has
+            too.
         """
         settings = dict(window=window, softcap=softcap, scale=scale, qk_norm=qk_norm, sinks=sinks)
         spec = layer_spec("Attention", position, shared_encoding, **settings)

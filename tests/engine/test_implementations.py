@@ -154,3 +154,9 @@ def test_gradients_of_half_precision_parameters_are_sums_in_float32(implementati
     expected = gradient(jax.tree.map(lambda x: x.astype(jnp.float32), half))
     error = jnp.abs(gradient(half).astype(jnp.float32) - expected).max()
     assert error < 0.004 * jnp.abs(expected).max()
+
+
+def test_a_window_without_ends_is_none():
+    q, k, v = qkv(batch=1, length=3, heads=3)
+    for window, expected in (((-1, -1), None), ((-1, 0), (-1, 0)), ((0, -2), (0, -2))):
+        assert make_problem(q, k, v, (), pe.AttentionCall(window=window)).window == expected

@@ -67,6 +67,20 @@ def _by_query_head(params, q, k):
     return KINDS["wide"].rules(params, q, features * heads)[1:]
 
 
+def _distance_and_pairs(params, q, k):
+    """Rules by distance, and of pairs, which are infinite for padding of zero and NaN ahead."""
+
+    def falls(shared, head, q_idx, k_idx):
+        return -0.5 * jnp.log1p((q_idx - k_idx).astype(jnp.float32))
+
+    def divides(shared, head, row, col, q_idx, k_idx):
+        return -jnp.abs(q_idx - k_idx).astype(jnp.float32) / (64.0 * row * col)
+
+    features = {"q_features": 1.0 + q[..., 0] ** 2, "k_features": 1.0 + k[..., 0] ** 2}
+    pairs = LogitBias(falls), ContentBias(divides, **features)
+    return (*pairs, *_hides(params, q, k))
+
+
 def _numbers(random, c):
     """Numbers of `_several`."""
     numbers = {"gates": np.linspace(0.5, 1.0, c.heads), "slope": np.float64(0.05)}
@@ -85,6 +99,7 @@ cases.RULES |= {
     "hiding": _rule(lambda random, c: np.float64(0.05), _hides),
     "gate": _rule(lambda random, c: np.linspace(0.5, 1.0, c.heads), _gated),
     "several": _rule(_numbers, _several),
+    "distance and pairs": _rule(lambda random, c: np.float64(0.05), _distance_and_pairs),
     "by query head": _rule(lambda random, c: _of_kind(random, c, "wide"), _by_query_head),
     # With a rule by distance, and another array that heads and rows share.
     "all pairs": _rule(

@@ -321,5 +321,9 @@ def _refusals():
     assert "bfloat16 or" in _refusal(dtype=jnp.float32)
     assert "beyond 256" in _refusal(dim=512)
     assert "beyond 65,535 rows" in _refusal(batch=70_000)
+    pairs = pe.DenseBias(jnp.zeros((40_000, 2, 64, 64), jnp.bfloat16))
+    assert "more than 65,535 rows and heads" in _refusal(pairs, batch=40_000)
+    places = {"q_coordinates": jnp.zeros((1, 64), int), "k_coordinates": jnp.zeros((1, 64))}
+    assert "or not integers" in _refusal(pe.ALiBi(num_heads=2).rules({}), **places)
     assert "dropout" in _refusal(dropout_rate=0.1, dropout_key=jax.random.key(0))
     assert "platform is cpu" in _refusal(implementation=PallasGPU())

@@ -62,7 +62,8 @@ def d_logits_scale(x: Operands, d_out: jax.Array, delta: jax.Array) -> jax.Array
         return jnp.max(jnp.where(jnp.isfinite(norms), norms, 0.0))
 
     bound = largest(d_out) * largest(x.v) + largest(delta[..., None])
-    return jnp.ldexp(jnp.float32(1.0), 15 - jnp.frexp(bound)[1])[None]
+    exponent = jnp.minimum(15 - jnp.frexp(bound)[1], 126)
+    return jnp.ldexp(jnp.float32(1.0), exponent)[None]
 
 
 def feature_grads(

@@ -117,7 +117,7 @@ def _no_room(p: Problem, counts: list[int]) -> str | None:
     """Returns why there is no kernel for vectors of `counts` numbers per distance, or None."""
     from posenc_jax.kernels.gpu.bands import fits
 
-    dims = p.q.shape[3], p.v.shape[3]
+    dims = padded(p.q.shape[3], 32), padded(p.v.shape[3], 32)
     if counts and (max(*dims, *counts) > 128 or not fits(*dims, counts)):
         return f"a vector of a token times one per distance, with {counts} numbers,"
     return None
@@ -130,6 +130,8 @@ def _pairs_refusal(p: Problem) -> str | None:
     arrays = [rule.pairs for rule in p.rules if rule.pairs is not None]
     if any(x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) for x in arrays):
         return "an array of all pairs must be bfloat16, float16 or float32"
+    if any(x.shape[0] * x.shape[1] > 65_535 for x in arrays):
+        return 'an array of all pairs of more than 65,535 rows and heads needs implementation="xla"'
     if len(arrays) > 1:
         return 'on GPUs, several arrays of all pairs need implementation="xla"; add them up'
     if arrays and any(isinstance(rule, DotBias) for rule in p.rules):

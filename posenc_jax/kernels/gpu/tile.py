@@ -279,6 +279,7 @@ def _floor(x: jax.Array) -> jax.Array:
 _LOWERED = {
     "log1p": lambda x, **_: jnp.log(1.0 + x),
     "add_any": lambda x, y: x + y,  # Of derivatives.
+    "stop_gradient": lambda x, **_: x,
     "integer_pow": _integer_pow,
     "floor": _floor,
 }

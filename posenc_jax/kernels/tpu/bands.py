@@ -4,7 +4,7 @@ The product of 128 tokens and the vectors of all distances of a tile is a band,
 
     band[r, x] = feature[r] . vector[lane + x]         row r, lane x
 
-and a rotation of row r by r lanes turns it into rows of the tile, as in strip.py. The tokens with
+and a rotation of row r by r lanes turns it into rows of the tile, as in tile.py. The tokens with
 features are rows of the band; where they are lanes of the tile, the result is transposed. The
 cotangent of a tile goes back the same way. Mosaic has no rotation to the left that grows with the
 row, so a product with the reversed identity first reverses the rows (and transposes them where

@@ -35,7 +35,7 @@ class PallasTPU(Kernels):
       decode: keys per block where there are at most 16 queries, a multiple of 128. Default:
         2 MiB of keys and values.
       forward_only: serve problems whose backward pass needs more memory than there is; all
-        derivatives raise.
+        derivatives of more than 16 queries raise.
       interpret, cross_compile, batch_axes, head_axes: see `ShardMapped`; parameters of the
         interpreter are `jax.experimental.pallas.tpu.InterpretParams`.
     """
