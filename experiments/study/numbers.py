@@ -18,9 +18,9 @@ def numbers(study: Study, rows: Rows, results: Lookup) -> str:
 
     The last columns say how settings were chosen. At each rate there is the score of one seed, or
     the mean and the standard deviation over the selection seeds, in brackets if they are unstable,
-    with * at the best. Relative to the best rate's are the optimum of a parabola through it and its
-    neighbours if these are near, the same run with other rounding, and the tries, with * if chosen.
-    Those of variants are relative to the same runs' scores at the trained length.
+    with * at the best. Relative to the best rate's are the same run with other rounding and the
+    tries, with * if chosen. Those of variants are relative to the same runs' scores at the trained
+    length.
     """
     lines = []
     for size, of_size in rows.items():
@@ -36,13 +36,10 @@ def numbers(study: Study, rows: Rows, results: Lookup) -> str:
 
 def _scores(row: Row, scheme: str, baseline: str, curve: Mapping[float, float]) -> dict[str, str]:
     task, first, name = row.cell.task, row.results[0], label(baseline)
-    validation = [] if scheme == baseline else row.on_validation
-    shifts = row.shifts_against
     line = {
         "unit": task.labels.unit,
         "score": in_words(row.at_trained_length, shifts=row.shifts),
         f"difference to {name}": "" if scheme == baseline else row.difference_in_words(),
-        "on validation text": in_words(validation, 3, "+", shifts) if validation else "",
         "rate": row.rate_in_words(),
         f"step relative to {name}": ratio(row.step, 1.0),
         "in equal time, difference": row.difference_in_words(row.timed) if row.timed else "",
@@ -88,9 +85,7 @@ def _choice(cell: Cell, results: Lookup) -> dict[str, str]:
     best = selection.best_of_grid
     if best is None:
         return line
-    optimum, again = selection.optimum(), selection.other_rounding
-    line["optimum"] = "-" if optimum is None else f"{optimum:+.3f}"
-    if again:
+    if again := selection.other_rounding:
         line["other rounding"] = f"{selection.score(again) - selection.score(best):+.3f}"
     middle = selection.means([best])[best]
     for i, run in enumerate(selection.tries, 1):

@@ -98,21 +98,6 @@ class Row:
             return []
         return [math.nan if a is None or b is None else a - b for a, b in pairs]
 
-    @property
-    def on_validation(self) -> list[float]:
-        """Differences on the validation text, empty where there is none or a run diverged."""
-        task = self.run.task
-        if task.selection_view == task.views[0]:
-            return []
-        view, length = task.selection_view, str(task.train_length)
-        ours, of_baseline = (
-            [x for r in results if (x := r.scores.get(view, {}).get(length)) is not None]
-            for results in (self.results, self.baseline)
-        )
-        if not len(ours) == len(of_baseline) == len(self.results):
-            return []
-        return [a - b for a, b in zip(ours, of_baseline, strict=True)]
-
     def rate_in_words(self) -> str:
         """Returns the learning rate, and in parentheses how many times it the scheme's own is."""
         train = self.run.task.train

@@ -125,25 +125,6 @@ class Selection:
         """Whether the best rate of the grid is its least or greatest."""
         return self.best_of_grid in (self.first[0], self.first[-1])
 
-    def optimum(self) -> float | None:
-        """Returns how far the parabola through three rates lies beyond the best rate's mean.
-
-        The parabola is in the logarithm of the rate. None where the best rate does not have
-        neighbours on both sides, whose means differ from its own by at most twice `unstable`:
-        farther ones are no part of the same valley.
-        """
-        run = self.best_of_grid
-        place = self.first.index(run) if run else 0
-        around = self.first[place - 1 : place + 2] if place else ()
-        if len(around) < 3 or any(each not in self.tried for each in around):
-            return None
-        below, middle, above = self.means(around).values()
-        bend = below - 2 * middle + above
-        reach = max(abs(below - middle), abs(above - middle))
-        if not reach <= 2 * self._about.unstable or bend * self._sign >= 0:
-            return None
-        return -((above - below) ** 2) / (8 * bend)
-
     def shifts(self) -> list[float]:
         """Returns by how much the reported score changes with resampled selection seeds.
 
