@@ -204,40 +204,6 @@ def curves(results: Results, section: str) -> str:
         return drawing(figure, f"curves-{section}", f"{section}: training loss against steps")
 
 
-def cost(results: Results, section: str) -> str:
-    """Returns the plot of a section's scores at the trained length against the time of a step.
-
-    Times are relative to `none` if it ran.
-    """
-    times, rows = tables.step_times(results, section), tables.of_section(results, section)
-    mode, points = next(iter(tables.modes(results, section)), ""), {}
-    for scheme, row in rows.items():
-        score = row.scores(mode).get(row.runs[0].task.train_length)
-        if scheme in times and score and math.isfinite(value := mean(score.values)):
-            points[scheme] = times[scheme] / times.get("none", 1.0), value
-    if not points:
-        return ""
-    first, styles = next(iter(rows.values())), looks(tables.schemes(results))
-    with mpl.rc_context({**STYLE, "svg.hashsalt": f"cost-{section}", "axes.grid.axis": "both"}):
-        figure, axes = new_figure()
-        for scheme, (x, y) in points.items():
-            colour, marker = styles[scheme]
-            axes.plot([x], [y], marker, color=colour, markersize=7.0, zorder=3)
-        axes.margins(0.08)
-        axes.set_xlim(axes.get_xlim())
-        for scheme, (x, y) in points.items():  # To the label.
-            edge = axes.get_xlim()[1]
-            axes.plot((x, edge), (y, y), color=styles[scheme][0], alpha=0.4, linewidth=0.8)
-        axes.set_xlabel(
-            f"time of a training step, {'relative to none' if 'none' in times else 'ms'}"
-        )
-        axes.set_ylabel(f"{first.labels.unit} at {first.runs[0].task.train_length}")
-        ends = [(*point, styles[s][0], 1.0, tables.label(s)) for s, point in points.items()]
-        label_ends(axes, ends)
-        title = f"{section}: {first.labels.metric} against time of a step"
-        return drawing(figure, f"cost-{section}", title)
-
-
 def differences(
     rows: Mapping[str, Mapping[str, tuple[float, float, float]]],
     unit: str,

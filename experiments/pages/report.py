@@ -48,11 +48,6 @@ def render(
         pictures[f"{name}.svg"] = svg
         return f"{name}.svg" if svg else ""
 
-    def drawn(plot: Any) -> list[tuple[str, str]]:
-        return [
-            (s, draw(f"{plot.__name__}-{s}", svg)) for s in sections if (svg := plot(results, s))
-        ]
-
     costs = list(_costs(results))
     definitions = [
         f"{row.section}: {row.first.scheme_repr}" for row in results if row.done and row.first
@@ -76,8 +71,9 @@ def render(
             if seeds > 1 and (summary := _summary(results, section, baseline, draw))
         ],
         tasks=[_section(results, section, draw) for section in sections],
-        curves=drawn(plots.curves),
-        cost=drawn(plots.cost),
+        curves=[
+            (s, draw(f"curves-{s}", svg)) for s in sections if (svg := plots.curves(results, s))
+        ],
         costs=[_COSTS, *costs] if costs else [],
         processor=environment.get("processor", "an unnamed processor"),
         footnotes=tables.footnotes(results),

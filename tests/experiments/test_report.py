@@ -78,8 +78,6 @@ def test_the_page_names_command_and_runs(text):
     assert "One seed: no ranking follows" in text
     assert "rope 12,345 33.0 1.10 5.0" in text  # Its costs.
     assert "† rows beyond position 31 were never trained" in text and "position 127" in text
-    drawn = text.count("time of a training step, relative to none")
-    assert drawn == len(LENGTHS) and "accuracy at 32" in text
 
 
 def test_the_summary_has_paired_differences_with_intervals(monkeypatch):
