@@ -943,7 +943,7 @@ MUTATIONS = [
              "tests/experiments/test_executors.py"),
     Mutation("the older state is continued", "../experiments/runs/checkpoints.py",
              "for file in reversed(self._files()):", "for file in self._files():",
-             "tests/experiments/test_scoreboard.py::test_a_stopped_run_continues_with_equal_bits"),
+             "tests/experiments/test_scoreboard.py::test_a_state_with_a_damaged_array_is_never_used"),
     Mutation("lists on the command line are not divided", "../experiments/settings/config_io.py",
              "for part in names(value)]", "for part in [value]]",
              "tests/experiments/test_config.py"),

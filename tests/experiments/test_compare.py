@@ -10,15 +10,12 @@ import tomllib
 import numpy as np
 import pytest
 
-import posenc_jax as pe
 from experiments.__main__ import main
 from experiments.models import schemes
-from experiments.models.schemes import varied
 from experiments.pages import plots
 from experiments.runs import run as runs_module
 from experiments.runs.experiment import experiment_of, load, objects_in
 from experiments.runs.run import RunFolder
-from tests import support
 from tests.docs import pages
 
 SMALL = """
@@ -341,11 +338,6 @@ def test_text_variants(run, tmp_path):
         ("sliding", "32"),
     }
     assert "table of byte pairs" in rope.fit_rule and "corpus" in str(rope.environment)
-
-
-def test_per_sequence_scaling_has_no_zero_shot_variants():
-    scheme = support.build(pe.SCHEMES["rope_by_length"])
-    assert [varied(scheme, name, 8, 16) for name in ("ntk", "pi", "window")] == [None] * 3
 
 
 def test_missing_corpus_writes_nothing(run):

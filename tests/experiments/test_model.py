@@ -377,7 +377,7 @@ def test_other_variants_keep_layers_that_they_do_not_know():
     yarn = pe.RoPE(head_dim=8, scaling=pe.YaRN(4.0, 12))
     changed = varied(layers, "yarn", 12, 48)
     assert changed == (pe.LayerSpec(yarn, window=3), pe.LayerSpec(yarn), layers[2])
-    assert varied(ROPE, "yarn", 12, 12) is None
+    assert varied(ROPE, "yarn", 12, 12) is varied(yarn, "window", 12, 48) is None
     (rerope,) = varied(pe.RoPE(head_dim=8, theta=500.0), "rerope", 12, 12)
     assert rerope == pe.LayerSpec(pe.ReRoPE(head_dim=8, theta=500.0, window=3))
 

@@ -204,11 +204,10 @@ def test_a_stopped_run_continues_with_equal_bits(tmp_path, monkeypatch):
             monkeypatch.setattr(Checkpoints, "save", stop_after_saving)
             folder.carry_out(messages.append)
     monkeypatch.undo()
-    assert steps(folder) == [2, 4] and folder.result() is None
-    damage(folder, 4)  # The one before it is used.
+    states = {path.name for path in (folder.path / "checkpoints").iterdir()}
+    assert states == {"2.npz", "4.npz"} and folder.result() is None
     parts = folder.carry_out(messages.append)
-    assert parts.curve == whole.curve and parts.scores == whole.scores
-    assert len(messages) == 1 and "checkpoints/4.npz: cannot be used" in messages[0]
+    assert parts.curve == whole.curve and parts.scores == whole.scores and not messages
     assert [path.name for path in folder.path.iterdir()] == ["result.json"]
 
 
@@ -219,14 +218,6 @@ def stop_after_saving(self, state, curve, seconds):
     self.every = 0.0
     save(self, state, curve, seconds)
     raise OutOfTime
-
-
-def steps(folder):
-    return sorted(int(path.stem) for path in (folder.path / "checkpoints").iterdir())
-
-
-def damage(folder, step):
-    (folder.path / "checkpoints" / f"{step}.npz").write_bytes(b"damaged")
 
 
 @pytest.mark.parametrize("how", ["truncated", "one bit"])
