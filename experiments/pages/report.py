@@ -54,7 +54,6 @@ def render(
     ]
     text = fill(
         Path(__file__).with_name("report.md.jinja"),
-        mark=tables.note_mark,
         name=name,
         created=max((result.finished for result in everything), default=""),
         command=command,
@@ -76,7 +75,7 @@ def render(
         ],
         costs=[_COSTS, *costs] if costs else [],
         processor=environment.get("processor", "an unnamed processor"),
-        footnotes=tables.footnotes(results),
+        untrained=tables.UNTRAINED,
         facts=[
             ("Configuration", _lines(settings or {})),
             ("Environment", _lines(environment)),
@@ -115,7 +114,7 @@ def _cell(cell: tables.Cell) -> str:
         return {"unfitted": "*not fitted*"}.get(cell.kind, cell.text)
     text = f"**{cell.text}**" if cell.best else cell.text
     spread = f"<br><small>{cell.spread}</small>" if cell.spread else ""
-    return text + tables.note_mark(cell.note) + spread
+    return text + "†" * cell.untrained + spread
 
 
 def _summary(results: Results, section: str, baseline: str, draw: Any) -> dict | None:

@@ -17,6 +17,8 @@ from experiments.models.schemes import has_table, short
 from experiments.runs.run import Lookup, Result, Run
 from experiments.tasks.base import Labels
 
+UNTRAINED = "† rows of a table beyond the trained length were never trained"
+
 
 def mean(values: Iterable[float | None]) -> float:
     """Returns the mean; NaN for no values, or if one is not finite.
@@ -87,13 +89,13 @@ class Score:
     Attributes:
       values: one per seed, NaN where it is missing or not finite.
       in_distribution: whether the model was trained at this length.
-      note: a remark for readers.
+      untrained: whether it needs rows of a table that were never trained.
       places: means over seeds of the parts of a row; empty if not measured.
     """
 
     values: tuple[float, ...]
     in_distribution: bool
-    note: str = ""
+    untrained: bool = False
     places: tuple[float, ...] = ()
 
 
@@ -190,13 +192,11 @@ class SchemeResults:
 
     def _score(self, view: str, length: int, task, table: bool) -> Score:
         values = [result.scores.get(view, {}).get(str(length)) for _, result in self.ended]
-        trained, note = task.in_distribution(view, length), ""
-        if table and not trained:
-            note = f"rows beyond position {task.train_length - 1} were never trained"
+        trained = task.in_distribution(view, length)
         rows = [result.places.get(str(length), ()) for _, result in self.ended]
         complete = view == task.views[0] and len(set(map(len, rows))) == 1
         places = tuple(mean(column) for column in zip(*rows, strict=True)) if complete else ()
-        return Score(tuple(mean([x]) for x in values), trained, note, places)
+        return Score(tuple(mean([x]) for x in values), trained, table and not trained, places)
 
 
 def collect(section: str, runs: Sequence[Run], results: Lookup, raised: str = "") -> SchemeResults:
@@ -230,7 +230,7 @@ class Cell:
     kind: str = "missing"
     text: str = ""
     spread: str = ""
-    note: int = 0
+    untrained: bool = False
     best: bool = False
 
 
@@ -331,30 +331,10 @@ def label(scheme: str, variant: str = "") -> str:
     return f"{short(scheme)} + {variant}" if variant else short(scheme)
 
 
-def footnotes(results: Results) -> list[str]:
-    """Returns the distinct notes of all scores; a cell's `note` counts them from one."""
-    return ordered(
-        score.note
-        for row in results
-        for mode, variant in row.views
-        for score in row.scores(mode, variant).values()
-        if score.note
-    )
-
-
 def step_times(results: Results, section: str) -> dict[str, float]:
     """Returns milliseconds per training step by scheme."""
     rows = of_section(results, section)
     return {s: row.step_time for s, row in rows.items() if math.isfinite(row.step_time)}
-
-
-def note_mark(number: int) -> str:
-    """Returns the mark of a footnote, counted from one; nothing for zero.
-
-    >>> note_mark(0), note_mark(2), note_mark(7)
-    ('', '‡', '[7]')
-    """
-    return "†‡§¶"[number - 1 : number] or f"[{number}]" if number else ""
 
 
 def grid(results: Results, section: str, mode: str) -> Grid:
@@ -367,12 +347,12 @@ def grid(results: Results, section: str, mode: str) -> Grid:
     ]
     lengths = sorted({length for *_, scores in lines for length in scores})
     trained = {n for *_, scores in lines for n, score in scores.items() if score.in_distribution}
-    labels, notes = next(iter(schemes)).labels, footnotes(results)
+    labels = next(iter(schemes)).labels
     rows = [
         Row(
             label(row.scheme, variant),
             row.scheme,
-            [_cell(row, scores.get(length), labels.digits, notes) for length in lengths],
+            [_cell(row, scores.get(length), labels.digits) for length in lengths],
         )
         for row, variant, scores in lines
     ]
@@ -385,7 +365,7 @@ def grid(results: Results, section: str, mode: str) -> Grid:
     return Grid(labels, lengths, trained, rows)
 
 
-def _cell(row: SchemeResults, score: Score | None, digits: int, notes: list[str]) -> Cell:
+def _cell(row: SchemeResults, score: Score | None, digits: int) -> Cell:
     if not row.done:
         return Cell("failed", "failed")
     if score is None:
@@ -394,7 +374,7 @@ def _cell(row: SchemeResults, score: Score | None, digits: int, notes: list[str]
     if len(score.values) > 1:
         spread = f"{min(score.values):.{digits}f}\u2013{max(score.values):.{digits}f}"
     kind = "value" if row.fitted or score.in_distribution else "unfitted"
-    return Cell(kind, text, spread, notes.index(score.note) + 1 if score.note else 0)
+    return Cell(kind, text, spread, score.untrained)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -422,7 +402,7 @@ def as_text(results: Results) -> str:
         table = [[section, *(f"{n}{'*' if n in shown.trained else ''}" for n in shown.lengths)]]
         for row in shown.rows:
             texts = [{"unfitted": "-"}.get(cell.kind, cell.text) for cell in row.cells]
-            marks = [note_mark(cell.note) if cell.kind == "value" else "" for cell in row.cells]
+            marks = ["†" * (cell.untrained and cell.kind == "value") for cell in row.cells]
             table.append([row.label, *map("".join, zip(texts, marks, strict=True))])
         lines += aligned(table)
         labels = shown.labels
@@ -432,7 +412,8 @@ def as_text(results: Results) -> str:
     unfitted = [row.first for row in results if row.done and not row.fitted]
     if rules := ordered(result.fit_rule for result in unfitted if result):
         lines.append(f"- not fitted: fails {' or '.join(rules)}")
-    lines += [f"{note_mark(i)} {note}" for i, note in enumerate(footnotes(results), 1)]
+    if any("†" in line for line in lines):
+        lines.append(UNTRAINED)
     lines += [
         f"{x.section}, {x.scheme} failed: {next(iter(x.error.strip().splitlines()), '')}"
         for x in results

@@ -77,7 +77,7 @@ def test_the_page_names_command_and_runs(text):
     assert "python -m experiments compare" in text
     assert "One seed: no ranking follows" in text
     assert "rope 12,345 33.0 1.10 5.0" in text  # Its costs.
-    assert "† rows beyond position 31 were never trained" in text and "position 127" in text
+    assert "† rows of a table beyond the trained length were never trained" in text
 
 
 def test_the_summary_has_paired_differences_with_intervals(monkeypatch):
@@ -129,7 +129,7 @@ def test_scores_as_text():
     assert "rope + NTK" in second and "0.735†" in second
     assert rest.splitlines() == [
         "- not fitted: fails accuracy at the training length >= 0.9",
-        "† rows beyond position 127 were never trained",
+        "† rows of a table beyond the trained length were never trained",
         "kback, none failed: 2 of 2 seeds: the loss is not finite",
         "text, none failed: ValueError: NaN",
     ]
@@ -230,7 +230,7 @@ def test_scores_beyond_the_training_length_need_fitting(text):
     assert "Not fitted: none;" in text and "none (not fitted)" in text
     grid = tables.grid(make_results(), "text", "nonoverlapping")
     assert [row.label for row in grid.rows] == ["none", "learned", "rope", "rope + NTK", "MyScheme"]
-    assert grid.rows[1].cells[1].note == 2
+    assert [cell.untrained for cell in grid.rows[1].cells] == [False, True, True]
 
 
 def test_schemes_that_end_far_apart_have_two_panels():
