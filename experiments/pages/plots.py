@@ -371,22 +371,13 @@ def label_ends(axes, ends):
 def spread(preferred: Sequence[float], gap: float, room: float) -> list[float]:
     """Returns ascending places at least `gap` apart, near the preferred ones and within [0, room].
 
-    Places that are too close form a block around their mean. More places than fit exceed the room.
+    More places than fit exceed the room.
 
     >>> spread([1.0, 5.0, 5.0, 9.9], gap=1.0, room=10.0)
     [1.0, 4.5, 5.5, 9.9]
     """
-    blocks: list[list[float]] = []  # preferred places minus gap x rank in the block
+    from scipy.optimize import isotonic_regression  # Slow to import.
 
-    def start(block):
-        highest = max(0.0, room - gap * (len(block) - 1))
-        return min(max(sum(block) / len(block), 0.0), highest)
-
-    for place in preferred:
-        blocks.append([place])
-        while len(blocks) > 1:
-            low, high = blocks[-2], blocks[-1]
-            if start(low) + gap * len(low) <= start(high) + 1e-9:
-                break
-            blocks[-2:] = [low + [place - gap * len(low) for place in high]]
-    return [start(block) + gap * i for block in blocks for i in range(len(block))]
+    ranks = gap * np.arange(len(preferred))
+    places = isotonic_regression(np.asarray(preferred) - ranks).x
+    return (places.clip(0.0, max(0.0, room - gap * (len(preferred) - 1))) + ranks).tolist()

@@ -266,12 +266,3 @@ def test_non_finite_numbers_render_as_nan():
     loss = {"step": [100, 200, 300], "loss": [2.0, math.inf, math.nan]}
     results = [make_row("kback", "rope", scores=lambda view, i, n: math.nan, curve=loss)]
     assert "rope nan nan nan" in words_of(render(results))
-
-
-@pytest.mark.parametrize(
-    "wanted", [[], [5.0], [0.0] * 5, [9.9] * 9, [1.0, 2.0, 2.1, 9.0], [-3, 40]]
-)
-def test_spread_keeps_labels_apart(wanted):
-    places = plots.spread(wanted, gap=1.0, room=10.0)
-    assert all(b - a >= 1.0 - 1e-9 for a, b in itertools.pairwise(places))
-    assert all(-1e-9 <= place <= 10.0 + 1e-9 for place in places)
