@@ -34,12 +34,6 @@ class Cell:
     source: "Cell | None" = None
     variants: tuple[str, ...] = ()
 
-    @property
-    def has_equal_time(self) -> bool:
-        """Whether the scheme runs with the baseline's training time too."""
-        schemes = self.about.equal_time
-        return schemes if isinstance(schemes, bool) else self.scheme in schemes
-
     def rank(self, results: Lookup) -> float | None:
         """Returns the mean score at the trained length, negative where higher is better.
 
@@ -87,7 +81,7 @@ class Cell:
 
     def timed(self, results: Lookup, baseline: "Cell", clock: Clock | None) -> tuple[Run, ...]:
         """Returns the runs that train as long as the baseline; none without times of both."""
-        if not self.has_equal_time or self.scheme == baseline.scheme or clock is None:
+        if not self.about.equal_time or self.scheme == baseline.scheme or clock is None:
             return ()
         if (ratio := clock.ratio(self.size, self.scheme, baseline.scheme)) is None:
             return ()

@@ -193,11 +193,6 @@ def _cells(
             raise ConfigError(
                 f"seeds: must be up to first_selection_seed = {about.first_selection_seed}"
             )
-        if not isinstance(about_size.equal_time, bool):
-            for name in about_size.equal_time:
-                if name not in about.schemes:
-                    hint = near(name, about.schemes)
-                    raise ConfigError(f"equal_time: {name} is not compared{hint}")
         if about_size.best and not source:
             raise ConfigError("best: needs rates_of, the size whose best schemes run")
         if about_size.always and not about_size.best:

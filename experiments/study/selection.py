@@ -48,8 +48,8 @@ class Size:
     unstable: PositiveFloat = 0.1
     """A rate is unstable, and not chosen, if the scores of its selection seeds have a greater
     standard deviation, or its score with other rounding differs by more."""
-    equal_time: bool | tuple[str, ...] = False
-    """Whether to run with the baseline's training time too, or the schemes that do."""
+    equal_time: bool = False
+    """Whether to run with the baseline's training time too."""
     budgets: tuple[Annotated[float, Field(gt=0, le=1000)], ...] = ()
     """Other numbers of steps for the baseline, relative to its own, growing."""
     best: NonNegativeInt = 0

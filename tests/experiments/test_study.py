@@ -567,7 +567,7 @@ base_width = 16
 rates = [1e-3, 2e-3, 4e-3]
 selection_seeds = 2
 seeds = 2
-equal_time = ["t5"]
+equal_time = true
 budgets = [0.5, 2.0]
 kback.model = {model_dim = 16, num_heads = 2}
 
@@ -725,7 +725,6 @@ def test_a_scheme_is_added_with_one_command(call, monkeypatch, tmp_path):
             "layout: steps needs the baseline rope",
         ),
         (("tries = 2", "tries = 3"), "sizes.small: tries"),
-        (("equal_time = true", 'equal_time = ["t6"]'), "small: equal_time: t6 is not compared"),
         (("seeds = 2", "seed = 2"), "sizes.small: seed: unknown setting"),
         (("seeds = 2", "seeds = 101"), "seeds: must be up to first_selection_seed"),
         (("seeds = 2", "seeds = 2\nbest = 1"), "sizes.small: best: needs rates_of"),
