@@ -1,5 +1,6 @@
 """`python -m experiments scoreboard`: carries out the runs of claims, and writes outcomes."""
 
+import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from experiments.runs.run_queue import (
 )
 from experiments.scoreboard.claims import Claim, load_all, named
 from experiments.scoreboard.outcomes import judge
-from experiments.scoreboard.page import LIBRARY, Files, numbers, of_folder, page
+from experiments.scoreboard.page import LIBRARY, numbers, of_folder, page
 from experiments.settings.config_io import Parser
 
 _EPILOG = """\
@@ -49,16 +50,13 @@ def main(arguments: list[str]) -> int:
         type=Path,
         help=f"(default: {LIBRARY.results}; FOLDER/results of another folder)",
     )
-    parser.add_argument(
-        "--page", type=Path, help=f"(default: {LIBRARY.page}; FOLDER/results.md of another folder)"
-    )
     options = parser.parse_args(arguments)
     refuse_without_run(options)
     if options.seeds is not None and options.seeds < 1:
         raise ConfigError(f"--seeds: must be at least 1, got {options.seeds}")
     folder = Path(os.path.relpath(options.folder))
-    default = LIBRARY if folder == LIBRARY.folder else of_folder(folder)
-    files = Files(folder, options.results or default.results, options.page or default.page)
+    files = LIBRARY if folder == LIBRARY.folder else of_folder(folder)
+    files = dataclasses.replace(files, results=options.results or files.results)
     everything = load_all(folder)
     chosen = named(everything, options.claims)
     status = 0
