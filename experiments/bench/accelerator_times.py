@@ -1,6 +1,6 @@
 """Times of attention on the device: a part of `accelerator`.
 
-Programs are compiled in groups, our kernels before other libraries, --threads at once. Those of a
+Programs are compiled in groups, our kernels before other libraries, four at once. Those of a
 group are then timed in rounds, each by 20 ms of calls that end when the last one is ready; the
 median of the rounds is written at once. If the file has groups of a process that was lost, this one
 goes on after them.
@@ -343,10 +343,9 @@ def main(arguments: list[str]) -> int:
     add("--lengths", type=positives, default=(4096, 16384), help="T (default: 4096,16384)")
     add("--schemes", nargs="+", choices=TIMED, default=SCHEMES, metavar="NAME")
     add("--without", nargs="*", default=(), help="implementations to leave out")
-    add("--threads", type=int, default=4, help="programs that are compiled at once (default: 4)")
     options = parser.parse_args(arguments)
     sizes = DRY if jax.default_backend() == "cpu" else Sizes()
-    times = Times(options.json, options.seconds, sizes, options.threads)
+    times = Times(options.json, options.seconds, sizes, threads=4)
     every = groups(sizes, options.lengths, options.schemes)
     for jobs in itertools.islice(every, times.groups, None):
         times.measure([job for job in jobs if job.row["by"] not in options.without])
