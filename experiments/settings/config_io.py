@@ -39,17 +39,8 @@ def near(name: str, known: Iterable[str]) -> str:
     "; did you mean 'model_dim'?"
     """
     known = list(known)
-    folded = {_sorted_words(k): k for k in known}
-    match = difflib.get_close_matches(name, known, 1)
-    match = match or [
-        folded[m] for m in difflib.get_close_matches(_sorted_words(name), folded, 1, 0.5)
-    ]
+    match = difflib.get_close_matches(name.lower().replace("-", "_"), known, 1, 0.5)
     return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known) or 'none'}"
-
-
-def _sorted_words(name: str) -> str:
-    """The words of a name in alphabetical order, so that d_model is near model_dim."""
-    return "_".join(sorted(name.lower().replace("-", "_").split("_")))
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -284,7 +284,7 @@ def test_a_wrong_claim_is_one_line(call, change, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("T2",), "unknown claim 'T2'; did you mean 'T1'?"),
+        (("T2",), "unknown claim 'T2'; known: T1"),
         (("--run", "--seeds", "0"), "--seeds: must be at least 1"),
         (("--folder", "nowhere"), "nowhere: has no files of claims"),
     ],
