@@ -5,7 +5,7 @@ import functools
 import hashlib
 import resource
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from experiments.released.losses import Losses, Program, Scores
 from experiments.released.methods import Trained, set_method
 from experiments.runs.checkpoints import Deadline
 from experiments.runs.files import locked
-from experiments.runs.results import FILE, versions_of
+from experiments.runs.results import FILE
 from experiments.runs.run import commit, duration, here
-from experiments.runs.run_queue import differences
+from experiments.runs.run_queue import refuse_versions
 
 
 class Runner:
@@ -147,7 +147,8 @@ def carry_out(
     commit()  # Files may change while cells run.
     cells = list(plan.cells())
     known = results.read(folder)
-    _refuse_other_versions([known[cell.name] for cell in cells if cell.name in known])
+    environments = [known[cell.name].environment for cell in cells if cell.name in known]
+    refuse_versions(environments, str(folder), "take another --results")
     waiting = [cell for cell in cells if cell.name not in known]
     costs = {cell.name: cost(cell) for cell in cells}
     say(f"{len(cells)} cells, {len(cells) - len(waiting)} with a result.")
@@ -201,13 +202,3 @@ def _summary(result: CellResult) -> str:
 def cost(cell: Cell) -> float:
     """Returns about how many seconds of a processor a cell takes: SmolLM2 on an AMD EPYC."""
     return cell.count * (1.35e-3 + 5.1e-7 * min(cell.count / 2, cell.seen))
-
-
-def _refuse_other_versions(known: Sequence[CellResult]) -> None:
-    now = versions_of(here())
-    for result in known:
-        if (other := versions_of(result.environment)) != now:
-            raise ResultsError(
-                f"results are of other versions: {differences({other, now})}; use the versions "
-                "there, or another --results"
-            )

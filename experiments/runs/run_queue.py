@@ -12,7 +12,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
@@ -76,20 +76,26 @@ def differences(versions: set[tuple[str, ...]]) -> str:
     return ", ".join(" and ".join(sorted(set(c))) for c in columns if len(set(c)) > 1)
 
 
+def refuse_versions(environments: Iterable[Mapping[str, Any]], title: str, remedy: str) -> None:
+    """Raises ResultsError if results are of other versions than those here."""
+    now = versions_of(here())
+    for environment in environments:
+        if (other := versions_of(environment)) != now:
+            raise ResultsError(
+                f"{title}: has results of other versions: {differences({other, now})}; "
+                f"use the versions there, or {remedy}"
+            )
+
+
 def refuse_other_versions(
     runs: Iterable[Run], results: Lookup, title: str, remedy: str = "take another --results"
 ) -> None:
     """Raises ResultsError if a run has a result of other versions, or of other code or text."""
-    now = versions_of(here())
-    for each in runs:
-        result = results(each)
-        if result and result.versions != now:
-            raise ResultsError(
-                f"{title}: has results of other versions: {differences({result.versions, now})}; "
-                f"use the versions there, or {remedy}"
-            )
-        for name, digest in each.sources.items() if result else ():
-            if result and result.environment.get(name, digest) != digest:
+    known = [(run, result.environment) for run in runs if (result := results(run))]
+    refuse_versions((environment for _, environment in known), title, remedy)
+    for run, environment in known:
+        for name, digest in run.sources.items():
+            if environment.get(name, digest) != digest:
                 raise ResultsError(f"{title}: {name} has changed since its results; {remedy}")
 
 
