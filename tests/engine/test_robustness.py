@@ -295,7 +295,7 @@ def _falling(shared, head, q, k):
 
 
 def _is_near(shared, head, q, k):
-    return q - k < 2
+    return (q - k < 2).astype(jnp.int32)
 
 
 def _earlier_only(shared, head, q, k):
@@ -303,11 +303,11 @@ def _earlier_only(shared, head, q, k):
 
 
 NEAR = pe.LogitBias(_near_only, SLOPES, relative=True, bounds=(0, 3))
-BOOLEANS = pe.LogitBias(_is_near, relative=True, bounds=(1, 2), drop_far=True)
+INTEGERS = pe.LogitBias(_is_near, relative=True, bounds=(1, 2), drop_far=True)
 FALLING, FUTURE = pe.LogitBias(_falling, relative=True), pe.LogitBias(_nan_in_the_future)
 EQUAL = {
     "a far number leaves near ones their digits": (SMALL_TILES, NEAR, {}),
-    "also of positions, and booleans": (SMALL_TILES, (NEAR, BOOLEANS), {"q_positions": POSITIONS}),
+    "also of positions, and integers": (SMALL_TILES, (NEAR, INTEGERS), {"q_positions": POSITIONS}),
     "NaN for hidden keys beside a rule by distance": (SMALL_TILES, (FALLING, FUTURE), {}),
     "no key by a rule": ("jax", pe.LogitBias(_earlier_only, relative=True), {}),
 }
