@@ -113,12 +113,13 @@ def pack(folder: Path) -> int:
     """Packs all results of a folder, and removes their files; returns how many are packed."""
     with locked(folder):
         files = list(folder.glob(f"*/{FILE}"))
-        alone = {file.parent.name: stored(folder, file.parent.name) for file in files}
+        names = [file.parent.name for file in files]
+        alone = {name: result for name in names if (result := stored(folder, name))}
         results = {**packed(folder), **alone}
         if files:
             write_pack(folder, "run", results)
         for file in files:  # Other processes write results once, and do not change them.
-            file.unlink()
+            file.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # It has other files.
                 file.parent.rmdir()
         return len(results)
