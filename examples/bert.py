@@ -116,7 +116,7 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> BERT:
         gated=False,
         attention_bias=True,
         mlp_bias=True,
-        is_causal=config.get("is_decoder", False),
+        is_causal=bool(config.get("is_decoder")),
     )
     unused = "pooler.", "embeddings.position_ids"
     state = {name: x for name, x in state.items() if not name.startswith(unused)}

@@ -381,8 +381,8 @@ def generate(
       **options: `inputs` and `coordinates` of the prompts, as calls of a `Decoder` take them.
 
     Returns:
-      The new tokens [B, steps]. With logits also those that chose them, after those of the
-      prompt, [B, T + steps - 1, V].
+      The new tokens [B, steps]. With logits also the prompt's logits and the ones that
+      chose the tokens, [B, T + steps - 1, V].
 
     Raises:
       ValueError: for no steps, settings of samples without a key, and a temperature of 0 or less.

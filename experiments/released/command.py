@@ -336,7 +336,7 @@ def _layers(
             f"{count:,} tokens are within the trained length, where ntk and yarn change "
             "nothing (--tokens N reads more)."
         )
-    length, methods, left = trained, {}, []
+    length, methods, skipped = trained, {}, []
     if trained >= 4 * count:
         notes.append(f"Windows are a quarter of the {count:,} tokens, not of the trained length.")
         length = count
@@ -349,9 +349,9 @@ def _layers(
         except ValueError:
             if options.methods:
                 raise
-            left.append(name)
-    if left:
-        notes.append(f"Left out, as they do not apply to these layers: {', '.join(left)}.")
+            skipped.append(name)
+    if skipped:
+        notes.append(f"Left out, as they do not apply to these layers: {', '.join(skipped)}.")
     return methods
 
 
@@ -437,7 +437,7 @@ def _losses(model: Decoder, plan: Plan) -> dict[str, np.ndarray]:
         start = time.monotonic()
         return Losses(model)(plan.tokens[: count + 1]), time.monotonic() - start
 
-    def left() -> str:
+    def remaining() -> str:
         """The time left, by how long the methods before took."""
         if not done:
             return ""
@@ -458,9 +458,9 @@ def _losses(model: Decoder, plan: Plan) -> dict[str, np.ndarray]:
             done[name], seconds = future.result()
             work += seconds
             mean = f"{done[name].mean():.3f} nats per token"
-            _say(f"{_CLEAR}  {name}: {mean}, {passed}{left() if waiting else ''}")
+            _say(f"{_CLEAR}  {name}: {mean}, {passed}{remaining() if waiting else ''}")
         if not ended and sys.stdout.isatty():
-            print(f"{_CLEAR}  {passed}{left()}", end="", flush=True)
+            print(f"{_CLEAR}  {passed}{remaining()}", end="", flush=True)
     pool.shutdown()
     return {name: done[name] for name in plan.layers}
 

@@ -93,7 +93,8 @@ def _summary(screen: Mapping[str, Row], finalists: list, baseline: str) -> dict[
         "ahead": ahead,
         "tests": len(p_values),
         "untested": [label(scheme) for scheme in screen if scheme not in scores],
-        "scales": _own_scales(trained, spread),
+        "unstable": f"{reference.cell.about.unstable:g}",
+        "scales": published_scales({s: trained[s] for s in scores}, spread),
         "pooled": f"{spread:.3f}",
         "resolved": [label(scheme) for scheme in resolved],
         "flat": [label(scheme) for scheme in flat],
@@ -105,10 +106,15 @@ def _summary(screen: Mapping[str, Row], finalists: list, baseline: str) -> dict[
     }
 
 
-def _own_scales(trained: Mapping[str, float], spread: float) -> list[str]:
-    """Returns differences of schemes with their own logit scale to those with 1/sqrt(H).
+def published_scales(trained: Mapping[str, float], spread: float) -> list[str]:
+    """Returns by how much scores with the published logit scale differ from scores with 1/sqrt(H).
 
-    The standard error of a difference of two means of two seeds is the standard deviation of one.
+    The standard error of a difference of two means of two seeds is the standard deviation.
+
+    >>> published_scales({"t5": 2.2, "t5_own_scale": 2.25, "rope": 2.0}, 0.02)
+    ['t5 +0.050 (matters)']
+    >>> published_scales({"t5": 2.2, "t5_own_scale": 2.17}, 0.02)
+    ['t5 -0.030 (within two standard errors)']
     """
     by_name, lines = {label(scheme): value for scheme, value in trained.items()}, []
     for name, value in by_name.items():

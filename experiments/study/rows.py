@@ -53,7 +53,7 @@ class Row:
 
     @property
     def is_stable(self) -> bool:
-        """Whether no seed diverged, and they spread as little as those of a rate that is chosen."""
+        """Whether no seed diverged, and their scores spread by at most the limit for rates."""
         scores, limit = self.at_trained_length, self.cell.about.unstable
         ended = len(scores) == len(self.results)
         return ended and (len(scores) < 2 or statistics.stdev(scores) <= limit)

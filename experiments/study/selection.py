@@ -129,8 +129,8 @@ class Selection:
         """Returns by how much the reported score changes with resampled selection seeds.
 
         One number for each sequence of seeds drawn with replacement: the score at the trained
-        length of the setting that these seeds choose, less that of the chosen one, as means over
-        all selection seeds. A draw chooses among the runs in `tried`, without those that it makes
+        length of the setting that these seeds choose, minus the chosen setting's, as means over
+        all selection seeds. A draw chooses among the runs in `tried`, without runs that it makes
         unstable; which runs these are, and other rounding, is not drawn anew.
         """
         if self.chosen is None:

@@ -124,8 +124,8 @@ def attention(
 
     `logits = softcap(scale * (q . k + scaled terms) + unscaled terms)`, in float32.
     A query that sees no key gets zeros. Keys, values and features that no query sees with any head,
-    and queries of padding, may hold anything, NaN included. Without the batch axis of q, k and v,
-    that of arguments and results is missing too, except in `rules`, where B is 1.
+    and queries of padding, may hold anything, NaN included. If q, k and v have no batch axis,
+    arguments and results have none either, except `rules`, where B is 1.
 
     Args:
       q: queries [B, T, N, H], or [T, N, H].

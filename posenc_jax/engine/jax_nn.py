@@ -53,8 +53,8 @@ class JaxNN(Implementation):
     def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         p, window = problem, problem.window
         if window is not None:
-            keys = p.k.shape[1]  # JAX adds sides to slots in int32.
-            window = tuple(keys if side < 0 else min(side, keys) for side in window)
+            most = max(p.length, p.keys)  # JAX adds sides to slots in int32.
+            window = tuple(most if side < 0 else min(side, most) for side in window)
         k, v, sees = p.k, p.v, None
         bias = self._bias(p) if p.rules else None
         if p.mask is not None or (bias is not None and self.kernel is None):

@@ -206,7 +206,7 @@ def _attend_forward(kernels, spec, diff, nondiff):
 
 def _attend_backward(kernels, spec, saved, cotangents):
     diff, nondiff, out, lse = saved
-    d_out, d_lse = cotangents  # The derivative of `d_lse.total` is that of `d_lse.top`.
+    d_out, d_lse = cotangents  # `d_lse.total` has the same derivative as `d_lse.top`.
     x = combine(without_derivative("pallas", diff), nondiff)
     kept_share = 1.0 if x.dropped is None else 1.0 - spec.dropout_rate
     lse = lse._replace(total=kept_share * lse.total)

@@ -82,7 +82,7 @@ class Spec:
       pairs: whether there are arrays of all pairs.
       prefix: whether there are prefix lengths.
       scale, softcap, dropout_rate: as in `attention`.
-      dtype: of the output of TPUs; that of GPUs has q's.
+      dtype: of the output on TPUs; on GPUs the output has q's dtype.
       interpret: run in the interpreter.
     """
 

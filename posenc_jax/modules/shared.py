@@ -353,20 +353,20 @@ class AttentionLayer:
 
         Args:
           batch, capacity: B and the number of slots for the tokens of a row.
-          tokens_per_call: the most tokens of a call. A layer with a window has a ring of as many
-            slots as it then needs, if these are fewer than `capacity`. Default: any number of
+          tokens_per_call: the most tokens of a call. A layer with a window has a ring of the
+            slots that it then needs, if these are fewer than `capacity`. Default: any number of
             tokens, and a full cache.
           shared_encoding: the argument of that name in calls of an NNX layer.
           model_dim: D, which Linen layers need without `head_dim`, and for schemes that read their
             input.
           dtype: of k and v. Default: the layer's `dtype`, or else `param_dtype`; without a `dtype`,
-            k and v have that of wider inputs.
+            wider inputs give wider k and v, which are then rounded.
           **options: `coordinates`, `ring`, `max_rewind` and `qkv_sharding`, as in
             `posenc_jax.new_cache`.
 
         Raises:
           NotImplementedError: for a ring of a layer with chunks.
-          ValueError: for `tokens_per_call` below one, and beside `ring`, whose capacity has it.
+          ValueError: for `tokens_per_call` below one, and with a `ring`, whose capacity has it.
         """
         spec, encoding = self.spec(), shared_encoding
         if encoding is None:  # A Linen layer has its parameters in `apply` only.

@@ -340,7 +340,7 @@ class Scheme:
         """Returns the factor on q . k that the scheme was published with.
 
         None: the scheme works with any, and 1/sqrt(H) is used. The default is 1/sqrt(H) for
-        schemes that add to the logits, and None for the others. H is that of the projections,
+        schemes that add to the logits, and None for the others. H is the head dim of projections,
         also where `query` and `key` append dimensions.
         """
         return head_dim**-0.5 if Acts.LOGITS in self.acts else None

@@ -474,5 +474,7 @@ def test_a_key_that_overflows_in_the_cache_ends_with_its_row():
     q = np.full((1, 2, 1, 2), -2e-5, np.float32)
     options = {"cache": cache, "is_causal": True}
     q, k = map(jnp.asarray, (q, k))  # NumPy warns when it rounds.
-    out, _ = jax.jit(lambda: pe.scheme_attention(pe.NoPE(), {}, q, k, k, **options))()
+    out, _ = jax.jit(
+        lambda: pe.scheme_attention(pe.NoPE(), {}, q, k, jnp.ones_like(k), **options)
+    )()
     assert np.isfinite(out[0, 0]).all() and not np.isfinite(out[0, 1]).any()

@@ -78,7 +78,8 @@ class _PenaltyBySide:
     def __call__(self, shared, slopes, q, k):
         past, future = slopes
         distance = (q - k).astype(jnp.float32)
-        return jnp.where(q > k, past * (self.past_offset - distance), future * distance)
+        offset = jnp.where(past < _HIDING_SLOPE, self.past_offset, 0.0)
+        return jnp.where(q > k, past * (offset - distance), future * distance)
 
 
 @dataclasses.dataclass(frozen=True)

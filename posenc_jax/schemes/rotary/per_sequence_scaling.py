@@ -65,7 +65,8 @@ def segment_lengths(
 class RoPEByLength(AttendRotary):
     """RoPE with frequencies by the length of each sequence (Ding et al. 2024).
 
-    In cross attention, the length is that of the queries.
+    Lengths are read from the queries: in cross attention keys have them too, and with `chunk_size`
+    each chunk has its own.
 
     Attributes:
       head_dim, theta, layout, rotary_dim, rotary_start: as in `RoPE`.

@@ -37,7 +37,7 @@ class ReRoPE(RangeRotary):
     Attributes:
       head_dim, theta, layout, rotary_dim, rotary_start, scaling: as in `RoPE`.
       window: w, the distance from which keys are far. For models trained at L = 4096 the authors of
-        ReRoPE take 512 in their code and 1024 in their table; those of STRING take L / 3.
+        ReRoPE take 512 in their code and 1024 in their table; STRING's take L / 3.
       leak: growth of far distances per token, from 0 to 1.
       restart: the first distance of far keys. Default: `window`.
 

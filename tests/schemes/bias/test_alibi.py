@@ -78,6 +78,13 @@ def test_learned_slopes_match_the_authors():
     np.testing.assert_allclose(got[:, 3, 4], -future * (10**6 - 257), rtol=2e-6)
 
 
+def test_split_hides_past_keys_nearer_than_the_offset():
+    """Of float coordinates: their distance minus the offset is negative."""
+    rule = pe.ALiBi(num_heads=4, symmetry="split", past_offset=0.5).rules({})
+    bias = rule.dense(np.float32([0.3]), np.float32([0.0]))[:, 0, 0]
+    assert (bias < -1e18).sum() == 2 and np.abs(bias[bias > -1e18]).max() < 1
+
+
 def test_split_in_causal_attention_leaves_half_of_the_heads_their_own_token():
     out = attend(pe.ALiBi(num_heads=6, symmetry="split"), {}, *ARRAYS, is_causal=True)
     three = np.array(SLOPES[3])
