@@ -479,7 +479,7 @@ MUTATIONS = [
              "geometric(2 * power)[::2]", "geometric(2 * power)[1::2]",
              "tests/schemes/bias/test_alibi.py"),
     Mutation("ALiBi: the penalty of past keys forgets its offset", "schemes/bias/alibi.py",
-             "past * (self.past_offset - distance)", "past * -distance",
+             "past * (offset - distance)", "past * -distance",
              "tests/schemes/bias/test_alibi.py"),
     Mutation("Swin V2: offsets are divided by the size of the window", "schemes/bias/swin_v2.py",
              "8.0 * np.arange(1 - n, n) / (m - 1)", "8.0 * np.arange(1 - n, n) / m",
