@@ -25,7 +25,6 @@ ACTIVATIONS = {
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
 }
-_PIECE = 2**19  # Numbers of a weight that are converted at once; 2 MB in float32.
 
 
 def dot_general(
@@ -34,8 +33,7 @@ def dot_general(
     """As `jax.lax.dot_general`, without a copy of half-precision weights for one token on CPUs.
 
     In a step of one token, XLA for CPUs converts the bfloat16 weights of all layers to float32 in
-    memory. Here a piece of the weights becomes float32 near the processor; with jax 0.10 XLA still
-    converts them as a whole.
+    memory, and not where it multiplies elements.
     """
     plain = functools.partial(
         jax.lax.dot_general, dimension_numbers=dimension_numbers, precision=precision, **options
@@ -45,34 +43,23 @@ def dot_general(
     ends = tuple(range(len(of_w))), tuple(range(w.ndim - len(of_w), w.ndim))
     in_order = of_w and tuple(of_w) in ends and list(of_x) == sorted(of_x)
     on_mesh = not jax.sharding.get_abstract_mesh().empty
-    if batch or on_mesh or not in_order or x.size > size or w.dtype.itemsize != 2:
+    if batch or on_mesh or not in_order or x.size != size or w.dtype.itemsize != 2:
         return plain(x, w)
 
-    def by_pieces(x, w):
+    def by_elements(x, w):
         out = jax.eval_shape(plain, x, w)
         x, w = jax.lax.optimization_barrier((x, w))  # Weights alone are converted beforehand.
-        x, inputs_first = x.astype(jnp.float32).reshape(-1), of_w[0] == 0
-        w = w.reshape(size, -1) if inputs_first else w.reshape(-1, size)
-        count = min(len(w), max(2, math.ceil(w.size / _PIECE)))
-        rows = len(w) // count
-        rest = len(w) - rows * count
-
-        def piece(array, start, rows):
-            part = jax.lax.dynamic_slice_in_dim(array, start, rows, allow_negative_indices=False)
-            return part.astype(jnp.float32)
-
-        def product(start, rows):
-            return piece(x, start, rows) @ piece(w, start, rows)
-
-        if inputs_first:
-            y = product(rows * count, rest) if rest else jnp.zeros(w.shape[1], jnp.float32)
-            y = jax.lax.fori_loop(0, count, lambda i, y: y + product(i * rows, rows), y)
+        x = x.astype(jnp.float32).reshape(-1)
+        if of_w[0] == 0:  # Sums over rows are slow: most of them are sums of 8 arrays.
+            count = math.gcd(size, 8)
+            x, w = x.reshape(count, -1, 1), w.reshape(count, size // count, -1)
+            y = sum(x[i] * w[i].astype(jnp.float32) for i in range(count))
+            y = jnp.ones(size // count) @ jax.lax.optimization_barrier(y)
         else:
-            y = jax.lax.map(lambda i: piece(w, i * rows, rows) @ x, jnp.arange(count)).reshape(-1)
-            y = jnp.concatenate([y, piece(w, rows * count, rest) @ x]) if rest else y
+            y = (w.reshape(-1, size).astype(jnp.float32) * x[None]).sum(1)
         return y.astype(out.dtype).reshape(out.shape)
 
-    return jax.lax.platform_dependent(x, w, cpu=by_pieces, default=plain)
+    return jax.lax.platform_dependent(x, w, cpu=by_elements, default=plain)
 
 
 @dataclasses.dataclass(frozen=True)
