@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import posenc_jax as pe
-from examples.decoder import MLP, ModelConfig
+from examples.decoder import ACTIVATIONS, MLP, ModelConfig
 from examples.weights import State, Weights, fill
 from posenc_jax.nnx import PositionEncoding
 
@@ -81,6 +81,17 @@ _NAMES = {
 }
 
 
+_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "layer_norm_eps",
+    "hidden_act",
+    "type_vocab_size",
+)
+
+
 class BERTWeights(Weights):
     """A state dict of BERT by paths of our modules."""
 
@@ -98,10 +109,15 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> BERT:
         states do not need, is left out, and so are position ids.
 
     Raises:
-      ValueError: for another model type, and weights that are missing, of another shape, or left.
+      ValueError: for another model type, missing keys, and weights that are missing, of another
+        shape, or left.
     """
-    if config["model_type"] != "bert":
-        raise ValueError(f"load: model_type must be 'bert', got {config['model_type']!r}.")
+    if (kind := config.get("model_type")) != "bert":
+        raise ValueError(f"load: model_type must be 'bert', got {kind!r}.")
+    if missing := [name for name in _KEYS if name not in config]:
+        raise ValueError(f"load: the config must have {missing[0]!r}.")
+    if (activation := config["hidden_act"]) not in ACTIVATIONS:
+        raise ValueError(f"load: hidden_act must be one of {[*ACTIVATIONS]}, got {activation!r}.")
     settings = ModelConfig(
         layers=pe.from_hf(config),
         vocabulary=config["vocab_size"],
@@ -112,7 +128,7 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> BERT:
         mlp_dim=config["intermediate_size"],
         norm="layer",
         epsilon=config["layer_norm_eps"],
-        activation=config["hidden_act"],
+        activation=activation,
         gated=False,
         attention_bias=True,
         mlp_bias=True,

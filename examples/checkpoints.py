@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from examples import gguf
+from examples.families import FAMILIES
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -50,9 +51,7 @@ class LazyState(Mapping[str, np.ndarray]):
         return len(self.readers)
 
 
-_PREFIXES = {"gpt2": "transformer.", "bloom": "transformer.", "gpt_neox": "gpt_neox."}
-"""Of names in transformers; files of the model without its head lack it."""
-_MASK = re.compile(r"\.(attn|attention)\.(masked_)?bias$")
+_NO_WEIGHT = re.compile(r"\.((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
 
 def read(path: str | pathlib.Path) -> Checkpoint:
@@ -96,7 +95,7 @@ def _read_safetensors(path):
     if config.get("quantization_config"):
         raise ValueError(f"read: {str(folder)!r} is quantised, which is read from GGUF files only.")
     index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    weight_map = _json(index).get("weight_map") if index.exists() else {}
+    weight_map = {} if whole.exists() or not index.exists() else _json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(x, str) for x in weight_map.values()):
         raise ValueError(f"read: {str(index)!r} is damaged: weight_map must name files.")
     parts = weight_map.values()
@@ -131,14 +130,17 @@ def _read_safetensors(path):
             raise ValueError(f"read: {str(folder)!r} has {min(twice)!r} in several files.")
         readers |= new
     # Older files have frequencies and masks besides weights, and some repeat a tied embedding.
-    prefix = _PREFIXES.get(str(config.get("model_type")), "")
-    if prefix:
-        readers = {name: x for name, x in readers.items() if not _MASK.search(name)}
+    # Files of a model without its head have names without the first part.
+    readers = {name: x for name, x in readers.items() if not _NO_WEIGHT.search(name)}
+    family = FAMILIES.get(str(config.get("model_type")))
+    embedding_name = "" if family is None else family.names["embedding"] + ".weight"
+    prefix = embedding_name[: embedding_name.find(".") + 1]
     if not any(name.startswith(prefix) for name in readers):
         readers = {prefix + name: x for name, x in readers.items()}
-    readers = {n: x for n, x in readers.items() if not n.endswith(".rotary_emb.inv_freq")}
+    if "embed_out.weight" in readers:  # GPT-NeoX.
+        readers["lm_head.weight"] = readers.pop("embed_out.weight")
     config.setdefault("tie_word_embeddings", "lm_head.weight" not in readers)
-    embedding = readers.get("model.embed_tokens.weight")
+    embedding = readers.get(embedding_name)
     if config["tie_word_embeddings"] and embedding and "lm_head.weight" in readers:
         if not np.array_equal(readers.pop("lm_head.weight")(), embedding()):
             raise ValueError(f"read: {str(folder)!r} ties weights that differ.")
@@ -164,6 +166,9 @@ def _tokenizer_json(folder):
     if not file.is_file():
         raise ValueError(f"read: {str(folder)!r} has no tokenizer.json.")
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises Exception itself.
         raise ValueError(f"read: {str(file)!r} is damaged: {error}.") from None
+    tokenizer.no_padding()  # Of training, as is the next.
+    tokenizer.no_truncation()
+    return tokenizer

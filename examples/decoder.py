@@ -12,7 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 import posenc_jax as pe
 from posenc_jax.nnx import Attention, PositionEncoding
@@ -340,6 +342,11 @@ def jit_step(model: Decoder) -> Callable:
     return functools.partial(step, state)
 
 
+def _holds(x: Any, condition: Callable) -> bool:
+    """Returns whether a condition holds for all elements, true for values that are traced."""
+    return isinstance(x, Tracer) or bool(np.all(condition(np.asarray(x))))
+
+
 def generate(
     model: Decoder,
     tokens: jax.Array,
@@ -372,14 +379,19 @@ def generate(
       chose the tokens, [B, T + steps - 1, V].
 
     Raises:
-      ValueError: for no steps, settings of samples without a key, and a temperature of 0 or less.
+      ValueError: for no steps, settings of samples without a key, a temperature of 0 or less,
+        top_k below 1, and padding on the right.
     """
     if steps < 1:
         raise ValueError(f"generate: steps must be at least 1, got {steps}.")
     if key is None and (temperature is not None or top_k is not None):
         raise ValueError("generate: temperature and top_k are settings of samples, which need key.")
-    if isinstance(temperature, int | float) and not temperature > 0:
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"generate: top_k must be at least 1, got {top_k}.")
+    if temperature is not None and not _holds(temperature, lambda x: x > 0):
         raise ValueError(f"generate: temperature must be positive, got {temperature}.")
+    if mask is not None and not _holds(mask, lambda x: x[:, -1]):
+        raise ValueError("generate: mask must be padded on the left, and ends in false in a row.")
     batch, length = tokens.shape
     if mask is not None:
         positions, segment_ids = pe.positions.from_padding_mask(mask)

@@ -208,6 +208,18 @@ class MixtureOfExperts(nnx.Module):
         return self.experts(x, self.router(x)) + self.shared_experts(x)
 
 
+_NAMES = {
+    **families.FAMILIES["llama"].names,
+    "query_down": "q_a_proj",
+    "query_norm": "q_a_layernorm",
+    "query": "q_b_proj",
+    "latent_down": "kv_a_proj_with_mqa",
+    "latent_norm": "kv_a_layernorm",
+    "latent_up": "kv_b_proj",
+    "router": "gate",
+}
+
+
 class DeepSeekWeights(Weights):
     """A state dict of DeepSeek-V3 by paths of our modules."""
 
@@ -231,8 +243,10 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Decoder:
       ValueError: for weights that are missing, of another shape, or left.
     """
     rope, rank = config["qk_rope_head_dim"], config["q_lora_rank"]
+    names = _NAMES if rank is not None else _NAMES | {"query": "q_proj"}
+    base = vars(families.model_config(config, families.Family(names)))
     settings = DeepSeekConfig(
-        **vars(families.model_config(config)) | {"head_dim": config["qk_nope_head_dim"] + rope},
+        **base | {"head_dim": config["qk_nope_head_dim"] + rope},
         rope_dim=rope,
         value_dim=config["v_head_dim"],
         latent_dim=config["kv_lora_rank"],
@@ -246,8 +260,5 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Decoder:
         normalized=config["norm_topk_prob"],
         expert_scale=config["routed_scaling_factor"],
     )
-    names = families.FAMILIES["deepseek_v3"].names
-    if rank is None:
-        names = {**names, "query": "q_proj"}
     weights = DeepSeekWeights(State(state), names, settings.num_heads, settings.num_heads)
     return fill(lambda rngs: Decoder(settings, rngs=rngs), weights)

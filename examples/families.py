@@ -1,6 +1,7 @@
 """Differences between families of decoders other than attention, and names of their weights."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,15 +33,6 @@ _QWEN_VL = _LLAMA | {
     "embedding": "model.language_model.embed_tokens",
     "norm": "model.language_model.norm",
     "blocks": "model.language_model.layers",
-}
-_DEEPSEEK = _LLAMA | {
-    "query_down": "q_a_proj",
-    "query_norm": "q_a_layernorm",
-    "query": "q_b_proj",
-    "latent_down": "kv_a_proj_with_mqa",
-    "latent_norm": "kv_a_layernorm",
-    "latent_up": "kv_b_proj",
-    "router": "gate",
 }
 _GEMMA = _LLAMA | {
     "post_attention_norm": "post_attention_layernorm",
@@ -79,6 +71,7 @@ _GPT2 = {
     "mlp_norm": "ln_2",
     "up": "c_fc",
     "down": "c_proj",
+    "output": "lm_head",
 }
 
 
@@ -95,6 +88,7 @@ class Family:
       qkv: how one projection holds queries, keys and values; see `posenc_jax.split_qkv`.
       inputs_first: whether the weights of projections have their inputs first.
       out_bias: whether the output of attention has a bias where its inputs have one.
+      activation, epsilon: keys of a config.
       defaults: values of config keys that transformers fills in for the type.
       derived: keys whose values follow from the others where they are missing.
     """
@@ -110,6 +104,8 @@ class Family:
     qkv: str | None = None
     inputs_first: bool = False
     out_bias: bool = True
+    activation: str = "hidden_act"
+    epsilon: str = "rms_norm_eps"
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     derived: tuple[str, ...] = ("head_dim",)
 
@@ -120,14 +116,39 @@ _OLD: dict[str, Any] = {
     "biases": (True, True),
     "derived": ("head_dim", "num_key_value_heads", "intermediate_size"),
 }
-_GEMMA_2 = Family(_GEMMA, post_norms=True, norm_offset=1.0, scaled_embedding=True, derived=())
+_GEMMA_3 = Family(
+    _GEMMA,
+    post_norms=True,
+    norm_offset=1.0,
+    scaled_embedding=True,
+    activation="hidden_activation",
+    defaults={"hidden_activation": "gelu_pytorch_tanh"},
+    derived=(),
+)
+_GEMMA_2 = dataclasses.replace(
+    _GEMMA_3, defaults={**_GEMMA_3.defaults, "final_logit_softcapping": 30.0}
+)
 FAMILIES = {
-    "gpt2": Family(_GPT2, qkv="concatenated", inputs_first=True, **_OLD),
-    "gpt_neox": Family(_NEOX, qkv="by_group", defaults={"use_parallel_residual": True}, **_OLD),
+    "gpt2": Family(
+        _GPT2,
+        qkv="concatenated",
+        inputs_first=True,
+        activation="activation_function",
+        epsilon="layer_norm_epsilon",
+        **_OLD,
+    ),
+    "gpt_neox": Family(
+        _NEOX,
+        qkv="by_group",
+        epsilon="layer_norm_eps",
+        defaults={"use_parallel_residual": True},
+        **_OLD,
+    ),
     "bloom": Family(
         _BLOOM,
         qkv="by_group",
         embedding_norm=True,
+        epsilon="layer_norm_epsilon",
         defaults={"hidden_act": "gelu_pytorch_tanh"},
         **_OLD,
     ),
@@ -140,36 +161,34 @@ FAMILIES = {
     "smollm3": Family(_LLAMA),
     "phi3": Family(_PHI3, qkv="concatenated"),
     "gpt_oss": Family(_LLAMA, biases=(True, False), derived=()),
-    "deepseek_v3": Family(_DEEPSEEK),
     "gemma2": _GEMMA_2,
-    "gemma3_text": _GEMMA_2,
+    "gemma3_text": _GEMMA_3,
 }
 _SYNONYMS = {
-    "hidden_size": ("n_embd",),
+    "hidden_size": ("n_embd", "n_embed"),
     "num_attention_heads": ("n_head",),
     "intermediate_size": ("n_inner",),
-    "hidden_act": ("hidden_activation", "activation_function"),
-    "epsilon": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
 }
 
 
-def model_config(config: Mapping[str, Any]) -> ModelConfig:
+def model_config(config: Mapping[str, Any], family: Family | None = None) -> ModelConfig:
     """The decoder that a Hugging Face config describes.
 
     Args:
       config: the dict of a whole config, as `config.to_dict()` of transformers gives it.
+      family: of a model type that `FAMILIES` lacks.
 
     Raises:
       ValueError: for an unknown model type, a missing key, and settings that it does not support.
     """
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    family = FAMILIES.get(str(kind)) if family is None else family
+    if family is None:
         raise ValueError(f"model_config: model_type must be one of {[*FAMILIES]}, got {kind!r}.")
-    family = FAMILIES[kind]
     values = {**family.defaults, **config}
 
     def read(name, *default):
-        for key in (*_SYNONYMS.get(name, ()), name):  # Gemma files may have both.
+        for key in (*_SYNONYMS.get(name, ()), name):
             if values.get(key) is not None:
                 return values[key]
         if not default:
@@ -187,10 +206,12 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
         return check(name, "a positive integer", lambda x: type(x) is int and x > 0, *default)
 
     unsupported = ["apply_residual_connection_post_layernorm", "use_bidirectional_attention"]
-    unsupported += [] if kind.startswith("gemma") else ["final_logit_softcapping"]
+    unsupported += [] if str(kind).startswith("gemma") else ["final_logit_softcapping"]
     for name in unsupported:
         if values.get(name):
             raise ValueError(f"model_config: {name}={values[name]} is not supported.")
+    if values.get("is_causal") is False:
+        raise ValueError("model_config: is_causal=False is not supported.")
     dim, heads = size("hidden_size"), size("num_attention_heads")
     experts = None
     if kind == "gpt_oss":
@@ -207,18 +228,25 @@ def model_config(config: Mapping[str, Any]) -> ModelConfig:
         mlp_dim=size("intermediate_size", 4 * dim),
         norm=family.norm,
         epsilon=check(
-            "epsilon", "between 0 and 1", lambda x: type(x) in (int, float) and 0 < x < 1
+            family.epsilon, "between 0 and 1", lambda x: type(x) in (int, float) and 0 < x < 1
         ),
-        activation=check("hidden_act", f"one of {[*ACTIVATIONS]}", lambda x: f"{x}" in ACTIVATIONS),
+        activation=check(
+            family.activation, f"one of {[*ACTIVATIONS]}", lambda x: f"{x}" in ACTIVATIONS
+        ),
         gated=family.gated,
         attention_bias=read("attention_bias", family.biases[0]),
         mlp_bias=read("mlp_bias", family.biases[1]),
-        parallel=read("use_parallel_residual", False),
+        parallel="use_parallel_residual" in family.defaults and read("use_parallel_residual"),
         post_norms=family.post_norms,
         embedding_norm=family.embedding_norm,
         embedding_scale=dim**0.5 if family.scaled_embedding else 1.0,
         tied=check("tie_word_embeddings", "true or false", lambda x: type(x) is bool),
-        logit_softcap=read("final_logit_softcapping", None),
+        logit_softcap=check(
+            "final_logit_softcapping",
+            "a positive number or null",
+            lambda x: x is None or (type(x) in (int, float) and 0 < x < math.inf),
+            None,
+        ),
         experts=experts,
     )
 

@@ -226,7 +226,7 @@ def _config(file):
         "vocab_size": int(tensors["token_embd.weight"].shape[1]),
         "max_position_embeddings": get("context_length"),
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
-        "hidden_act": "gelu_pytorch_tanh" if kind.startswith("gemma") else "silu",
+        "hidden_act": "silu",  # Gemma has "hidden_activation".
         "tie_word_embeddings": "output.weight" not in tensors,
         "rope_theta": get("rope.freq_base", 10000.0),
     }

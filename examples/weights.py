@@ -48,7 +48,8 @@ def fill(make: Callable[[nnx.Rngs], Any], weights: "Weights") -> Any:
         leaves.append((path, variable.replace(jnp.asarray(array, dtype))))
     unused = sorted(set(weights.state.arrays) - weights.state.used)
     if unused:
-        raise ValueError(f"load: the model has no place for {unused}.")
+        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+        raise ValueError(f"load: the model has no place for {unused[:5]}{more}.")
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
@@ -99,8 +100,9 @@ class Weights:
             both = self._linear(self.name(*modules[:-1], "gate_up") + ".weight")
             return np.split(both, 2)[modules[-1] == "up"].T
         if leaf == "kernel":
-            x = self._linear(f"{name}.weight")
-            is_out = modules[-1] == "out"
+            if modules[-1] == "output":  # GPT-2's has its outputs first, unlike its others.
+                return self.state.take(f"{name}.weight").T
+            x, is_out = self._linear(f"{name}.weight"), modules[-1] == "out"
             return pe.heads_from_linear(x, self.num_heads, output=True) if is_out else x.T
         if leaf == "bias" and modules[-1] == "out" and not self.out_bias:
             return np.zeros(len(self.state.take(f"{name}.weight")))

@@ -264,11 +264,17 @@ def _plan(options: argparse.Namespace, path: Path, checkpoint: Checkpoint) -> Pl
         notes.append(f"No text and no losses: {checkpoint.tokenizer_error}")
     else:
         prompt, most = options.prompt, min(SLOTS[0], trained) - new
-        if not 0 < (length := len(checkpoint.tokenizer.encode(prompt).ids)) <= most:
-            raise ConfigError(f"--prompt: must have 1 to {most} tokens, has {length}")
+        ids = checkpoint.tokenizer.encode(prompt).ids
+        if not 0 < len(ids) <= most:
+            raise ConfigError(f"--prompt: must have 1 to {most} tokens, has {len(ids)}")
         count = options.tokens or min(trained * 3 // 2, SHORT if options.quick else LONGEST)
         layers = _layers(options, settings.layers, trained if stated else 0, count, notes)
         text, tokens = _tokens(options.text, checkpoint.tokenizer, count + 1 if layers else 2)
+        if (greatest := max([*ids, *tokens])) >= settings.vocabulary:
+            raise ConfigError(
+                f"--checkpoint: the tokenizer has token {greatest}, and the embedding "
+                f"{settings.vocabulary} rows"
+            )
     name = (
         path.stem
         if path.suffix == ".gguf"
@@ -301,12 +307,16 @@ def _free_memory() -> float:
 def _encodings(schemes: list[pe.Scheme]) -> str:
     """The schemes of layers in words.
 
-    >>> _encodings([pe.RoPE(64), pe.RoPE(64, theta=1e6), pe.RoPE(64)])
-    'RoPE theta 10,000 and 1,000,000'
+    >>> _encodings([pe.RoPE(64), pe.RoPE(64, theta=1e6, scaling=pe.PI(2.0)), pe.RoPE(64)])
+    'RoPE theta 10,000 and 1,000,000 with PI'
     """
     ropes = [scheme for scheme in schemes if isinstance(scheme, pe.RoPE)]
     if len(ropes) == len(schemes):
-        thetas = dict.fromkeys(f"{rope.theta:,.0f}" for rope in ropes)
+        thetas = dict.fromkeys(
+            f"{rope.theta:,.0f}" + (f" with {name}" if name != "FrequencyMap" else "")
+            for rope in ropes
+            for name in [type(rope.scaling).__name__]
+        )
         return f"RoPE theta {' and '.join(thetas)}"
     return " and ".join(dict.fromkeys(map(as_code, schemes)))
 

@@ -42,7 +42,7 @@ class ByPlace:
     @property
     def edges(self) -> list[int]:
         """Where columns of the table begin and end: L / 4 apart if that fits, else N / 6."""
-        width = self.trained // 4
+        width = max(1, self.trained // 4)
         if not 3 <= self.count / width <= _COLUMNS:
             width = -(-self.count // _COLUMNS)
         return [*range(0, self.count, width), self.count]
@@ -134,6 +134,19 @@ def _words(difference: float) -> str:
     return f"{abs(difference):.3f} {'less' if difference < 0 else 'more'}"
 
 
+def _bold(rows: list[list[str]]) -> list[list[str]]:
+    """Returns a table with the lowest number of each column in bold.
+
+    >>> _bold([["rope", "10.5"], ["yarn", "9.5"]])
+    [['rope', '10.5'], ['yarn', '**9.5**']]
+    """
+    best = [min(column, key=float) for column in list(zip(*rows, strict=True))[1:]]
+    return [
+        [name, *(f"**{x}**" if x == b else x for x, b in zip(row, best, strict=True))]
+        for name, *row in rows
+    ]
+
+
 def render(by_place: ByPlace | None, **values: object) -> str:
     """Returns the page.
 
@@ -145,11 +158,7 @@ def render(by_place: ByPlace | None, **values: object) -> str:
     if by_place is not None:
         pictures["loss.svg"] = by_place.picture()
         heads, rows = by_place.table()
-        best = [min(column) for column in list(zip(*rows, strict=True))[1:]]
-        rows = [
-            [name, *(f"**{x}**" if x == b else x for x, b in zip(row, best, strict=True))]
-            for name, *row in rows
-        ]
+        rows = _bold(rows)
     text = fill(
         Path(__file__).with_name("page.md.jinja"),
         by_place=by_place,

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from examples import families
 from examples.checkpoints import read
@@ -255,6 +255,55 @@ def test_a_checkpoint_says_why_it_has_no_tokenizer(tmp_path):
     assert "lacks the setting 'tokenizer.ggml.model'" in error
 
 
+def test_keys_of_other_families_say_nothing():
+    """Those that transformers reads, and its defaults."""
+    of_others = {"activation_function": "relu", "hidden_activation": "relu", "layer_norm_eps": 0.5}
+    config = small()[0]
+    changed = config | of_others | {"use_parallel_residual": True}
+    assert families.model_config(changed) == families.model_config(config)
+    for name, softcap in (("gemma2", 30.0), ("gemma3", None)):
+        config = agreement.read(name)[0]["config"] | {"hidden_act": "relu"}
+        del config["hidden_activation"], config["final_logit_softcapping"]
+        settings = families.model_config(config)
+        assert (settings.activation, settings.logit_softcap) == ("gelu_pytorch_tanh", softcap)
+        for wrong in (-1.0, float("nan"), "x"):
+            with pytest.raises(ValueError, match="must be a positive number or null"):
+                families.model_config(config | {"final_logit_softcapping": wrong})
+    config = agreement.read("bloom")[0]["config"]
+    old = config | {"n_embed": config["hidden_size"]}
+    del old["hidden_size"]
+    assert families.model_config(old) == families.model_config(config)
+
+
+def test_folders_as_transformers_writes_them(tmp_path):
+    """GPT-NeoX has another name for its head on disk; a whole file goes before parts."""
+    about, _, state = agreement.read("gpt_neox")
+    arrays = {n: np.asarray(x) for n, x in state.items()}
+    assert not about["config"]["tie_word_embeddings"]
+    on_disk = {n.replace("lm_head", "embed_out"): x for n, x in arrays.items()}
+    save_file(on_disk, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone"}}')
+    (tmp_path / "config.json").write_text(json.dumps(about["config"]))
+    tokenizer = Tokenizer(models.WordLevel({"one": 0, "<pad>": 1}, "<pad>"))
+    tokenizer.enable_padding(length=8)
+    tokenizer.enable_truncation(2)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    checkpoint = read(tmp_path)
+    assert set(checkpoint.state) == set(state)
+    families.load(checkpoint.config, checkpoint.state)
+    assert checkpoint.tokenizer.encode("one one one").ids == [0, 0, 0]
+    about, _, state = agreement.read("gpt2")  # Tied, with a copy.
+    copy = {"lm_head.weight": state["transformer.wte.weight"]}
+    save_file({n: np.array(x) for n, x in (state | copy).items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(about["config"]))
+    assert set(read(tmp_path).state) == set(state)
+    untied = about["config"] | {"tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(untied))
+    checkpoint = read(tmp_path)
+    families.load(checkpoint.config, checkpoint.state)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bloom"])
 def test_files_of_the_model_without_its_head(tmp_path, name):
     """On the Hub, names of GPT-2 and BLOOM lack a prefix; GPT-2's files have masks, too."""
@@ -336,6 +385,7 @@ def test_folders_of_safetensors(tmp_path):
         ("hidden_act", ("relu2", ["silu"])),
         ("tie_word_embeddings", ("false", 1)),
         ("final_logit_softcapping", (5.0,)),  # transformers ignores it in a Llama.
+        ("is_causal", (False,)),
     ],
 )
 def test_wrong_configs_are_refused(name, values):

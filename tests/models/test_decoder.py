@@ -61,8 +61,11 @@ def test_chunks_and_steps_with_rings_equal_one_pass_and_generation(monkeypatch):
     options = {"key": jax.random.key(0), "temperature": 0.7, "top_k": 1}  # The likeliest token.
     np.testing.assert_array_equal(run(model, TOKENS, 6, **options), jnp.concatenate(new, 1))
     drawn = {"key": jax.random.key(0), "steps": 1}
-    for wrong in ({"steps": 0}, {"steps": 1, "top_k": 1}, drawn | {"temperature": 0.0}):
-        with pytest.raises(ValueError, match=r"at least 1, got 0|need key|positive, got 0.0"):
+    right = {"steps": 1, "mask": jnp.ones(TOKENS.shape, bool).at[0, -1].set(False)}
+    zero = drawn | {"temperature": jnp.float32(0)}
+    wrongs = {"steps": 0}, {"steps": 1, "top_k": 1}, drawn | {"top_k": 0}, zero, right
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match=r"at least 1, got 0|need key|positive, got 0.0|left"):
             decoder.generate(model, TOKENS, **wrong)
     with pytest.raises(
         ValueError, match="5 tokens at a time with window 7 need a ring of 11 slots"

@@ -109,8 +109,21 @@ def test_weights_that_do_not_fit_are_refused():
         families.load(config, state | {"model.rotary_emb.inv_freq": np.zeros(4)})
     with pytest.raises(ValueError, match=r"'up', 'kernel'\) must be \(36, 80\), got \(36, 79\)"):
         families.load(config, state | {name: state[name][:-1]})
-    with pytest.raises(ValueError, match=r"model_type must be one of .*, got 'opt'"):
-        families.load({"model_type": "opt"}, {})
+    with pytest.raises(ValueError, match=r"no place for \['a0', .* 'a4'\] and 2 more"):
+        families.load(config, state | {f"a{i}": np.zeros(4) for i in range(7)})
+    for kind in ("opt", "deepseek_v3"):
+        with pytest.raises(ValueError, match=f"model_type must be one of .*, got '{kind}'"):
+            families.load({"model_type": kind}, {})
+    about, _, bert_state = read("bert")
+    for change, message in (
+        ({"model_type": None}, "'bert', got None"),
+        ({"hidden_act": "new"}, "hidden_act must be one of .*, got 'new'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bert.load(about["config"] | change, bert_state)
+    del about["config"]["layer_norm_eps"]
+    with pytest.raises(ValueError, match="must have 'layer_norm_eps'"):
+        bert.load(about["config"], bert_state)
     del config["intermediate_size"]
     with pytest.raises(ValueError, match="the llama config must have 'intermediate_size'"):
         families.load(config, state)
