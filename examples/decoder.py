@@ -56,7 +56,7 @@ def dot_general(
             count = math.gcd(size, 8)
             x, w = x.reshape(count, -1, 1), w.reshape(count, size // count, -1)
             y = sum(x[i] * w[i].astype(jnp.float32) for i in range(count))
-            y = jnp.ones(size // count) @ jax.lax.optimization_barrier(y)
+            y = jnp.ones(size // count, jnp.float32) @ jax.lax.optimization_barrier(y)
         else:
             y = (w.reshape(-1, size).astype(jnp.float32) * x[None]).sum(1)
         return y.astype(out.dtype).reshape(out.shape)
