@@ -2,10 +2,10 @@
 
 from flax import linen as nn
 
-from posenc_jax.modules.attention_fn import attention_fn, check_fits_flax
+from posenc_jax.modules.attention_fn import attention_fn, check_fits_flax, check_mask
 from posenc_jax.modules.linen_attention import Attention
 from posenc_jax.modules.linen_encoding import HeadNorm, PositionEncoding
-from posenc_jax.schemes.scheme import Scheme, check_direction
+from posenc_jax.schemes.scheme import Scheme
 
 __all__ = ["Attention", "AttentionFn", "HeadNorm", "PositionEncoding"]
 
@@ -67,7 +67,7 @@ class AttentionFn(nn.Module):
         options = locals()  # The layer gives only options that the signature names.
         del options["self"]
         options["scale"] = self.scale
-        if mask is None and not self.is_initializing():  # Decoding layers are initialised without.
-            check_direction("AttentionFn", self.scheme)
+        if not self.is_initializing():  # Decoding layers are initialised without a mask.
+            check_mask("AttentionFn", self.scheme, query, mask)
         params = PositionEncoding(self.scheme, name="encoding").values()
         return attention_fn(self.scheme, params, **options)

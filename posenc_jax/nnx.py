@@ -3,12 +3,12 @@
 import jax
 from flax import nnx
 
-from posenc_jax.modules.attention_fn import attention_fn, check_fits_flax
+from posenc_jax.modules.attention_fn import attention_fn, check_fits_flax, check_mask
 from posenc_jax.modules.nnx_attention import Attention
 from posenc_jax.modules.nnx_encoding import HeadNorm, PositionEncoding
 from posenc_jax.modules.shared import layer_spec
 from posenc_jax.schemes.layer_spec import LayerSpec
-from posenc_jax.schemes.scheme import Scheme, check_direction
+from posenc_jax.schemes.scheme import Scheme
 
 __all__ = ["Attention", "AttentionFn", "HeadNorm", "PositionEncoding"]
 
@@ -74,7 +74,7 @@ class AttentionFn(nnx.Module):
     def __call__(self, query, key, value, **options):
         """Attends as `nnx.dot_product_attention` does, with the scheme."""
         encoding = self.encoding
-        if options.get("mask") is None and not options.get("is_causal"):
-            check_direction("AttentionFn", encoding.scheme)
+        if not options.get("is_causal"):
+            check_mask("AttentionFn", encoding.scheme, query, options.get("mask"))
         options["scale"] = self.scale
         return attention_fn(encoding.scheme, encoding.values(), query, key, value, **options)

@@ -80,7 +80,8 @@ def render(
             ("Configuration", _lines(settings or {})),
             ("Environment", _lines(environment)),
             (
-                "Schemes; logits are scaled by 1/sqrt(H), unless a layer says else",
+                "Schemes; q . k has the factor 1/sqrt(H) whatever their logit scale is, unless "
+                "layers have another scale",
                 definitions,
             ),
         ],

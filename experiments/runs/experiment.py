@@ -57,7 +57,7 @@ class Experiment:
     tasks: Mapping[str, Any] = dataclasses.field(
         default_factory=lambda: {name: TASKS[name]() for name in DEFAULT_TASKS}
     )
-    """Tasks to run with their settings, by name; on the command line --tasks text,kback."""
+    """Tasks to run, with their settings: names, or package.module:object."""
 
     @property
     def folder(self) -> Path:

@@ -48,7 +48,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
+        where = "; configs are in a clone of the repository" if path.parts[0] == "configs" else ""
+        raise ConfigError(f"{path}: no such file{where}") from None
     except (OSError, ValueError) as error:  # Not TOML, not UTF-8, a path with a NUL.
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except RecursionError:
@@ -222,8 +223,8 @@ def settings_help(settings: Any, title: str, prefix: str = "") -> Iterator[str]:
         value = getattr(settings, name)
         if dataclasses.is_dataclass(hint):
             inner.append(settings_help(value, f"{title}.{name}", f"{prefix}{name}."))
-        elif name in _names(settings) and typing.get_origin(hint) not in (dict, Mapping):
-            shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+        elif name in _names(settings) and typing.get_origin(hint) is not dict:
+            shown = ",".join(map(str, value)) if isinstance(value, tuple | Mapping) else value
             flag = f"--{prefix}{name}".replace("_", "-")
             text = f"{helps.get(name, '')} (default: {shown})"
             yield textwrap.fill(f"  {flag:28} {text}", 96, subsequent_indent=31 * " ")

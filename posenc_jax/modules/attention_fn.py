@@ -9,7 +9,19 @@ from posenc_jax.checks import coordinate_values, finite, require
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.positions import count_up
-from posenc_jax.schemes.scheme import Params, Scheme, check_scheme, scale_words
+from posenc_jax.schemes.scheme import (
+    Params,
+    Scheme,
+    check_direction,
+    check_scheme,
+    scale_words,
+)
+
+
+def check_mask(caller: str, scheme: Scheme, query: jax.Array, mask: jax.Array | None) -> None:
+    """Refuses a scheme for causal attention without a mask, or with one of padding alone."""
+    if mask is None or mask.shape[-2] == 1 < query.shape[-3]:
+        check_direction(caller, scheme)
 
 
 def attention_fn(

@@ -187,7 +187,8 @@ def check(scheme: Scheme, **sizes: int) -> Report:
     if reason := scheme.traits.causal_only:
         notes.append(f"For causal attention alone: {reason}.")
     elif change is not None and change < 2e-5:
-        notes.append("Without causality, past and future are alike (traits.mirrored).")
+        declare = "" if scheme.traits.mirrored else "; declare mirrored=True"
+        notes.append(f"Without causality, past and future are alike (traits.mirrored){declare}.")
     return Report(scheme, tuple(rows), tuple(notes))
 
 
