@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 import posenc_jax as pe
-from examples.decoder import ACTIVATIONS, MLP, ModelConfig
-from examples.weights import State, Weights, fill
+from examples.decoder import MLP, ModelConfig
+from examples.weights import State, Weights, check_type, fill
 from posenc_jax.nnx import PositionEncoding
 
 
@@ -112,12 +112,9 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> BERT:
       ValueError: for another model type, missing keys, and weights that are missing, of another
         shape, or left.
     """
-    if (kind := config.get("model_type")) != "bert":
-        raise ValueError(f"load: model_type must be 'bert', got {kind!r}.")
+    check_type(config, "bert")
     if missing := [name for name in _KEYS if name not in config]:
         raise ValueError(f"load: the config must have {missing[0]!r}.")
-    if (activation := config["hidden_act"]) not in ACTIVATIONS:
-        raise ValueError(f"load: hidden_act must be one of {[*ACTIVATIONS]}, got {activation!r}.")
     settings = ModelConfig(
         layers=pe.from_hf(config),
         vocabulary=config["vocab_size"],
@@ -128,7 +125,7 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> BERT:
         mlp_dim=config["intermediate_size"],
         norm="layer",
         epsilon=config["layer_norm_eps"],
-        activation=activation,
+        activation=config["hidden_act"],
         gated=False,
         attention_bias=True,
         mlp_bias=True,

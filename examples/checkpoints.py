@@ -139,9 +139,10 @@ def _read_safetensors(path):
         readers = {prefix + name: x for name, x in readers.items()}
     if "embed_out.weight" in readers:  # GPT-NeoX.
         readers["lm_head.weight"] = readers.pop("embed_out.weight")
-    config.setdefault("tie_word_embeddings", "lm_head.weight" not in readers)
+    if family is not None:
+        config.setdefault("tie_word_embeddings", "lm_head.weight" not in readers)
     embedding = readers.get(embedding_name)
-    if config["tie_word_embeddings"] and embedding and "lm_head.weight" in readers:
+    if config.get("tie_word_embeddings") and embedding and "lm_head.weight" in readers:
         if not np.array_equal(readers.pop("lm_head.weight")(), embedding()):
             raise ValueError(f"read: {str(folder)!r} ties weights that differ.")
     return config, readers, lambda: _tokenizer_json(folder)

@@ -14,7 +14,7 @@ from flax import nnx
 
 import posenc_jax as pe
 from examples.decoder import ACTIVATIONS, ModelConfig
-from examples.weights import State, Weights, fill
+from examples.weights import State, Weights, check_type, fill
 
 
 class DisentangledAttention(nnx.Module):
@@ -35,7 +35,11 @@ class DisentangledAttention(nnx.Module):
           table: a vector for each distance, [2 span, D].
           **tokens: `positions` and `segment_ids`.
         """
-        params = {"keys": self.key(table), "queries": self.query(table)}
+        params = {}
+        if self.scheme.content_to_position:
+            params["keys"] = self.key(table)
+        if self.scheme.position_to_content:
+            params["queries"] = self.query(table)
         q, k, v = self.query(x), self.key(x), self.value(x)
         out, _ = pe.scheme_attention(self.scheme, params, q, k, v, **tokens)
         return self.out(out)
@@ -137,6 +141,7 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> DeBERTa:
       ValueError: for settings that are not supported, and weights that are missing, of another
         shape, or left.
     """
+    check_type(config, "deberta-v2")
     for name, values in _SUPPORTED.items():
         if config.get(name) not in values:
             raise ValueError(f"load: {name} must be one of {values}, got {config.get(name)!r}.")

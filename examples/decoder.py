@@ -26,6 +26,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": jax.nn.relu,
     "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
 }
 
 
@@ -110,6 +111,12 @@ class ModelConfig:
     experts: tuple[int, int] | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
+
+    def __post_init__(self):
+        if f"{self.activation}" not in ACTIVATIONS:
+            raise ValueError(
+                f"ModelConfig: activation must be one of {[*ACTIVATIONS]}, got {self.activation!r}."
+            )
 
     @property
     def dtypes(self) -> dict[str, Any]:
@@ -380,7 +387,7 @@ def generate(
 
     Raises:
       ValueError: for no steps, settings of samples without a key, a temperature of 0 or less,
-        top_k below 1, and padding on the right.
+        top_k below 1, padding on the right, and more tokens than a table of positions holds.
     """
     if steps < 1:
         raise ValueError(f"generate: steps must be at least 1, got {steps}.")
@@ -393,6 +400,14 @@ def generate(
     if mask is not None and not _holds(mask, lambda x: x[:, -1]):
         raise ValueError("generate: mask must be padded on the left, and ends in false in a row.")
     batch, length = tokens.shape
+    most = getattr(model.config.layers[0].scheme, "max_length", None)
+    if most is not None and not isinstance(mask, Tracer):
+        longest = length if mask is None else int(np.max(np.sum(np.asarray(mask), 1)))
+        if longest + steps - 1 > most:
+            raise ValueError(
+                f"generate: {longest} tokens and {steps} new ones are more than the model's "
+                f"max_length of {most} holds."
+            )
     if mask is not None:
         positions, segment_ids = pe.positions.from_padding_mask(mask)
         options |= {"positions": positions, "segment_ids": segment_ids}

@@ -26,7 +26,7 @@ from flax import nnx
 import posenc_jax as pe
 from examples import families
 from examples.decoder import ACTIVATIONS, MLP, Decoder, ModelConfig
-from examples.weights import State, Weights, fill
+from examples.weights import State, Weights, check_type, fill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,8 +240,16 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Decoder:
       state: {name: array} of the parameters and of the `e_score_correction_bias` of experts.
 
     Raises:
-      ValueError: for weights that are missing, of another shape, or left.
+      ValueError: for another type of model, more experts per token than groups allow, and weights
+        that are missing, of another shape, or left.
     """
+    check_type(config, "deepseek_v3")
+    usable = config["topk_group"] * config["n_routed_experts"] // config["n_group"]
+    if config["num_experts_per_tok"] > usable:
+        raise ValueError(
+            f"load: num_experts_per_tok={config['num_experts_per_tok']} is more than the {usable} "
+            "experts of topk_group groups."
+        )
     rope, rank = config["qk_rope_head_dim"], config["q_lora_rank"]
     names = _NAMES if rank is not None else _NAMES | {"query": "q_proj"}
     base = vars(families.model_config(config, families.Family(names)))

@@ -46,12 +46,18 @@ def train(model: Decoder, optimizer: nnx.Optimizer, tokens: jax.Array) -> jax.Ar
 def new_optimizer(model: Decoder, rate: float, steps: int) -> nnx.Optimizer:
     """Adam, whose rate rises for a tenth of the steps and falls to 0 as a cosine."""
     rising = max(1, steps // 10)
-    rates = optax.warmup_cosine_decay_schedule(rate / rising, rate, rising, steps)
+    rates = optax.warmup_cosine_decay_schedule(rate / rising, rate, rising, max(2, steps))
     return nnx.Optimizer(model, optax.adam(rates), wrt=nnx.Param)
 
 
 def save(model: Decoder, folder: str | pathlib.Path) -> None:
-    """Writes the parameters into a new folder, with Orbax."""
+    """Writes the parameters into a new folder, with Orbax.
+
+    Raises:
+      ValueError: for parameters of another type than float32, which `restore` reads.
+    """
+    if model.config.param_dtype != jnp.float32:
+        raise ValueError(f"save: parameters must be float32, got {model.config.param_dtype}.")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(pathlib.Path(folder).absolute(), nnx.state(model))
 

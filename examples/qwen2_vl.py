@@ -11,7 +11,7 @@ from flax import nnx
 import posenc_jax as pe
 from examples import decoder, families
 from examples.decoder import Block, Decoder, ModelConfig
-from examples.weights import State, Weights, fill
+from examples.weights import State, Weights, check_type, fill
 
 Grids = Sequence[tuple[int, int, int]]
 
@@ -153,13 +153,16 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Qwen2VL:
       state: {name: array} of the parameters, tied ones once.
 
     Raises:
-      ValueError: for weights that are missing, of another shape, or left.
+      ValueError: for another type of model, and weights that are missing, of another shape, or
+        left.
     """
+    check_type(config, "qwen2_vl")
     tied = {"tie_word_embeddings": config["tie_word_embeddings"]}
     language = families.model_config(tied | config["text_config"])
     tower = config["vision_config"]
     head_dim = tower["embed_dim"] // tower["num_heads"]
-    rope = pe.AxialRoPE(head_dim=head_dim, theta=1e4, axes=(0, 1), layout="half")
+    theta = (tower.get("rope_parameters") or {}).get("rope_theta", 1e4)
+    rope = pe.AxialRoPE(head_dim=head_dim, theta=theta, axes=(0, 1), layout="half")
     vision = ModelConfig(
         layers=(pe.LayerSpec(rope),) * tower["depth"],
         vocabulary=0,

@@ -11,7 +11,7 @@ from flax import nnx
 
 import posenc_jax as pe
 from examples.decoder import MLP, ModelConfig
-from examples.weights import State, Weights, fill
+from examples.weights import State, Weights, check_type, fill
 from posenc_jax.nnx import Attention
 
 
@@ -162,6 +162,7 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Swin:
       ValueError: for settings that are not supported, and weights that are missing, of another
         shape, or left.
     """
+    check_type(config, "swin")
     if not config["qkv_bias"]:
         raise ValueError("load: qkv_bias=False is not supported.")
     layers, stages = pe.from_hf(config), []

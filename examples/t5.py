@@ -11,7 +11,7 @@ from flax import nnx
 
 import posenc_jax as pe
 from examples.decoder import MLP, ModelConfig
-from examples.weights import State, Weights, fill
+from examples.weights import State, Weights, check_type, fill
 from posenc_jax.nnx import Attention, PositionEncoding
 
 
@@ -194,9 +194,11 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> T5:
       state: {name: array} of the parameters, tied ones once.
 
     Raises:
-      ValueError: for weights that are missing, of another shape, or left.
+      ValueError: for another type of model, and weights that are missing, of another shape, or
+        left.
     """
-    tied = "lm_head.weight" not in state
+    check_type(config, "t5")
+    tied = config.get("tie_word_embeddings") is not False
     *gate, activation = config["feed_forward_proj"].split("-", 1)
     encoder = ModelConfig(
         layers=pe.from_hf(config, decoder=False),

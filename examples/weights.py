@@ -28,6 +28,12 @@ class State:
         return np.asarray(self.arrays[name])
 
 
+def check_type(config: Mapping[str, Any], kind: str) -> None:
+    """Raises ValueError if a config is of another type of model."""
+    if config.get("model_type") != kind:
+        raise ValueError(f"load: model_type must be {kind!r}, got {config.get('model_type')!r}.")
+
+
 def fill(make: Callable[[nnx.Rngs], Any], weights: "Weights") -> Any:
     """A module with the weights of a state dict.
 

@@ -93,6 +93,14 @@ def test_products_of_one_token_with_halves_equal_those_in_float64(size, axis, ot
     assert decoder.dot_general(two, w, axes).dtype == jnp.bfloat16
 
 
+def test_more_tokens_than_a_table_of_positions_holds_are_refused():
+    about, _, state = read("gpt2")
+    model = families.load(about["config"], state)
+    most = about["config"]["n_positions"]
+    with pytest.raises(ValueError, match=f"max_length of {most} holds"):
+        decoder.generate(model, TOKENS, most)
+
+
 def test_other_products_of_one_token_with_halves_are_those_of_jax():
     """Axes in another order or between others, and weights on a mesh."""
     random = np.random.default_rng(0)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from examples import bert, deepseek, families, t5
+from examples import bert, deberta, deepseek, families, qwen2_vl, swin, t5
 from examples.decoder import ACTIVATIONS
 from tests.models.agreement import FOLDER, NAMES, agreement, read
 from tests.support import slow
@@ -117,10 +117,16 @@ def test_weights_that_do_not_fit_are_refused():
     about, _, bert_state = read("bert")
     for change, message in (
         ({"model_type": None}, "'bert', got None"),
-        ({"hidden_act": "new"}, "hidden_act must be one of .*, got 'new'"),
+        ({"hidden_act": "new"}, "activation must be one of .*, got 'new'"),
     ):
         with pytest.raises(ValueError, match=message):
             bert.load(about["config"] | change, bert_state)
+    for load in (t5.load, deepseek.load, deberta.load, swin.load, qwen2_vl.load):
+        with pytest.raises(ValueError, match=r"model_type must be .*, got 'bert'"):
+            load(about["config"], bert_state)
+    experts = read("deepseek_v3")[0]["config"] | {"num_experts_per_tok": 99}
+    with pytest.raises(ValueError, match="num_experts_per_tok=99 is more than"):
+        deepseek.load(experts, {})
     del about["config"]["layer_norm_eps"]
     with pytest.raises(ValueError, match="must have 'layer_norm_eps'"):
         bert.load(about["config"], bert_state)
