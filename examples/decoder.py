@@ -35,8 +35,8 @@ def dot_general(
 ) -> jax.Array:
     """As `jax.lax.dot_general`, without a copy of half-precision weights for one token on CPUs.
 
-    In a step of one token, XLA for CPUs converts the bfloat16 weights of all layers to float32 in
-    memory, and not where it multiplies elements.
+    For products, XLA for CPUs writes bfloat16 weights to memory as float32. It converts operands of
+    elementwise operations as it reads them, so the product of one token is a sum of elements here.
     """
     plain = functools.partial(
         jax.lax.dot_general, dimension_numbers=dimension_numbers, precision=precision, **options

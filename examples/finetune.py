@@ -56,7 +56,7 @@ def save(model: Decoder, folder: str | pathlib.Path) -> None:
     Raises:
       ValueError: for parameters of another type than float32, which `restore` reads.
     """
-    if model.config.param_dtype != jnp.float32:
+    if jnp.dtype(model.config.param_dtype) != jnp.float32:
         raise ValueError(f"save: parameters must be float32, got {model.config.param_dtype}.")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(pathlib.Path(folder).absolute(), nnx.state(model))

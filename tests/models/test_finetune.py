@@ -37,6 +37,18 @@ def test_the_loss_is_that_of_the_logits_of_transformers():
     assert float(loss) == pytest.approx(-picked.mean(), abs=1e-5)
 
 
+def test_parameters_are_saved_in_float32_alone(tmp_path):
+    """However the type is named."""
+    about, _, state = read("llama3")
+    with pytest.raises(ValueError, match="parameters must be float32, got bfloat16"):
+        finetune.save(families.load(about["config"], state, param_dtype="bfloat16"), tmp_path / "x")
+    model = families.load(about["config"], state, param_dtype="float32")
+    finetune.save(model, tmp_path / "y")
+    restored = finetune.restore(about["config"], tmp_path / "y")
+    kernels = (m.blocks[0].mlp.up.kernel[...] for m in (model, restored))
+    np.testing.assert_array_equal(*kernels)
+
+
 @slow
 def test_the_program_trains_saves_and_loads(tmp_path, monkeypatch, capsys):
     about, _, state = read("llama3")
