@@ -9,7 +9,7 @@ from flax import nnx
 
 import posenc_jax as pe
 from examples.decoder import MLP, ModelConfig
-from examples.weights import State, Weights, check_type, fill
+from examples.weights import Config, State, Weights, fill
 from posenc_jax.nnx import PositionEncoding
 
 
@@ -81,17 +81,6 @@ _NAMES = {
 }
 
 
-_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "num_attention_heads",
-    "intermediate_size",
-    "layer_norm_eps",
-    "hidden_act",
-    "type_vocab_size",
-)
-
-
 class BERTWeights(Weights):
     """A state dict of BERT by paths of our modules."""
 
@@ -112,9 +101,7 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> BERT:
       ValueError: for another model type, missing keys, and weights that are missing, of another
         shape, or left.
     """
-    check_type(config, "bert")
-    if missing := [name for name in _KEYS if name not in config]:
-        raise ValueError(f"load: the config must have {missing[0]!r}.")
+    config = Config(config, "bert")
     settings = ModelConfig(
         layers=pe.from_hf(config),
         vocabulary=config["vocab_size"],

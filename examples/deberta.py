@@ -14,7 +14,7 @@ from flax import nnx
 
 import posenc_jax as pe
 from examples.decoder import ACTIVATIONS, ModelConfig
-from examples.weights import State, Weights, check_type, fill
+from examples.weights import Config, State, Weights, fill
 
 
 class DisentangledAttention(nnx.Module):
@@ -138,10 +138,10 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> DeBERTa:
       state: {name: array} of the parameters, tied ones once.
 
     Raises:
-      ValueError: for settings that are not supported, and weights that are missing, of another
-        shape, or left.
+      ValueError: for settings that are not supported, missing keys, and weights that are missing,
+        of another shape, or left.
     """
-    check_type(config, "deberta-v2")
+    config = Config(config, "deberta-v2")
     for name, values in _SUPPORTED.items():
         if config.get(name) not in values:
             raise ValueError(f"load: {name} must be one of {values}, got {config.get(name)!r}.")

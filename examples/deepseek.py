@@ -26,7 +26,7 @@ from flax import nnx
 import posenc_jax as pe
 from examples import families
 from examples.decoder import ACTIVATIONS, MLP, Decoder, ModelConfig
-from examples.weights import State, Weights, check_type, fill
+from examples.weights import Config, State, Weights, fill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,7 +243,7 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Decoder:
       ValueError: for another type of model, more experts per token than groups allow, and weights
         that are missing, of another shape, or left.
     """
-    check_type(config, "deepseek_v3")
+    config = Config(config, "deepseek_v3")
     usable = config["topk_group"] * config["n_routed_experts"] // config["n_group"]
     if config["num_experts_per_tok"] > usable:
         raise ValueError(

@@ -11,7 +11,7 @@ from flax import nnx
 import posenc_jax as pe
 from examples import decoder, families
 from examples.decoder import Block, Decoder, ModelConfig
-from examples.weights import State, Weights, check_type, fill
+from examples.weights import Config, State, Weights, fill
 
 Grids = Sequence[tuple[int, int, int]]
 
@@ -153,10 +153,10 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Qwen2VL:
       state: {name: array} of the parameters, tied ones once.
 
     Raises:
-      ValueError: for another type of model, and weights that are missing, of another shape, or
-        left.
+      ValueError: for another type of model, missing keys, and weights that are missing, of
+        another shape, or left.
     """
-    check_type(config, "qwen2_vl")
+    config = Config(config, "qwen2_vl")
     tied = {"tie_word_embeddings": config["tie_word_embeddings"]}
     language = families.model_config(tied | config["text_config"])
     tower = config["vision_config"]

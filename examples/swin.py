@@ -11,7 +11,7 @@ from flax import nnx
 
 import posenc_jax as pe
 from examples.decoder import MLP, ModelConfig
-from examples.weights import State, Weights, check_type, fill
+from examples.weights import Config, State, Weights, fill
 from posenc_jax.nnx import Attention
 
 
@@ -159,10 +159,10 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Swin:
       state: {name: array} of the parameters, tied ones once.
 
     Raises:
-      ValueError: for settings that are not supported, and weights that are missing, of another
-        shape, or left.
+      ValueError: for settings that are not supported, missing keys, and weights that are missing,
+        of another shape, or left.
     """
-    check_type(config, "swin")
+    config = Config(config, "swin")
     if not config["qkv_bias"]:
         raise ValueError("load: qkv_bias=False is not supported.")
     layers, stages = pe.from_hf(config), []

@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import posenc_jax as pe
 from examples.decoder import MLP, ModelConfig
-from examples.weights import State, Weights, check_type, fill
+from examples.weights import Config, State, Weights, fill
 from posenc_jax.nnx import Attention, PositionEncoding
 
 
@@ -167,6 +168,10 @@ _NAMES = {
 }
 
 
+_UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+_COPIES = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"
+
+
 class T5Weights(Weights):
     """A state dict of T5 by paths of our modules."""
 
@@ -190,16 +195,21 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> T5:
     """The model of a Hugging Face config, with the weights of a state dict.
 
     Args:
-      config: the dict of a whole config of T5.
-      state: {name: array} of the parameters, tied ones once.
+      config: the dict of a config of T5.
+      state: {name: array} of the parameters. The first files of T5 have copies of the embedding,
+        and a table of attention to the encoder, which transformers ignores too (its #8518).
 
     Raises:
-      ValueError: for another type of model, and weights that are missing, of another shape, or
-        left.
+      ValueError: for another type of model, missing keys, and weights that are missing, of
+        another shape, or left, and copies of the embedding that differ from it.
     """
-    check_type(config, "t5")
+    config = Config(config, "t5")
     tied = config.get("tie_word_embeddings") is not False
-    *gate, activation = config["feed_forward_proj"].split("-", 1)
+    state = {name: x for name, x in state.items() if name != _UNUSED}
+    for name in _COPIES if tied else _COPIES[:2]:
+        if name in state and not np.array_equal(state.pop(name), state["shared.weight"]):
+            raise ValueError(f"load: {name!r} must be equal to 'shared.weight'.")
+    *gate, activation = config.get("feed_forward_proj", "relu").split("-", 1)
     encoder = ModelConfig(
         layers=pe.from_hf(config, decoder=False),
         vocabulary=config["vocab_size"],

@@ -28,10 +28,21 @@ class State:
         return np.asarray(self.arrays[name])
 
 
-def check_type(config: Mapping[str, Any], kind: str) -> None:
-    """Raises ValueError if a config is of another type of model."""
-    if config.get("model_type") != kind:
-        raise ValueError(f"load: model_type must be {kind!r}, got {config.get('model_type')!r}.")
+class Config(dict[str, Any]):
+    """A config of one type of model, whose lookups are required.
+
+    Raises:
+      ValueError: if it is of another type; and from lookups, for a missing key.
+    """
+
+    def __init__(self, config: Mapping[str, Any], kind: str):
+        if config.get("model_type") != kind:
+            got = config.get("model_type")
+            raise ValueError(f"load: model_type must be {kind!r}, got {got!r}.")
+        super().__init__(config)
+
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(f"load: the {self['model_type']} config must have {key!r}.")
 
 
 def fill(make: Callable[[nnx.Rngs], Any], weights: "Weights") -> Any:

@@ -7,6 +7,7 @@ import importlib
 import pathlib
 import re
 
+import chex
 import numpy as np
 import pytest
 from flax import nnx
@@ -78,6 +79,21 @@ def test_activations_and_causality_are_of_the_config():
     assert model.blocks[0].attention.is_causal
 
 
+def test_the_first_files_of_t5_have_more_arrays_and_fewer_settings():
+    """Those of t5-small name no feed_forward_proj; see transformers' #8518 for the table."""
+    about, _, state = read("t5")
+    config = {k: x for k, x in about["config"].items() if k != "feed_forward_proj"}
+    copy = state["shared.weight"]
+    copies = {f"{name}.embed_tokens.weight": copy for name in ("encoder", "decoder")}
+    table = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    more = copies | {"lm_head.weight": copy, table: np.ones((32, 6), np.float32)}
+    loaded = nnx.state(t5.load(config, state | more))
+    chex.assert_trees_all_equal(loaded, nnx.state(t5.load(about["config"], state)))
+    for name in more.keys() - {table}:
+        with pytest.raises(ValueError, match=f"'{name}' must be equal to 'shared.weight'"):
+            t5.load(config, state | {name: copy + 1})
+
+
 def test_latent_attention_caches_latents_alone():
     about, _, state = read("deepseek_v3")
     caches = deepseek.load(about["config"], state).new_caches(3, 7)
@@ -127,9 +143,15 @@ def test_weights_that_do_not_fit_are_refused():
     experts = read("deepseek_v3")[0]["config"] | {"num_experts_per_tok": 99}
     with pytest.raises(ValueError, match="num_experts_per_tok=99 is more than"):
         deepseek.load(experts, {})
-    del about["config"]["layer_norm_eps"]
-    with pytest.raises(ValueError, match="must have 'layer_norm_eps'"):
-        bert.load(about["config"], bert_state)
+    for name, load, key in (
+        ("bert", bert.load, "layer_norm_eps"),
+        ("t5", t5.load, "d_kv"),
+        ("deepseek_v3", deepseek.load, "n_group"),
+    ):
+        about, _, of_model = read(name)
+        del about["config"][key]
+        with pytest.raises(ValueError, match=f"must have '{key}'"):
+            load(about["config"], of_model)
     del config["intermediate_size"]
     with pytest.raises(ValueError, match="the llama config must have 'intermediate_size'"):
         families.load(config, state)
