@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib as mpl
 from scipy import special
 
+from experiments.models.mixes import WINDOW
 from experiments.models.schemes import short
 from experiments.pages import plots
 from experiments.pages.page import fill
@@ -18,6 +19,11 @@ from experiments.study.rows import Bounds, Row, Rows
 
 THETAS = {"rope": "10,000", "rope_500": "500", "rope_100": "100"}
 """Bases of the frequencies by the names of schemes."""
+_ABOUT = {
+    "local_rope": f"RoPE in windows of {WINDOW}",
+    "t5_own_scale": "factor 1 on q . k",
+    **{name: f"theta {theta}" for name, theta in THETAS.items()},
+}
 _CLOSE = 0.02
 """The greatest difference of schemes that are equal in the limit."""
 _SHOWN = 0.2
@@ -106,15 +112,17 @@ def steps_page(
     first, *_, last = study.cells
     lines = []
     for scheme in study.about.schemes:
-        name, of_sizes = short(scheme), [of_size for _, of_size in sizes.values()]
-        texts = [str(of_size.get(name, "")) for of_size in of_sizes]
+        name = short(scheme)
+        texts = [str(of_size.get(name, "")) for _, of_size in sizes.values()]
         if name in THETAS:
-            known_rows = [rows[size].get(scheme) for size in sizes]
-            texts = [f"{mean(row.at_trained_length):.3f}" if row else "" for row in known_rows]
-            name += f", theta {THETAS[name]}"
+            for i, (size, (best, _)) in enumerate(sizes.items()):
+                row = rows[size].get(scheme)
+                value = f"{mean(row.at_trained_length):.3f}" if row else ""
+                texts[i] = f"{value} ({texts[i]})" if texts[i] and name != best else value
         elif first in sizes and last in sizes:
             ends = [sizes[size][1].get(name) for size in (first, last)]
             texts.append(outcome(*(lead.bounds for lead in ends if lead)) if all(ends) else "")
+        name += f", {_ABOUT[name]}" if name in _ABOUT else ""
         lines.append([name, *texts, *[""] * (1 + len(sizes) - len(texts))])
     return fill(
         Path(__file__).with_name("steps.md.jinja"),
@@ -155,7 +163,10 @@ def _criteria(ends: list[Mapping[str, Row]]) -> dict[str, str]:
 
 
 def steps_picture(study: Study, rows: Rows) -> str:
-    """Returns the plot of scores against steps, as <svg>; a line per scheme, one for RoPE."""
+    """Returns the plot of scores against steps, as <svg>; a line per scheme, one for RoPE.
+
+    It is empty before there are scores after two numbers of steps.
+    """
     lines: dict[str, dict[int, Bounds]] = {}
     for of_size in rows.values():
         best, differences = leads(of_size) if of_size else ("", {})
@@ -167,7 +178,7 @@ def steps_picture(study: Study, rows: Rows) -> str:
             bounds = interval(row.at_trained_length, row.shifts)
             lines.setdefault(shown, {})[row.run.task.train.steps] = bounds
     lines.pop("", None)
-    if not lines:
+    if all(len(line) < 2 for line in lines.values()):
         return ""
     task = study.cells[next(iter(study.cells))][study.about.baseline].task
     with mpl.rc_context({**plots.STYLE, "svg.hashsalt": study.name}):

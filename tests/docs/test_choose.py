@@ -183,6 +183,8 @@ CURVE = dict(re.findall(r"([\d.]+) x: (\d\.\d{3})", pages.read("docs/study.md"))
 TWICE = CURVE["2"]
 FINALISTS = rows(CATALOGUE.partition("\n## Finalists\n")[2])
 ((GREATEST,),) = [re.findall(r"is the best one for (\d+) of 53 schemes", CATALOGUE)]
+STEPS = rows(pages.read("docs/study_steps.md"))
+THETAS = [value for (name, column), value in STEPS.items() if "theta" in name and column == "1,000"]
 SMALL_LEADS = [
     -numbers[scheme, DIFFERENCE]
     for size, numbers in SIZES.items()
@@ -208,6 +210,11 @@ EVIDENCE = [
     f"on tunes, by {-ALIBI[3]:.3f}",
     f"by {-SIZES['0.1 million']['t5', DIFFERENCE]:.3f} at 0.1 million parameters to "
     f"{-SIZES['2.5 million']['t5', DIFFERENCE]:.3f} at 2.5",
+    f"[{-STEPS['t5_own_scale, factor 1 on q . k', '1,000']:.3f} for {-STEPS['t5', '1,000']:.3f}](",
+    f"is [{-STEPS['local_rope, RoPE in windows of 32', '1,000']:.3f} ahead](study_steps.md) at 128",
+    "100 and 500 are [{:.3f} and {:.3f} better]".format(
+        *(THETAS[0] - x for x in reversed(THETAS[1:]))
+    ),
     f"At the model's rate no lead is resolved, {FINALISTS['t5', DIFFERENCE]:.3f}",
     f"at three of four sizes, by {min(SMALL_LEADS):.3f} to {max(SMALL_LEADS):.3f}",
     "have better means than RoPE, by {:.3f}, {:.3f} and {:.3f}".format(
