@@ -81,6 +81,12 @@ _NAMES = {
 }
 
 
+def _current(name: str) -> str:
+    """The name in `BertModel` of an array of a file with heads, or of the first files."""
+    name = name.removeprefix("bert.").replace("LayerNorm.gamma", "LayerNorm.weight")
+    return name.replace("LayerNorm.beta", "LayerNorm.bias")
+
+
 class BERTWeights(Weights):
     """A state dict of BERT by paths of our modules."""
 
@@ -94,8 +100,8 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> BERT:
 
     Args:
       config: the dict of a whole config of BERT.
-      state: {name: array} of the parameters of transformers' `BertModel`; the pooler, which hidden
-        states do not need, is left out, and so are position ids.
+      state: {name: array} of the parameters of transformers' `BertModel`, or of one with heads. The
+        pooler, which hidden states do not need, heads and position ids are left out.
 
     Raises:
       ValueError: for another model type, missing keys, and weights that are missing, of another
@@ -118,7 +124,8 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> BERT:
         mlp_bias=True,
         is_causal=bool(config.get("is_decoder")),
     )
-    unused = "pooler.", "embeddings.position_ids"
+    unused = "pooler.", "cls.", "embeddings.position_ids"
+    state = {_current(name): x for name, x in state.items()}
     state = {name: x for name, x in state.items() if not name.startswith(unused)}
     weights = BERTWeights(State(state), _NAMES, settings.num_heads, settings.num_heads)
     return fill(lambda rngs: BERT(settings, config["type_vocab_size"], rngs), weights)
