@@ -4,6 +4,7 @@ Captions are computed from the results. The page loads nothing; equal results gi
 """
 
 import math
+import statistics
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from experiments.pages.tables import Results, SchemeResults, in_words, interval,
 from experiments.settings.common import Rates
 from experiments.settings.config_io import flatten
 
+_SPREAD = 0.1  # As `experiments.study.selection.Size.unstable`.
 _COSTS = (*("task", "scheme", "parameters", "ms a step", "relative to none", "memory MiB"),)
 _CONFIGS = [Path(__file__).parents[2] / "configs" / f"{name}.toml" for name in ("compare", "study")]
 
@@ -228,7 +230,8 @@ def conclusions(results: Results, baseline: str = "") -> list[str]:
         tasks = [row.runs[0].task for row in rows.values()]
         rates = {(task.train.learning_rate, task.train.scheme_rate) for task in tasks}
         shared += [section] * (len(tasks) > 1 and len(rates) == 1)
-        texts += filter(None, [_verdict(results, section, baseline), *_not_tuned(section, rows)])
+        texts += filter(None, [_verdict(results, section, baseline), _spread(section, rows)])
+        texts += _not_tuned(section, rows)
     if shared:
         texts.append(
             f"All schemes have one learning rate on {', '.join(shared)}: another rate could change "
@@ -252,6 +255,23 @@ def _verdict(results: Results, section: str, baseline: str) -> str:
     words = "; ".join(f"{group}: {', '.join(names)}" for group, names in groups.items() if names)
     return (
         words and f"On {section} at {task.train_length}, against {tables.label(baseline)}: {words}."
+    )
+
+
+def _spread(section: str, rows: Mapping[str, SchemeResults]) -> str:
+    """Which schemes have seeds whose mean says little."""
+    names = []
+    for row in rows.values():
+        task = row.runs[0].task
+        score = row.scores(task.views[0]).get(task.train_length)
+        values = [x for x in score.values if math.isfinite(x)] if score else []
+        if len(values) > 1 and statistics.stdev(values) > _SPREAD:
+            names.append(f"{tables.label(row.scheme)} ({min(values):.3f} to {max(values):.3f})")
+    return (
+        f"On {section} seeds have a standard deviation above {_SPREAD:g}, which a lower learning "
+        f"rate may mend: {', '.join(names)}."
+        if names
+        else ""
     )
 
 

@@ -180,6 +180,12 @@ def test_the_page_says_what_follows(request):
     # none has RoPE's scores; those of MyScheme are 0.15 lower, which is better for bits per byte.
     assert texts[1] == "On kth at 32, against rope: behind: MyScheme; not resolved: none, learned."
     assert texts[2] == "On text at 128, against rope: ahead: MyScheme; not resolved: none, learned."
+    wide = make_row("text", "alibi", 3, scores=lambda view, i, n: 2.0 + (0.0, 0.3, 0.1)[n])
+    spread = (
+        "On text seeds have a standard deviation above 0.1, which a lower learning rate may mend: "
+    )
+    assert f"{spread}alibi (2.000 to 2.300)." in conclusions([*results, wide])
+    assert not any("deviation" in text for text in texts)
     tasks = load(request.config.rootpath / "configs" / "compare.toml").tasks
 
     def at(steps, corpus, scheme, **rates):
