@@ -100,8 +100,9 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> BERT:
 
     Args:
       config: the dict of a whole config of BERT.
-      state: {name: array} of the parameters of transformers' `BertModel`, or of one with heads. The
-        pooler, which hidden states do not need, heads and position ids are left out.
+      state: {name: array} of the parameters of transformers' `BertModel`, `BertForMaskedLM` or
+        `BertForPreTraining`. The pooler, heads and position ids, which hidden states do not need,
+        are left out.
 
     Raises:
       ValueError: for another model type, missing keys, and weights that are missing, of another

@@ -240,8 +240,8 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Decoder:
       state: {name: array} of the parameters and of the `e_score_correction_bias` of experts.
 
     Raises:
-      ValueError: for another type of model, more experts per token than groups allow, and weights
-        that are missing, of another shape, or left.
+      ValueError: for another type of model, missing keys, more experts per token than groups allow,
+        and weights that are missing, of another shape, or left.
     """
     config = Config(config, "deepseek_v3")
     usable = config["topk_group"] * config["n_routed_experts"] // config["n_group"]

@@ -206,8 +206,9 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> T5:
     config = Config(config, "t5")
     tied = config.get("tie_word_embeddings") is not False
     state = {name: x for name, x in state.items() if name != _UNUSED}
+    embedding = State(state).take("shared.weight")
     for name in _COPIES if tied else _COPIES[:2]:
-        if name in state and not np.array_equal(state.pop(name), state["shared.weight"]):
+        if name in state and not np.array_equal(state.pop(name), embedding):
             raise ValueError(f"load: {name!r} must be equal to 'shared.weight'.")
     *gate, activation = config.get("feed_forward_proj", "relu").split("-", 1)
     encoder = ModelConfig(

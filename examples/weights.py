@@ -29,10 +29,10 @@ class State:
 
 
 class Config(dict[str, Any]):
-    """A config of one type of model, whose lookups are required.
+    """A config of one type of model, whose keys are required.
 
     Raises:
-      ValueError: if it is of another type; and from lookups, for a missing key.
+      ValueError: if it is of another type; and from `config[key]`, for a missing key.
     """
 
     def __init__(self, config: Mapping[str, Any], kind: str):

@@ -154,11 +154,11 @@ def _criteria(ends: list[Mapping[str, Row]]) -> dict[str, str]:
         return {words: f"says nothing, as it has none at first: {first}"}
     less = Lead(last.mean - first.mean / 2, error, min(first.degrees, last.degrees))
     gains = [leads(rows, [name for name in THETAS if name != "rope"])[1]["rope"] for rows in ends]
-    left = dataclasses.replace(gains[1], mean=_CLOSE - gains[1].mean)
+    margin = dataclasses.replace(gains[1], mean=_CLOSE - gains[1].mean)
     return {
         words: _verdict(less),
         f"Theta 100 or 500 is {_CLOSE} ahead of 10,000 at first": _verdict(gains[0], _CLOSE),
-        f"It is less than {_CLOSE} ahead at last": _verdict(left),
+        f"It is less than {_CLOSE} ahead at last": _verdict(margin),
     }
 
 

@@ -92,6 +92,9 @@ def test_the_first_files_of_t5_have_more_arrays_and_fewer_settings():
     for name in more.keys() - {table}:
         with pytest.raises(ValueError, match=f"'{name}' must be equal to 'shared.weight'"):
             t5.load(config, state | {name: copy + 1})
+    without = {name: x for name, x in state.items() if name != "shared.weight"}
+    with pytest.raises(ValueError, match=r"lacks 'shared.weight'"):
+        t5.load(config, without | copies)
 
 
 def test_latent_attention_caches_latents_alone():
