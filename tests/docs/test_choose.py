@@ -55,7 +55,7 @@ SCORES = {
     if line["kind"] == "score"
 }
 MODELS = rows(pages.read("docs/models.md"))
-CLOCK = json.loads(pages.read("results/gpu/clock.json"))["steps"]["25 million"]
+CLOCK = json.loads(pages.read("results/gpu/first/clock.json"))["steps"]["25 million"]
 TRAINED, LONGEST, STEP = "score", "nonoverlapping 1024", "step relative to rope"
 DIFFERENCE = "difference to rope"
 ERROR = "greatest difference of logits"

@@ -186,31 +186,30 @@ ABOUT |= {"device": f"gpu: {H100.device_kind}"}
 
 def _rows():
     """Returns the outcomes of the committed run."""
-    dtypes = {step.name: step.case.dtype for step in steps.steps()}
-    for text in RESULTS.joinpath("steps.jsonl").read_text().splitlines():
-        row = json.loads(text)
-        family = row["step"].partition(":")[0]
-        yield {"family": family, "dtype": dtypes.get(row["step"], "int32")} | row
+    return [json.loads(x) for x in RESULTS.joinpath("steps.jsonl").read_text().splitlines()]
 
 
-def test_the_committed_run_gives_a_row():
-    about = json.loads(RESULTS.joinpath("times.json").read_text())["machine"]
-    chip = program.chip_of(ABOUT | about, program.passed([*_rows()]))
-    assert chip is not None and chip[:4] == H100[:4]
+def test_the_committed_run_gives_the_row():
+    about = json.loads(RESULTS.joinpath("machine.json").read_text())
+    chip = program.chip_of(about, program.passed(_rows()))
+    assert chip is not None and chips.CHIPS[0][:4] == chip[:4]
+    assert chips.CHIPS[0][4:] == (about["date"], about["commit"])
+    names = {step.name for step in steps.steps()}
+    assert {row["step"] for row in _rows() if row["implementation"] == "pallas"} == names
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda rows: rows[-1].update(outcome="wrong"),
-        lambda rows: rows[-1].update(outcome="skipped"),
+        lambda rows: rows[0].update(outcome="wrong"),
+        lambda rows: rows[0].update(outcome="skipped"),
         lambda rows: [row.update(family="forward") for row in rows],
         lambda rows: [row.update(outcome="refused") for row in rows],
     ],
     ids=["wrong", "skipped", "a family is missing", "refused"],
 )
 def test_there_is_no_row_unless_all_steps_passed(change):
-    rows = [*_rows()]
+    rows = _rows()
     assert program.passed(rows) == ("bfloat16",)
     change(rows)
     assert program.passed(rows) == ()
@@ -219,14 +218,14 @@ def test_there_is_no_row_unless_all_steps_passed(change):
 
 
 def test_the_program(monkeypatch, tmp_path, capsys):
-    rows, about, log = [*_rows()], {**ABOUT}, f"--log={tmp_path / 'log'}"
+    rows, about, log = _rows(), {**ABOUT}, f"--log={tmp_path / 'log'}"
     monkeypatch.setattr(program.Runner, "machine", lambda self: about)
     monkeypatch.setattr(program.Runner, "run", lambda self, platform: rows)
     assert program.main([log]) == 0
     *_, last = capsys.readouterr().out.splitlines()
     path, text = last.split(": ", 1)
     assert path.endswith("engine/chips.py") and text.startswith(f"Chip(device_kind={H100[0]!r}")
-    rows[-1]["outcome"] = "hang"
+    rows[0]["outcome"] = "hang"
     assert program.main([log]) == 1
     assert capsys.readouterr().out.endswith("Not all steps of the kernels ran and were right.\n")
     about["kernels"] = "the platform is cpu"
