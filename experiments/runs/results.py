@@ -188,7 +188,7 @@ def _parse(text: str | bytes) -> Any:
 
 
 def _result(value: Any, name: str) -> Result:
-    result = convert(Result, value, name)
+    result = convert(Result, value, name, measured=True)
     if result.status not in ("done", "diverged") or (result.status == "done" and not result.scores):
         raise ValueError(f"status {result.status!r} with {len(result.scores)} views of scores")
     return result

@@ -114,10 +114,14 @@ def _read_flags(hint: Any, value: Any) -> Any:
 _adapter, _hints = map(functools.cache, (pydantic.TypeAdapter, typing.get_type_hints))
 
 
-def convert(hint: Any, value: Any, path: str) -> Any:
-    """Returns a value from a table as the annotated type: lists as tuples, integers as floats."""
+def convert(hint: Any, value: Any, path: str, *, measured: bool = False) -> Any:
+    """Returns a value from a table as the annotated type: lists as tuples, integers as floats.
+
+    Integers of settings are below 2**31; `measured` ones, such as bytes of memory, may be greater.
+    """
     value = _read_flags(hint, value)
-    refuse_extremes({path: value})
+    if not measured:
+        refuse_extremes({path: value})
     try:
         # In JSON mode strict types match TOML; in Python mode lists are no tuples.
         return _adapter(hint).validate_json(json.dumps(value), strict=True)

@@ -14,6 +14,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,8 @@ def measure(cells: Mapping[str, Mapping[str, Any]], folder: Path, say: Any) -> C
                 measured = pool.submit(_measure, unit).result()
         else:
             steps_per_call = next(iter(of_size.values())).task.train.steps_per_call
-            measured = _measure(unit, steps_per_call, rounds=CALLS - 2)
+            # For a GPU a program compiles for half a minute, on one core.
+            measured = _measure(unit, steps_per_call, CALLS - 2, threads=len(unit), say=say)
         steps[size], rounds[size], others[size] = measured
         share = "unknown" if others[size] is None else f"{others[size]:.1%}"
         say(f"{size}: {rounds[size]} rounds; time of other programs: {share}")
@@ -100,19 +102,28 @@ def measure(cells: Mapping[str, Mapping[str, Any]], folder: Path, say: Any) -> C
 
 
 def _measure(
-    unit: Mapping[str, tuple[Any, Any]], steps_per_call: int = 5, rounds: int = 15
+    unit: Mapping[str, tuple[Any, Any]],
+    steps_per_call: int = 5,
+    rounds: int = 15,
+    threads: int = 1,
+    say: Any = lambda text: None,
 ) -> tuple[dict[str, float], int, float | None]:
     """Returns milliseconds of a step by scheme, the number of rounds, and the share of others."""
-    cases, per_call = {}, {}
-    for name, (task, position) in unit.items():
+
+    def case(name: str) -> Callable[[], Any]:
+        began, (task, position) = time.monotonic(), unit[name]
         train = dataclasses.replace(task.train, steps_per_call=steps_per_call)
         task = dataclasses.replace(task, train=train)
-        cases[name] = prepare(task, position, load_data(task).train)
-        per_call[name] = train.steps_per_call
+        call = prepare(task, position, load_data(task).train)
+        say(f"{name}: compiled after {time.monotonic() - began:.0f} s")
+        return call
+
+    with ThreadPoolExecutor(threads) as pool:
+        cases = dict(zip(unit, pool.map(case, unit), strict=True))
     before = _processor_seconds()
     timings = side_by_side(cases, rounds=rounds, seconds=0.0)
     others = _share_of_others(before, _processor_seconds())
-    steps = {each.name: round(1e3 * each.median / per_call[each.name], 4) for each in timings}
+    steps = {each.name: round(1e3 * each.median / steps_per_call, 4) for each in timings}
     return steps, timings[0].rounds, others
 
 

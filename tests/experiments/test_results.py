@@ -22,6 +22,7 @@ for seed in range(5):
         f"2026-01-0{seed + 1}T00:00:00Z",
         scores={"plain": {"64": 0.1 + 0.2 * seed, "128": None}},
         curve={"step": [1.0], "loss": [None]},
+        memory_bytes=3 * 2**30,  # On a GPU.
     )
 NAMES = list(RESULTS)
 
