@@ -9,6 +9,7 @@ tokens. Slow cases are the others.
 import dataclasses
 import types
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -176,6 +177,25 @@ def test_slots_of_a_pipe_are_read_before_they_are_filled_again():
     row, column = np.indices((ROWS, ROWS))
     want = x.astype(np.float32) + line[:, ROWS + row - column]
     np.testing.assert_array_equal(got, np.stack([want] * 2))
+
+
+@slow
+@gpu_interpreted
+def test_under_vmap():
+    """Several seeds at once with a table each, as experiments train them."""
+    random, scheme = np.random.default_rng(0), pe.T5(num_heads=2)
+    q, k, v, weights = random.normal(size=(4, 2, 1, 70, 2, 64)).astype(np.float32)
+    table = random.normal(size=(2, 2, 32)).astype(np.float32)
+
+    def outcome(implementation):
+        def loss(table, q, k, v, weights):
+            rules = scheme.rules({"table": table})
+            out = pe.attention(q, k, v, rules=rules, is_causal=True, implementation=implementation)
+            return (out * weights).sum()
+
+        return jax.vmap(jax.value_and_grad(loss, (0, 1, 2, 3)))(table, q, k, v, weights)
+
+    chex.assert_trees_all_close(outcome(KERNELS), outcome("reference"), rtol=1e-5, atol=3e-4)
 
 
 @slow
