@@ -986,6 +986,12 @@ MUTATIONS = [
     Mutation("lists on the command line are not divided", "../experiments/settings/config_io.py",
              "for part in names(value)]", "for part in [value]]",
              "tests/experiments/test_config.py"),
+    Mutation("results of 2 GiB are refused as settings are", "../experiments/settings/config_io.py",
+             "if not measured:", "if True:",
+             "tests/experiments/test_results.py::test_packed_results_are_those_of_the_files"),
+    Mutation("a chip of the table is not recognised", "engine/chips.py",
+             "chip[:3] == device", "chip[:2] == device",
+             "tests/kernels/test_chips.py::test_what_none_takes_on_a_chip_of_the_table"),
 ]
 # fmt: on
 
