@@ -56,6 +56,8 @@ SCORES = {
 }
 MODELS = rows(pages.read("docs/models.md"))
 CLOCK = json.loads(pages.read("results/gpu/first/clock.json"))["steps"]["25 million"]
+LARGE = json.loads(pages.read("results/gpu/context.json"))["places"]["512"]
+"""Bits per byte of 25 million parameters by places of 32 bytes."""
 TRAINED, LONGEST, STEP = "score", "nonoverlapping 1024", "step relative to rope"
 DIFFERENCE = "difference to rope"
 ERROR = "greatest difference of logits"
@@ -225,6 +227,7 @@ EVIDENCE = [
     "RoPE has {:.3f} on bytes 16 to 32 of a row and {:.3f} on bytes 64 to 128".format(*places()),
     f"KERPLE {SMALL['kerple', 'sliding 128']:.3f} with at least 64 bytes before each and "
     f"{SMALL['kerple', 'sliding 512']:.3f} with 448",
+    f"RoPE has {LARGE[2]:.3f} on bytes 64 to 96 of a row and {LARGE[15]:.3f} on bytes 480 to 512",
     f"RoPE has {TWICE} after 2,000",
     f"so have {GREATEST} of the {SCHEMES} schemes of the catalogue",
     f"{int(AHEAD) - int(RESOLVED)} of the {AHEAD} leads may be chance",
