@@ -11,7 +11,7 @@ from experiments.models.mixes import WINDOW
 from experiments.models.schemes import short
 from experiments.pages import plots
 from experiments.pages.page import fill
-from experiments.pages.tables import Lookup, interval, mean
+from experiments.pages.tables import Lookup, mean
 from experiments.study.comparison import sign, t_tests
 from experiments.study.page import origin, settings, shared
 from experiments.study.plan import Study
@@ -163,38 +163,39 @@ def _criteria(ends: list[Mapping[str, Row]]) -> dict[str, str]:
 
 
 def steps_picture(study: Study, rows: Rows) -> str:
-    """Returns the plot of scores against steps, as <svg>; a line per scheme, one for RoPE.
+    """Returns the plot of differences to the best RoPE against steps, as <svg>.
 
     It is empty before there are scores after two numbers of steps.
     """
     lines: dict[str, dict[int, Bounds]] = {}
-    for of_size in rows.values():
-        best, differences = leads(of_size) if of_size else ("", {})
+    ropes: dict[int, float] = {}
+    for of_size in filter(None, rows.values()):
+        best, differences = leads(of_size)
         for scheme, row in of_size.items():
-            name = short(scheme)
-            is_shown = name in differences and differences[name].mean <= _SHOWN
-            shown = name if is_shown and name not in THETAS else ""
-            shown = "rope, best theta" if name == best else shown
-            bounds = interval(row.at_trained_length, row.shifts)
-            lines.setdefault(shown, {})[row.run.task.train.steps] = bounds
-    lines.pop("", None)
-    if all(len(line) < 2 for line in lines.values()):
+            name, steps = short(scheme), row.run.task.train.steps
+            if name == best:
+                ropes[steps] = mean(row.at_trained_length)
+            elif name in differences and name not in THETAS and differences[name].mean <= _SHOWN:
+                lines.setdefault(name, {})[steps] = differences[name].bounds
+    if len(ropes) < 2:
         return ""
     task = study.cells[next(iter(study.cells))][study.about.baseline].task
     with mpl.rc_context({**plots.STYLE, "svg.hashsalt": study.name}):
-        figure, axes = plots.new_figure(4.6)
-        ends = []
-        for name, (colour, marker) in plots.looks([*lines]).items():
-            x, y = [*lines.get(name, ())], [*lines.get(name, {}).values()]
-            reach = [[m - low for m, low, _ in y], [high - m for m, _, high in y]]
-            means = [m for m, _, _ in y]
-            axes.errorbar(x, means, yerr=reach, marker=marker, color=colour, elinewidth=1.2)
-            ends += [(x[-1], means[-1], colour, 1.0, name)] if x else []
+        figure, axes = plots.new_figure(4.6, left=0.75)
+        axes.axhline(0.0, color=plots.BASELINE, linewidth=1.2)
         axes.set_xscale("log")
-        ticks = [cells[study.about.baseline].task.train.steps for cells in study.cells.values()]
-        axes.set_xticks(ticks, [f"{n:,}" for n in ticks])
+        ends = [(max(ropes), 0.0, plots.BASELINE, 1.0, "rope, best theta")]
+        looks = plots.looks([*lines])
+        for i, (name, line) in enumerate(lines.items()):
+            # Side by side, as intervals of one number of steps have one length.
+            x = [n * 1.025 ** (i - len(lines) / 2) for n in line]
+            means, y, (colour, marker) = [m for m, *_ in line.values()], line.values(), looks[name]
+            reach = [[m - low for m, low, _ in y], [high - m for m, _, high in y]]
+            axes.errorbar(x, means, yerr=reach, marker=marker, color=colour, elinewidth=1.0)
+            ends.append((x[-1], means[-1], colour, 1.0, name))
+        axes.set_xticks([*ropes], [f"{n:,}\n{loss:.3f}" for n, loss in ropes.items()])
         axes.set_xticks([], minor=True)
-        axes.set_xlabel("steps")
-        axes.set_ylabel(task.labels.unit)
+        axes.set_xlabel(f"steps, and {task.labels.unit} of RoPE")
+        axes.set_ylabel(f"difference to RoPE, {task.labels.unit}")
         plots.label_ends(axes, ends)
-        return plots.drawing(figure, study.name, "Loss against steps")
+        return plots.drawing(figure, study.name, "Differences to RoPE against steps")

@@ -104,7 +104,6 @@ CHOOSE = [
     f"a training step takes {CLOCK['rope'] / CLOCK['none']:.2f} times as long as without",
     "tiny models then lose nothing at 8 times the length, RoPE alone "
     f"{change('rope'):.2f} bits per byte",
-    f"after 1,000 steps it is {-SMALL['t5', DIFFERENCE]:.3f} bits per byte",
     f"with RoPE {claim('R07', 'rope', 32):.3f} of masked symbols are right",
     f"within {MODELS['qwen2_vl', ERROR]:.0e}",
     f"RoPE finds the k-th symbol in {claim('R10', 'rope', 32):.3f} of rows",
@@ -186,7 +185,11 @@ TWICE = CURVE["2"]
 FINALISTS = rows(CATALOGUE.partition("\n## Finalists\n")[2])
 ((GREATEST,),) = [re.findall(r"is the best one for (\d+) of 53 schemes", CATALOGUE)]
 STEPS = rows(pages.read("docs/study_steps.md"))
-THETAS = [value for (name, column), value in STEPS.items() if "theta" in name and column == "1,000"]
+BEHIND_100 = re.findall(
+    r"theta [\d,]+ \|.*?\(\+(\S+) .*?\(\+(\S+) ", pages.read("docs/study_steps.md")
+)
+"""How far theta 10,000 and 500 are behind 100, after 1,000 and 4,000 steps."""
+OWN_SCALE, IN_WINDOWS = "t5_own_scale, factor 1 on q . k", "local_rope, RoPE in windows of 32"
 SMALL_LEADS = [
     -numbers[scheme, DIFFERENCE]
     for size, numbers in SIZES.items()
@@ -212,12 +215,17 @@ EVIDENCE = [
     f"on tunes, by {-ALIBI[3]:.3f}",
     f"by {-SIZES['0.1 million']['t5', DIFFERENCE]:.3f} at 0.1 million parameters to "
     f"{-SIZES['2.5 million']['t5', DIFFERENCE]:.3f} at 2.5",
-    f"[{-STEPS['t5_own_scale, factor 1 on q . k', '1,000']:.3f} for {-STEPS['t5', '1,000']:.3f}](",
-    f"is [{-STEPS['local_rope, RoPE in windows of 32', '1,000']:.3f} ahead](study_steps.md) at 128",
-    "100 and 500 are [{:.3f} and {:.3f} better]".format(
-        *(THETAS[0] - x for x in reversed(THETAS[1:]))
-    ),
-    f"At the model's rate no lead is resolved, {FINALISTS['t5', DIFFERENCE]:.3f}",
+    f"[Of {-STEPS['t5', '1,000']:.3f} after 1,000 steps {-STEPS['t5', '4,000']:.3f} are left",
+    f"its own logit scale {-STEPS[OWN_SCALE, '1,000']:.3f} ahead become "
+    f"{STEPS[OWN_SCALE, '4,000']:.3f} behind",
+    f"at 0.3 million they are {STEPS['kerple', '4,000']:.3f} and {STEPS['fox', '4,000']:.3f} "
+    "behind",
+    f"After [4,000 steps](study_steps.md) on speeches it is {STEPS['alibi', '4,000']:.3f} behind",
+    f"it is [{-STEPS[IN_WINDOWS, '1,000']:.3f} ahead](study_steps.md) after 1,000 steps, and "
+    f"{-STEPS[IN_WINDOWS, '4,000']:.3f} after 4,000, not resolved",
+    "100 is [{} and {} better]".format(*BEHIND_100[0]),
+    f"and after 4,000 also {BEHIND_100[1][1]} better than 500",
+    f"nor at the model's rate, {FINALISTS['t5', DIFFERENCE]:.3f}",
     f"at three of four sizes, by {min(SMALL_LEADS):.3f} to {max(SMALL_LEADS):.3f}",
     "have better means than RoPE, by {:.3f}, {:.3f} and {:.3f}".format(
         *(-in_ropes_time(scheme) for scheme in ("bam", "rope+alibi", "rope+short_conv"))
@@ -228,7 +236,7 @@ EVIDENCE = [
     f"KERPLE {SMALL['kerple', 'sliding 128']:.3f} with at least 64 bytes before each and "
     f"{SMALL['kerple', 'sliding 512']:.3f} with 448",
     f"RoPE has {LARGE[2]:.3f} on bytes 64 to 96 of a row and {LARGE[15]:.3f} on bytes 480 to 512",
-    f"RoPE has {TWICE} after 2,000",
+    f"RoPE has {TWICE} after 2,000 and {STEPS['rope, theta 10,000', '4,000']:.3f} after 4,000",
     f"so have {GREATEST} of the {SCHEMES} schemes of the catalogue",
     f"{int(AHEAD) - int(RESOLVED)} of the {AHEAD} leads may be chance",
 ]

@@ -427,6 +427,7 @@ def test_leads_of_speed_and_of_the_limit(study_of):
         assert steps_picture(study, of_spread)
     svg = steps_picture(study, rows)
     assert svg.count(">rope, best theta<") == 1 and ">none<" not in svg
+    assert ">2.550<" in svg and ">2.100<" in svg  # Of the best RoPE after 100 and 1,600 steps.
 
 
 def test_rows_of_other_bases_and_scales_differ_in_these_alone(request):
