@@ -91,7 +91,7 @@ def measure(cells: Mapping[str, Mapping[str, Any]], folder: Path, say: Any) -> C
                 measured = pool.submit(_measure, unit).result()
         else:
             steps_per_call = next(iter(of_size.values())).task.train.steps_per_call
-            # For a GPU a program compiles for half a minute, on one core.
+            # For an H100 a program compiled for up to 50 s, mostly on one core.
             measured = _measure(unit, steps_per_call, CALLS - 2, threads=len(unit), say=say)
         steps[size], rounds[size], others[size] = measured
         share = "unknown" if others[size] is None else f"{others[size]:.1%}"

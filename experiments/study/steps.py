@@ -52,11 +52,11 @@ class Lead:
 def leads(rows: Mapping[str, Row], thetas: Collection[str] = THETAS) -> tuple[str, dict[str, Lead]]:
     """Returns the RoPE that is best on validation text, and differences of all schemes to it.
 
-    The best is one of the names in `thetas`. Schemes that are not stable are left out; without a
-    RoPE there is nothing.
+    The best is one of the names in `thetas`. Schemes that are not stable are left out. There is
+    nothing before all of `thetas` have scores, or if none of them is stable.
     """
     by_name = {short(scheme): row for scheme, row in rows.items() if row.is_stable}
-    if not by_name.keys() & {*thetas}:
+    if not {*thetas} <= {*map(short, rows)} or not by_name.keys() & {*thetas}:
         return "", {}
     task = next(iter(rows.values())).run.task
 

@@ -29,7 +29,7 @@ from experiments.study.comparison import holm, t_tests
 from experiments.study.numbers import numbers
 from experiments.study.page import drawing, page
 from experiments.study.rows import curve_of, gain, rows_of
-from experiments.study.steps import THETAS, steps_page, steps_picture
+from experiments.study.steps import THETAS, leads, steps_page, steps_picture
 from experiments.training.train import of_program
 from tests.support import slow
 
@@ -427,6 +427,8 @@ def test_leads_of_speed_and_of_the_limit(study_of):
         assert steps_picture(study, of_spread)
     svg = steps_picture(study, rows)
     assert svg.count(">rope, best theta<") == 1 and ">none<" not in svg
+    of_two = {scheme: row for scheme, row in rows["many"].items() if scheme != names[1]}
+    assert leads(of_two) == ("", {})  # The third theta may be the best one.
     assert ">2.550<" in svg and ">2.100<" in svg  # Of the best RoPE after 100 and 1,600 steps.
 
 
