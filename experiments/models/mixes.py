@@ -3,12 +3,10 @@
     --schemes experiments.models.mixes:rope_nope
 
 The model repeats a pattern of layers up to its number of layers. Windows are a quarter of the
-trained length of 128 that `configs/study_catalogue.toml` has.
+trained length.
 """
 
 import posenc_jax as pe
-
-WINDOW = 32
 
 
 def rope_query_slope(num_heads: int, head_dim: int) -> pe.Scheme:
@@ -29,22 +27,24 @@ def rope_nope(head_dim: int) -> tuple[pe.LayerSpec, ...]:
     return pe.LayerSpec(pe.RoPE(head_dim=head_dim)), pe.LayerSpec(pe.NoPE())
 
 
-def local_rope_nope(head_dim: int) -> tuple[pe.LayerSpec, ...]:
+def local_rope_nope(head_dim: int, trained_length: int) -> tuple[pe.LayerSpec, ...]:
     """Returns layers with RoPE in a window and whole ones without positions, as in Cohere 2."""
-    return pe.LayerSpec(pe.RoPE(head_dim=head_dim), window=WINDOW), pe.LayerSpec(pe.NoPE())
+    return *local_rope(head_dim, trained_length), pe.LayerSpec(pe.NoPE())
 
 
-def local_rope_slow_rope(head_dim: int) -> tuple[pe.LayerSpec, ...]:
+def local_rope_slow_rope(head_dim: int, trained_length: int) -> tuple[pe.LayerSpec, ...]:
     """Returns layers with RoPE in a window and whole ones with a slower RoPE, as in Gemma 3."""
-    return (
-        pe.LayerSpec(pe.RoPE(head_dim=head_dim), window=WINDOW),
-        pe.LayerSpec(pe.RoPE(head_dim=head_dim, theta=1e6)),
-    )
+    slow = pe.LayerSpec(pe.RoPE(head_dim=head_dim, theta=1e6))
+    return *local_rope(head_dim, trained_length), slow
 
 
-def local_rope(head_dim: int) -> tuple[pe.LayerSpec, ...]:
-    """Returns layers with RoPE in a window."""
-    return (pe.LayerSpec(pe.RoPE(head_dim=head_dim), window=WINDOW),)
+def local_rope(head_dim: int, trained_length: int) -> tuple[pe.LayerSpec, ...]:
+    """Returns layers with RoPE in a window.
+
+    >>> local_rope(8, 128)[0].window
+    32
+    """
+    return (pe.LayerSpec(pe.RoPE(head_dim=head_dim), window=trained_length // 4),)
 
 
 def rope_100(head_dim: int) -> pe.Scheme:

@@ -73,8 +73,10 @@ class Cell:
         return tuple(variant(whole, seed) for seed in range(self.about.seeds))
 
     def varied(self, results: Lookup) -> tuple[Run, ...]:
-        """Returns the reported runs with the evaluation of variants alone."""
+        """Returns runs that measure the variants: the reported ones, or others for these alone."""
         finals = self.finals(results) if self.variants else ()
+        if {*self.variants} <= {*getattr(self.task, "variants", ())}:
+            return finals
         return tuple(
             dataclasses.replace(run, task=run.task.with_variants(self.variants)) for run in finals
         )

@@ -42,6 +42,14 @@ def losses(row: Row) -> dict[str, str]:
     return {f"loss at {task.longest}": "" if math.isnan(loss) else f"{loss:+.2f}"}
 
 
+def contexts(row: Row) -> dict[str, str]:
+    """Returns the scores in sliding windows; nothing if none is shorter than the trained length."""
+    lengths = sorted({int(n) for r in row.results for n in r.scores.get("sliding", {})})
+    if not lengths or lengths[0] >= row.cell.task.train_length:
+        return {}
+    return {f"sliding {n}": f"{mean(row.values('sliding', n)):.3f}" for n in lengths}
+
+
 def variant_cells(row: Row) -> dict[str, tuple[str, str, str]]:
     """Returns the cells of variants, relative to the same runs' scores at the trained length.
 

@@ -47,7 +47,7 @@ def _scores(row: Row, scheme: str, baseline: str, curve: Mapping[float, float]) 
         "parameters": f"{first.parameters:,}" if first.parameters else "",
     }
     for view in task.views:
-        for length in task.test_lengths:
+        for length in sorted({int(n) for r in row.results for n in r.scores.get(view, {})}):
             if values := row.values(view, length):
                 line[f"{view} {length}"] = f"{mean(values):.3f}"
     for name, by_length in row.variants.items():

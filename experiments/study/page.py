@@ -116,7 +116,8 @@ def settings(
         "task": f"{task.name}, {labels.about}" if task.name != about.task else "",
         "parameters": f"{_range(counts, '.2f')} million parameters" if counts else "",
         "model": f"{task.model.num_layers} layers of width {task.model.model_dim} with "
-        f"{task.model.num_heads} heads",
+        f"{task.model.num_heads} heads"
+        + (f" and convolutions of {task.model.conv_size}" if task.model.conv_size else ""),
         "steps": f"{task.train.steps} steps of {task.train.batch} x {task.train_length}",
         "rates": "" if cell.about.rates_of else f"{len(cell.about.rates)} rates",
         "runs": _runs(cell),
@@ -139,6 +140,7 @@ def settings(
     timed = any(row.timed for row in rows.values())
     heads = ["scheme", labels.unit, f"difference to {label(about.baseline)}"]
     heads += [*losses[about.baseline], *(["in equal time"] if timed else [])]
+    heads += comparison.contexts(baseline)
     lines = []
     for scheme, row in rows.items():
         score = f"{mean(row.at_trained_length):.3f}"
@@ -146,6 +148,7 @@ def settings(
         lines.append([label(scheme), score, difference, *losses[scheme].values()])
         if timed:
             lines[-1].append(f"{mean(row.against(row.timed)):+.3f}" if row.timed else "")
+        lines[-1] += comparison.contexts(row).values()
         varied = ([name, *cells] for name, cells in comparison.variant_cells(row).items())
         lines += ([*cells, *[""] * (len(heads) - len(cells))] for cells in varied)
     return out | {

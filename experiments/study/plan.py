@@ -71,7 +71,8 @@ class _File:
     repeats: str = ""
     """The file, beside this one, of a study that this one repeats with other selection seeds."""
     variants_of_baseline: tuple[str, ...] = ()
-    """Changes of the baseline without training; each reported seed runs once more for them."""
+    """Changes of the baseline without training; each reported seed runs once more for them, unless
+    the variants of the task have them all."""
     remark: str = ""
     """A change of the protocol after the first run, shown on the page."""
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import matplotlib as mpl
 from scipy import special
 
-from experiments.models.mixes import WINDOW
 from experiments.models.schemes import short
 from experiments.pages import plots
 from experiments.pages.page import fill
@@ -20,7 +19,7 @@ from experiments.study.rows import Bounds, Row, Rows
 THETAS = {"rope": "10,000", "rope_500": "500", "rope_100": "100"}
 """Bases of the frequencies by the names of schemes."""
 _ABOUT = {
-    "local_rope": f"RoPE in windows of {WINDOW}",
+    "local_rope": "RoPE in windows of a quarter of the length",
     "t5_own_scale": "factor 1 on q . k",
     **{name: f"theta {theta}" for name, theta in THETAS.items()},
 }

@@ -53,7 +53,7 @@ class Text(Task):
     stride: PositiveInt = 32
     """Bytes that each sliding window scores."""
     sliding_lengths: tuple[int, ...] = (128, 256, 512)
-    """Lengths of the sliding evaluation, among the test lengths."""
+    """Lengths of the sliding evaluation, among the test lengths or below the training length."""
     ngram: NonNegativeInt = 0
     """Length n of the n-grams that split the sliding evaluation into repeated and new bytes; 0: no
     split."""
@@ -153,10 +153,11 @@ class Text(Task):
         """Returns bits per byte at each test length, in each mode and with each variant."""
         evaluations = []
         held_out, validation = data.held_out
-        for length in self.test_lengths:
+        shorter = [n for n in self.sliding_lengths if n < self.train_length]
+        for length in (*self.test_lengths, *shorter):
             trained = length == self.train_length
             variants: dict[str | None, Position | None] = {None: position}
-            for name in self.variants:
+            for name in () if length in shorter else self.variants:
                 variants[name] = varied(position, name, self.train_length, length)
             for variant, changed in variants.items():
                 if changed is None:
@@ -164,6 +165,8 @@ class Text(Task):
                 graphdef = structure(self.model, changed, self.vocab_size)
                 for mode in ("nonoverlapping", "sliding"):
                     if mode == "sliding" and (variant or length not in self.sliding_lengths):
+                        continue
+                    if mode == "nonoverlapping" and length in shorter:
                         continue
                     windows, count = self.windows(held_out, length, mode)
                     bits = _bits(graphdef, params, windows, count)
@@ -238,10 +241,11 @@ class Text(Task):
                 f"{self.train_length}"
             )
         for length in self.sliding_lengths:
-            if length not in self.test_lengths:
+            if length not in self.test_lengths and not self.stride <= length < self.train_length:
                 raise ConfigError(
                     f"text.sliding_lengths: {length} is not among text.test_lengths "
-                    f"{list(self.test_lengths)}"
+                    f"{list(self.test_lengths)}, and not from text.stride {self.stride} up to the "
+                    f"training length {self.train_length}"
                 )
         for variant in self.variants:
             if not is_variant(variant):

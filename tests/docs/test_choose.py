@@ -189,7 +189,10 @@ BEHIND_100 = re.findall(
     r"theta [\d,]+ \|.*?\(\+(\S+) .*?\(\+(\S+) ", pages.read("docs/study_steps.md")
 )
 """How far theta 10,000 and 500 are behind 100, after 1,000 and 4,000 steps."""
-OWN_SCALE, IN_WINDOWS = "t5_own_scale, factor 1 on q . k", "local_rope, RoPE in windows of 32"
+OWN_SCALE, IN_WINDOWS = (
+    "t5_own_scale, factor 1 on q . k",
+    "local_rope, RoPE in windows of a quarter of the length",
+)
 SMALL_LEADS = [
     -numbers[scheme, DIFFERENCE]
     for size, numbers in SIZES.items()

@@ -126,7 +126,9 @@ ON_THE_COMMAND_LINE = {
         "--tasks text --text.test-lengths 128,200,1024"
     ),
     "text.stride: 33 does not divide": "--tasks text --text.stride 33",
-    "text.sliding_lengths: 64 is not among": "--tasks text --text.sliding-lengths 64",
+    "text.sliding_lengths: 16 is not among text.test_lengths [128, 256, 512, 1024], and not from": (
+        "--tasks text --text.sliding-lengths 16"
+    ),
     "text.variants: unknown variant 'nkt'; did you mean 'ntk'?": "--tasks text --text.variants nkt",
     "kth.shortest: 31 symbols do not fit": "--tasks kth --kth.shortest 31",
     "schemes: cannot import 'no_such_module'": "--schemes no_such_module:A",

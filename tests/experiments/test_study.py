@@ -380,6 +380,36 @@ def test_differences_on_several_corpora(study_of):
     assert all(f"| {scheme} | {words} |" in answer for scheme, words in verdicts.items())
 
 
+def test_contexts_are_side_by_side_and_the_runs_measure_variants_that_they_have(study_of):
+    text = """
+task = "text"
+schemes = ["rope", "alibi"]
+variants_of_baseline = ["window_64"]
+[text]
+variants = ["window_64", "ntk"]
+sliding_lengths = [32, 512]
+model.conv_size = 4
+[sizes.all]
+rates = [1e-3, 2e-3, 4e-3]
+selection_seeds = 1
+seeds = 2
+"""
+    study, loss = study_of(text), {"rope": 2.0, "alibi": 2.1}
+
+    def results(run):
+        result = answers(lambda run: loss[run.scheme])(run)
+        sliding = {str(n): loss[run.scheme] + 1 / n for n in run.task.sliding_lengths}
+        return dataclasses.replace(result, scores=result.scores | {"sliding": sliding})
+
+    rope = study.cells["all"]["rope"]
+    assert rope.varied(results) == rope.finals(results) != ()
+    answer, _, about = page_of(study, results).partition("## Settings")
+    assert "| loss at 1024 | sliding 32 | sliding 512 |" in answer
+    assert re.search(r"\| alibi \| 2.100 \|.*\| 2.131 \| 2.102 \|", answer)
+    assert re.search(r"\| rope \+ window of 64 \| 2.200 \| \+0.200.*\| +\| +\|", answer)
+    assert "and convolutions of 4" in about
+
+
 def test_leads_of_speed_and_of_the_limit(study_of):
     """Against the best theta, which is 100 at first and 10,000 at last."""
     names = [f"experiments.models.mixes:{n}" for n in ("rope_100", "rope_500")]
