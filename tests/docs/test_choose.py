@@ -56,6 +56,8 @@ SCORES = {
 }
 MODELS = rows(pages.read("docs/models.md"))
 CLOCK = json.loads(pages.read("results/gpu/first/clock.json"))["steps"]["25 million"]
+GAINS = re.findall(r"#   (?:sympy|pythonbible) .* (\S+)\n", pages.read("configs/context.toml"))
+"""What 512 bytes are worth over 64: without convolutions, then with."""
 LARGE = json.loads(pages.read("results/gpu/context.json"))["places"]["512"]
 """Bits per byte of 25 million parameters by places of 32 bytes."""
 TRAINED, LONGEST, STEP = "score", "nonoverlapping 1024", "step relative to rope"
@@ -238,6 +240,9 @@ EVIDENCE = [
     "RoPE has {:.3f} on bytes 16 to 32 of a row and {:.3f} on bytes 64 to 128".format(*places()),
     f"KERPLE {SMALL['kerple', 'sliding 128']:.3f} with at least 64 bytes before each and "
     f"{SMALL['kerple', 'sliding 512']:.3f} with 448",
+    "RoPE loses {2} on code and {3} on wordings in windows of 64, and {0} and {1} without".format(
+        *GAINS
+    ),
     f"RoPE has {LARGE[2]:.3f} on bytes 64 to 96 of a row and {LARGE[15]:.3f} on bytes 480 to 512",
     f"RoPE has {TWICE} after 2,000 and {STEPS['rope, theta 10,000', '4,000']:.3f} after 4,000",
     f"so have {GREATEST} of the {SCHEMES} schemes of the catalogue",
