@@ -20,6 +20,7 @@ from experiments.runs.run_queue import (
 from experiments.settings.config_io import Parser, names
 from experiments.study import clock
 from experiments.study.catalogue import catalogue_page, catalogue_picture, screen_numbers
+from experiments.study.comparison import is_of_context
 from experiments.study.numbers import numbers
 from experiments.study.page import drawing, length_suffix, page
 from experiments.study.plan import Study, load
@@ -136,7 +137,8 @@ def _plots(study: Study, results: Lookup) -> dict[str, str]:
         task = cells[study.about.baseline].task
         if len(task.test_lengths) > 1:
             suffix = length_suffix(study, size)
-            out[suffix] = plots.lengths(rows, size, task.views[0], split=True)
+            mode = "sliding" if is_of_context(task) else task.views[0]
+            out[suffix] = plots.lengths(rows, size, mode, split=True)
         out["-maps"] = plots.maps(rows, size) or out.get("-maps", "")
     return out
 

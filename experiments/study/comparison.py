@@ -11,6 +11,7 @@ from experiments.pages.tables import in_words, label, mean
 from experiments.study.plan import Study
 from experiments.study.rows import Bounds, Row, Rows
 from experiments.study.selection import score
+from experiments.tasks.base import Task
 
 FLAT = 0.05
 """The greatest loss beyond the trained length that is called flat: a choice, not a criterion."""
@@ -42,11 +43,15 @@ def losses(row: Row) -> dict[str, str]:
     return {f"loss at {task.longest}": "" if math.isnan(loss) else f"{loss:+.2f}"}
 
 
+def is_of_context(task: Task) -> bool:
+    """Returns whether a task has sliding windows that are shorter than the trained length."""
+    return any(n < task.train_length for n in getattr(task, "sliding_lengths", ()))
+
+
 def contexts(row: Row) -> dict[str, str]:
-    """Returns the scores in sliding windows; nothing if none is shorter than the trained length."""
-    lengths = sorted({int(n) for r in row.results for n in r.scores.get("sliding", {})})
-    if not lengths or lengths[0] >= row.cell.task.train_length:
-        return {}
+    """Returns the scores in sliding windows, if some are shorter than the trained length."""
+    task = row.cell.task
+    lengths = sorted(getattr(task, "sliding_lengths", ())) if is_of_context(task) else ()
     return {f"sliding {n}": f"{mean(row.values('sliding', n)):.3f}" for n in lengths}
 
 

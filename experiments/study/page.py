@@ -173,8 +173,13 @@ def settings(
 def _runs(cell: Cell) -> str:
     """Returns how many runs choose the settings, and how many are reported."""
     about = cell.about
-    choice = f"{about.tries} tries, {about.selection_seeds} selection seeds, "
-    return f"{'' if about.rates_of else choice}{about.seeds} seeds"
+    counts = [(about.seeds, "seed", "seeds")]
+    if not about.rates_of:
+        counts[:0] = [
+            (about.tries, "try", "tries"),
+            (about.selection_seeds, "selection seed", "selection seeds"),
+        ]
+    return ", ".join(f"{n} {one if n == 1 else many}" for n, one, many in counts)
 
 
 def shared(sizes: Sequence[dict[str, Any]]) -> str:
