@@ -179,7 +179,7 @@ def _runs(cell: Cell) -> str:
             (about.tries, "try", "tries"),
             (about.selection_seeds, "selection seed", "selection seeds"),
         ]
-    return ", ".join(f"{n} {one if n == 1 else many}" for n, one, many in counts)
+    return ", ".join(f"{n} {singular if n == 1 else plural}" for n, singular, plural in counts)
 
 
 def shared(sizes: Sequence[dict[str, Any]]) -> str:

@@ -153,20 +153,18 @@ class Text(Task):
         """Returns bits per byte at each test length, in each mode and with each variant."""
         evaluations = []
         held_out, validation = data.held_out
-        shorter = [n for n in self.sliding_lengths if n < self.train_length]
-        for length in (*self.test_lengths, *shorter):
+        lengths = {"nonoverlapping": self.test_lengths, "sliding": self.sliding_lengths}
+        for length in dict.fromkeys([*self.test_lengths, *self.sliding_lengths]):
             trained = length == self.train_length
             variants: dict[str | None, Position | None] = {None: position}
-            for name in () if length in shorter else self.variants:
+            for name in self.variants if length in self.test_lengths else ():
                 variants[name] = varied(position, name, self.train_length, length)
             for variant, changed in variants.items():
                 if changed is None:
                     continue
                 graphdef = structure(self.model, changed, self.vocab_size)
-                for mode in ("nonoverlapping", "sliding"):
-                    if mode == "sliding" and (variant or length not in self.sliding_lengths):
-                        continue
-                    if mode == "nonoverlapping" and length in shorter:
+                for mode, measured in lengths.items():
+                    if length not in measured or (variant and mode == "sliding"):
                         continue
                     windows, count = self.windows(held_out, length, mode)
                     bits = _bits(graphdef, params, windows, count)
@@ -175,6 +173,8 @@ class Text(Task):
                         again = repeated(windows, count, self.ngram)
                         parts |= {"repeated": again, "new": ~again}
                     for part, scored in parts.items():
+                        if not scored.any():  # Of a short text no byte may repeat, or none be new.
+                            continue
                         mean = [round(float(x), 5) for x in bits[:, scored].mean(1)]
                         score = Evaluation(part, length, mean, trained, variant)
                         if part == "nonoverlapping":
@@ -247,6 +247,10 @@ class Text(Task):
                     f"{list(self.test_lengths)}, and not from text.stride {self.stride} up to the "
                     f"training length {self.train_length}"
                 )
+        if self.ngram and (below := [n for n in self.sliding_lengths if n < self.ngram]):
+            raise ConfigError(
+                f"text.ngram: no {self.ngram}-gram repeats within text.sliding_lengths {below}"
+            )
         for variant in self.variants:
             if not is_variant(variant):
                 raise ConfigError(

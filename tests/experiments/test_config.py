@@ -129,6 +129,9 @@ ON_THE_COMMAND_LINE = {
     "text.sliding_lengths: 16 is not among text.test_lengths [128, 256, 512, 1024], and not from": (
         "--tasks text --text.sliding-lengths 16"
     ),
+    "text.ngram: no 6-gram repeats within text.sliding_lengths [4]": (
+        "--tasks text --text.stride 4 --text.ngram 6 --text.sliding-lengths 4,128"
+    ),
     "text.variants: unknown variant 'nkt'; did you mean 'ntk'?": "--tasks text --text.variants nkt",
     "kth.shortest: 31 symbols do not fit": "--tasks kth --kth.shortest 31",
     "schemes: cannot import 'no_such_module'": "--schemes no_such_module:A",

@@ -296,7 +296,7 @@ def test_text_evaluation_equals_a_loop_over_bytes():
     task = Text(
         train_length=8,
         test_lengths=(8, 16),
-        sliding_lengths=(8, 16),
+        sliding_lengths=(4, 8, 16),
         eval_bytes=32,
         stride=4,
         ngram=2,
@@ -308,6 +308,10 @@ def test_text_evaluation_equals_a_loop_over_bytes():
     params = initialize(SIZES, scheme, 256, seed_keys([0, 1], "parameters"))
     params = jax.tree.map(lambda x: 5 * x, params)  # Large enough for positions to matter.
     evaluations = task.evaluate(scheme, params, [0, 1], data)
+    assert evaluations[0].in_distribution
+    assert {(e.mode, e.variant) for e in evaluations if e.length == 4} == {
+        (mode, None) for mode in ("sliding", "repeated", "new")
+    }
     starts = task.block_starts(held_out)
     graphdef = structure(SIZES, scheme, 256)
 

@@ -380,7 +380,9 @@ def test_differences_on_several_corpora(study_of):
     assert all(f"| {scheme} | {words} |" in answer for scheme, words in verdicts.items())
 
 
-def test_contexts_are_side_by_side_and_the_runs_measure_variants_that_they_have(study_of):
+def test_contexts_are_side_by_side_and_the_runs_measure_variants_that_they_have(
+    study_of, monkeypatch, tmp_path
+):
     text = """
 task = "text"
 schemes = ["rope", "alibi"]
@@ -408,6 +410,11 @@ seeds = 2
     assert re.search(r"\| alibi \| 2.100 \|.*\| 2.131 \| 2.102 \|", answer)
     assert re.search(r"\| rope \+ window of 64 \| 2.200 \| \+0.200.*\| +\| +\|", answer)
     assert "and convolutions of 4" in about
+    monkeypatch.setattr("experiments.study.command.known", lambda folder: results)
+    written = pages(study, Path("mine.toml"), tmp_path, tmp_path / "mine.md")
+    assert ",sliding 32,sliding 512," in written[tmp_path / "mine.csv"].splitlines()[0]
+    picture = written[tmp_path / "mine-lengths.svg"]
+    assert "against length, sliding" in picture and "window of 64" not in picture
 
 
 def test_leads_of_speed_and_of_the_limit(study_of):

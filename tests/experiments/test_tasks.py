@@ -351,3 +351,7 @@ def test_validation_text_is_scored_alone_at_the_training_length(monkeypatch):
     short = task.at_trained_length()
     short.check()
     assert len(short.evaluate(pe.NoPE(), None, [0], data)) == 2
+    split = small_text(ngram=2, variants=())
+    data = Data(held_out=(np.arange(200, dtype=np.uint8), validation))  # No byte occurs twice.
+    modes = {e.mode for e in split.evaluate(pe.NoPE(), None, [0], data)}
+    assert modes == {"nonoverlapping", "sliding", "new"}
