@@ -117,11 +117,11 @@ class Study:
         return {name: cell for name, cell in cells.items() if name in chosen}
 
     def runs_of(self, size: str, results: Lookup, clock: Clock | None) -> Iterator[Run]:
-        """Returns the runs of a size that are known so far."""
+        """Returns the runs of a size that are known so far, the baseline's first: all need them."""
         cells = self.compared(size, results)
         if not cells:
             return
-        for cell in cells.values():
+        for cell in sorted(cells.values(), key=lambda cell: cell.scheme != self.about.baseline):
             if cell.chooses:
                 yield from cell.selection(results).runs
             yield from cell.finals(results)
