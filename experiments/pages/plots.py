@@ -103,10 +103,13 @@ def lengths(results: Results, section: str, mode: str, split: bool = False) -> s
 
 
 def _limit_of_the_lowest(lines: Sequence[Sequence[float]]) -> float | None:
-    """Returns a limit above the lines that end near the lowest score; None if no others are far.
+    """Returns a limit above the lines that end near the lowest score.
+
+    None if no others are far, or if these lines have most of the range from their beginning.
 
     >>> _limit_of_the_lowest([[1.0, 1.0], [1.0, 2.0], [1.5, 9.0]]), _limit_of_the_lowest([[1.0]])
     (2.15, None)
+    >>> _limit_of_the_lowest([[9.0, 1.0], [9.0, 8.5]])
     """
     ends = sorted(line[-1] for line in lines if math.isfinite(line[-1]))
     gaps = [(b - a, a) for a, b in itertools.pairwise(ends)]
@@ -114,7 +117,8 @@ def _limit_of_the_lowest(lines: Sequence[Sequence[float]]) -> float | None:
     if not gap or gap < 0.25 * (ends[-1] - ends[0]):
         return None
     lowest = [x for line in lines if line[-1] <= last for x in line if math.isfinite(x)]
-    return max(lowest) + 0.15 * (max(lowest) - min(lowest))
+    limit = max(lowest) + 0.15 * (max(lowest) - min(lowest))
+    return limit if limit - min(lowest) < 0.5 * (ends[-1] - min(lowest)) else None
 
 
 def maps(results: Results, section: str) -> str:
@@ -219,8 +223,9 @@ def differences(
       name: of the plot, unique on its page.
     """
     with mpl.rc_context({**STYLE, "svg.hashsalt": title, "axes.grid.axis": "both"}):
-        height = 0.85 + 0.34 * len(rows)
-        figure, axes = new_figure(height, left=1.15, bottom=0.6, right=1.3)
+        height, names = 0.85 + 0.34 * len(rows), [tables.label(name) for name in rows]
+        left = max(1.15, 0.1 + 0.085 * max(map(len, names)))
+        figure, axes = new_figure(height, left=left, bottom=0.6, right=1.3)
         kinds = tables.ordered(kind for row in rows.values() for kind in row)
         for i, kind in enumerate(kinds):
             colour, marker = PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)]
@@ -232,7 +237,7 @@ def differences(
             axes.errorbar(
                 means, heights, xerr=bars, fmt=marker, color=colour, label=kind, elinewidth=1.4
             )
-        axes.set_yticks(range(len(rows)), [tables.label(name) for name in rows])
+        axes.set_yticks(range(len(rows)), names)
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.axvline(0.0, color=INK, linewidth=0.8, alpha=0.6)
         axes.locator_params(axis="x", nbins=6)
