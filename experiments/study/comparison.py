@@ -16,6 +16,9 @@ from experiments.tasks.base import Task
 FLAT = 0.05
 """The greatest loss beyond the trained length that is called flat: a choice, not a criterion."""
 
+BEYOND = 0.01
+"""The least change of sliding windows beyond the trained length that counts, alike in all seeds."""
+
 
 def is_ladder(study: Study) -> bool:
     """Returns whether three or more models of growing size have one task and one corpus."""
@@ -34,13 +37,19 @@ def has_corpora(study: Study) -> bool:
 
 def losses(row: Row) -> dict[str, str]:
     """Returns the loss from the trained length to the longest; nothing if they are the same."""
-    task, view = row.cell.task, row.cell.task.views[0]
+    task = row.cell.task
     if task.longest == task.train_length:
         return {}
-    scores = [result.scores.get(view, {}) for result in row.results]
-    pairs = [(x.get(str(task.train_length)), x.get(str(task.longest))) for x in scores]
-    loss = task.labels.sign * mean(b - a for a, b in pairs if a is not None and b is not None)
+    loss = task.labels.sign * mean(_changes(row, task.views[0], task.longest))
     return {f"loss at {task.longest}": "" if math.isnan(loss) else f"{loss:+.2f}"}
+
+
+def _changes(row: Row, view: str, length: int) -> list[float]:
+    """Returns the changes of scores from the trained length to another one, one per seed."""
+    trained = str(row.cell.task.train_length)
+    scores = [result.scores.get(view, {}) for result in row.results]
+    pairs = [(x.get(trained), x.get(str(length))) for x in scores]
+    return [b - a for a, b in pairs if a is not None and b is not None]
 
 
 def is_of_context(task: Task) -> bool:
@@ -49,10 +58,21 @@ def is_of_context(task: Task) -> bool:
 
 
 def contexts(row: Row) -> dict[str, str]:
-    """Returns the scores in sliding windows, if some are shorter than the trained length."""
+    """Returns the scores in sliding windows, if some are shorter than the trained length.
+
+    The last cell says whether windows beyond it gain, lose or are flat.
+    """
     task = row.cell.task
-    lengths = sorted(getattr(task, "sliding_lengths", ())) if is_of_context(task) else ()
-    return {f"sliding {n}": f"{mean(row.values('sliding', n)):.3f}" for n in lengths}
+    if not is_of_context(task):
+        return {}
+    lengths = sorted(getattr(task, "sliding_lengths", ()))
+    cells = {f"sliding {n}": f"{mean(row.values('sliding', n)):.3f}" for n in lengths}
+    if lengths[-1] <= task.train_length:
+        return cells
+    changes = _changes(row, "sliding", lengths[-1])
+    alike = len({change > 0 for change in changes}) == 1 and abs(mean(changes)) >= BEYOND
+    words = ("loses" if changes[0] > 0 else "gains") if alike else "flat" if changes else ""
+    return cells | {f"beyond {task.train_length}": words}
 
 
 def variant_cells(row: Row) -> dict[str, tuple[str, str, str]]:

@@ -60,17 +60,19 @@ def page(
     """
     about, name = study.about, label(study.about.baseline)
     known, expected = study.known(results, clock)
+    sizes = [settings(study, size, rows[size], results, clock) for size in study.cells]
     has = {
         "sizes": comparison.is_ladder(study),
         "corpora": comparison.has_corpora(study),
         "repetition": bool(about.repeats),
+        "beyond": any("beyond" in head for size in sizes for head in size.get("heads", ())),
     }
     words = {"baseline": name, "repeats": about.repeats}
-    sizes = [settings(study, size, rows[size], results, clock) for size in study.cells]
     return fill(
         Path(__file__).with_name("study.md.jinja"),
         about=about,
         baseline=name,
+        beyond=comparison.BEYOND,
         has=has,
         known=len(known),
         expected=expected,

@@ -385,34 +385,39 @@ def test_contexts_are_side_by_side_and_the_runs_measure_variants_that_they_have(
 ):
     text = """
 task = "text"
-schemes = ["rope", "alibi"]
+schemes = ["rope", "alibi", "fox", "kerple"]
 variants_of_baseline = ["window_64"]
 [text]
 variants = ["window_64", "ntk"]
-sliding_lengths = [32, 512]
+sliding_lengths = [32, 128, 512]
 model.conv_size = 4
 [sizes.all]
 rates = [1e-3, 2e-3, 4e-3]
 selection_seeds = 1
 seeds = 2
 """
-    study, loss = study_of(text), {"rope": 2.0, "alibi": 2.1}
+    study, loss = study_of(text), {"rope": 2.0, "alibi": 2.1, "fox": 2.2, "kerple": 2.3}
 
     def results(run):
         result = answers(lambda run: loss[run.scheme])(run)
-        sliding = {str(n): loss[run.scheme] + 1 / n for n in run.task.sliding_lengths}
+        beyond = {"alibi": -0.011, "fox": 0.009, "kerple": 0.015 + 0.025 * (-1) ** run.seed}
+        changes = {32: 0.04, 128: 0.0, 512: beyond.get(run.scheme, 0.5)}
+        sliding = {str(n): loss[run.scheme] + changes[n] for n in run.task.sliding_lengths}
         return dataclasses.replace(result, scores=result.scores | {"sliding": sliding})
 
     rope = study.cells["all"]["rope"]
     assert rope.varied(results) == rope.finals(results) != ()
     answer, _, about = page_of(study, results).partition("## Settings")
-    assert "| loss at 1024 | sliding 32 | sliding 512 |" in answer
-    assert re.search(r"\| alibi \| 2.100 \|.*\| 2.131 \| 2.102 \|", answer)
+    assert "| loss at 1024 | sliding 32 | sliding 128 | sliding 512 | beyond 128 |" in answer
+    assert re.search(r"\| alibi \| 2.100 \|.*\| 2.140 \| 2.100 \| 2.089 \| gains \|", answer)
+    assert re.search(r"\| rope \| 2.000 \|.*\| loses \|", answer)
+    assert all(re.search(rf"\| {name} \|.*\| flat \|", answer) for name in ("fox", "kerple"))
     assert re.search(r"\| rope \+ window of 64 \| 2.200 \| \+0.200.*\| +\| +\|", answer)
+    assert "in all seeds and by 0.01 in the mean" in " ".join(answer.split())
     assert "and convolutions of 4" in about
     monkeypatch.setattr("experiments.study.command.known", lambda folder: results)
     written = pages(study, Path("mine.toml"), tmp_path, tmp_path / "mine.md")
-    assert ",sliding 32,sliding 512," in written[tmp_path / "mine.csv"].splitlines()[0]
+    assert ",sliding 32,sliding 128,sliding 512," in written[tmp_path / "mine.csv"].splitlines()[0]
     picture = written[tmp_path / "mine-lengths.svg"]
     assert "against length, sliding" in picture and "window of 64" not in picture
 
