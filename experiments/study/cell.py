@@ -68,7 +68,8 @@ class Cell:
         if (best := self.chosen(results)) is None:
             return ()
         chosen = best.task.train
-        rates = {"learning_rate": chosen.learning_rate, "scheme_rate": chosen.scheme_rate}
+        rate = self.about.rate or chosen.learning_rate
+        rates = {"learning_rate": rate, "scheme_rate": chosen.scheme_rate}
         whole = variant(dataclasses.replace(self.grid[0], task=self.task), 0, **rates)
         return tuple(variant(whole, seed) for seed in range(self.about.seeds))
 

@@ -124,6 +124,7 @@ def settings(
         "rates": "" if cell.about.rates_of else f"{len(cell.about.rates)} rates",
         "runs": _runs(cell),
         "settings_of": cell.about.rates_of,
+        "rate": f"{cell.about.rate:g}" if cell.about.rate else "",
         "edges": [
             label(scheme)
             for scheme, each in cells.items()

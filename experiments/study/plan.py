@@ -196,6 +196,8 @@ def _cells(
             )
         if about_size.best and not source:
             raise ConfigError("best: needs rates_of, the size whose best schemes run")
+        if about_size.rate and (about_size.best or not source):
+            raise ConfigError("rate: needs rates_of, without best")
         if about_size.always and not about_size.best:
             raise ConfigError("always: needs best")
         if unknown := [name for name in about_size.always if name not in about.schemes]:

@@ -36,6 +36,8 @@ class Size:
     """Learning rates, at least three, growing."""
     rates_of: str = ""
     """In place of `rates`: the size whose chosen settings this one has, see `Train.base_width`."""
+    rate: PositiveFloat | None = None
+    """With `rates_of`: the learning rate of all schemes, where the chosen ones do not serve."""
     task: str = ""
     """The task; empty: that of the study."""
     seeds: Seeds = 5

@@ -646,6 +646,9 @@ def test_a_size_takes_the_rates_of_another(study_of):
     assert [run.seed for run in runs] == [0, 1] and rates(runs) == {2e-3}
     assert {run.task.model.model_dim for run in runs} == {32}
     assert of_a.finals(by_steps)[0].task.test_lengths == runs[0].task.test_lengths == (32, 48)
+    fixed = study_of(SIZES.replace('rates_of = "a"', 'rates_of = "a"\nrate = 3e-3'))
+    assert rates(fixed.cells["b"]["rope"].finals(by_steps)) == {3e-3}
+    assert "the settings of the size a, at the rate 0.003." in page_of(fixed, by_steps)
     # Of b: two seeds of two schemes and two budgets.
     assert len({run.name for run in study.runs_of("b", by_steps, None)}) == 2 * 2 + 2 * 2
     # One program for the choice, the seeds and all budgets.
@@ -773,6 +776,7 @@ def test_a_scheme_is_added_with_one_command(call, monkeypatch, tmp_path):
         (("tries = 2", "tries = 3"), "sizes.small: tries"),
         (("seeds = 2", "seed = 2"), "sizes.small: seed: unknown setting"),
         (("seeds = 2", "seeds = 101"), "seeds: must be up to first_selection_seed"),
+        (("seeds = 2", "seeds = 2\nrate = 1e-3"), "sizes.small: rate: needs rates_of, without"),
         (("seeds = 2", "seeds = 2\nbest = 1"), "sizes.small: best: needs rates_of"),
         (("seeds = 2", 'seeds = 2\nalways = ["rope"]'), "sizes.small: always: needs best"),
         (
