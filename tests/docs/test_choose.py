@@ -186,6 +186,7 @@ CURVE = dict(re.findall(r"([\d.]+) x: (\d\.\d{3})", pages.read("docs/study.md"))
 TWICE = CURVE["2"]
 FINALISTS = rows(CATALOGUE.partition("\n## Finalists\n")[2])
 ((GREATEST,),) = [re.findall(r"is the best one for (\d+) of 53 schemes", CATALOGUE)]
+CONTEXT = numbers_of("study_context", "4,000")
 STEPS = rows(pages.read("docs/study_steps.md"))
 BEHIND_100 = re.findall(
     r"theta [\d,]+ \|.*?\(\+(\S+) .*?\(\+(\S+) ", pages.read("docs/study_steps.md")
@@ -195,6 +196,13 @@ OWN_SCALE, IN_WINDOWS = (
     "t5_own_scale, factor 1 on q . k",
     "local_rope, RoPE in windows of a quarter of the length",
 )
+
+
+def context(scheme, shorter, longer):
+    """By how much longer sliding windows have less loss."""
+    return CONTEXT[scheme, f"sliding {shorter}"] - CONTEXT[scheme, f"sliding {longer}"]
+
+
 SMALL_LEADS = [
     -numbers[scheme, DIFFERENCE]
     for size, numbers in SIZES.items()
@@ -216,6 +224,10 @@ EVIDENCE = [
     f"{varied(CORPORA['code'], 'window of 16', 128):.3f} on code, "
     f"{varied(CORPORA['tunes'], 'window of 16', 128):.3f} on tunes",
     f"NTK undoes {undone(256)} % of the loss at twice the length, {undone(1024)} % at eight times",
+    f"bytes have {context('rope', 128, 512):.3f} less loss than windows of 128 with RoPE, "
+    f"{context('kerple', 128, 512):.3f} with KERPLE. In windows of 2048 RoPE loses "
+    f"{context('rope', 2048, 512):.3f} and KERPLE gains {context('kerple', 512, 2048):.3f}.",
+    f"At 512 bytes KERPLE is {-CONTEXT['kerple', DIFFERENCE]:.3f} ahead of RoPE",
     f"on speeches, code and wordings, by {min(ALIBI[:3]):.3f} to {max(ALIBI[:3]):.3f}, and ahead "
     f"on tunes, by {-ALIBI[3]:.3f}",
     f"by {-SIZES['0.1 million']['t5', DIFFERENCE]:.3f} at 0.1 million parameters to "
@@ -299,6 +311,10 @@ def test_the_evidence_is_that_of_the_results():
     assert "| alibi | depends on the corpus |" in corpora
     assert "The criterion holds: no difference" in pages.read("docs/study_repeat.md")
     others = "transformer_xl", "inkling", "stick_breaking", "dape"
+    assert CONTEXT["rope", "rope + window 2048"] < 0
+    answer = pages.read("docs/study_context.md").partition("**4,000:**")[2]
+    assert re.search(r"\| rope \|.*\| loses \|", answer)
+    assert re.search(r"\| kerple \|.*\| gains \|", answer)
     assert all(in_ropes_time(scheme) > 0 for scheme in others)
     assert tuned_to_the_edge("study_sizes", SIZES) == 3
     assert tuned_to_the_edge("study_corpora", CORPORA) == 3

@@ -801,7 +801,7 @@ def test_wrong_files_are_one_line(tmp_path, change, message):
 
 @pytest.mark.parametrize(
     "name",
-    ["study", "study_catalogue", "study_steps"]
+    ["study", "study_catalogue", "study_context", "study_steps"]
     + [pytest.param(f"study_{name}", marks=slow) for name in ("corpora", "repeat", "sizes")],
 )
 def test_the_committed_page_is_that_of_the_committed_results(request, name, monkeypatch):
