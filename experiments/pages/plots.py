@@ -224,8 +224,8 @@ def differences(
     """
     with mpl.rc_context({**STYLE, "svg.hashsalt": title, "axes.grid.axis": "both"}):
         height, names = 0.85 + 0.34 * len(rows), [tables.label(name) for name in rows]
-        left = max(1.15, 0.1 + 0.085 * max(map(len, names)))
-        figure, axes = new_figure(height, left=left, bottom=0.6, right=1.3)
+        margin = max(1.15, 0.1 + 0.085 * max(map(len, names)))
+        figure, axes = new_figure(height, left=margin, bottom=0.6, right=1.3)
         kinds = tables.ordered(kind for row in rows.values() for kind in row)
         for i, kind in enumerate(kinds):
             colour, marker = PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)]

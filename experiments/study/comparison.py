@@ -70,8 +70,10 @@ def contexts(row: Row) -> dict[str, str]:
     if lengths[-1] <= task.train_length:
         return cells
     changes = _changes(row, "sliding", lengths[-1])
+    if len(changes) < len(row.results):  # A seed diverged.
+        return cells | {f"beyond {task.train_length}": ""}
     alike = len({change > 0 for change in changes}) == 1 and abs(mean(changes)) >= BEYOND
-    words = ("loses" if changes[0] > 0 else "gains") if alike else "flat" if changes else ""
+    words = ("loses" if changes[0] > 0 else "gains") if alike else "flat"
     return cells | {f"beyond {task.train_length}": words}
 
 

@@ -228,8 +228,8 @@ EVIDENCE = [
     f"{context('kerple', 128, 512):.3f} with KERPLE, {context('alibi', 128, 512):.3f} with ALiBi. "
     f"In windows of 2048 RoPE loses {context('rope', 2048, 512):.3f}, KERPLE gains "
     f"{context('kerple', 512, 2048):.3f} and ALiBi {context('alibi', 512, 2048):.3f}.",
-    f"At 512 bytes KERPLE is {-CONTEXT['kerple', DIFFERENCE]:.3f} ahead of RoPE with theta 10,000; "
-    f"ALiBi's {-CONTEXT['alibi', DIFFERENCE]:.3f} are not resolved",
+    f"At 512 bytes KERPLE is {-CONTEXT['kerple', DIFFERENCE]:.3f} ahead of RoPE with theta 10,000 "
+    f"at the same rate; ALiBi's {-CONTEXT['alibi', DIFFERENCE]:.3f} are not resolved",
     f"on speeches, code and wordings, by {min(ALIBI[:3]):.3f} to {max(ALIBI[:3]):.3f}, and ahead "
     f"on tunes, by {-ALIBI[3]:.3f}",
     f"by {-SIZES['0.1 million']['t5', DIFFERENCE]:.3f} at 0.1 million parameters to "

@@ -385,7 +385,7 @@ def test_contexts_are_side_by_side_and_the_runs_measure_variants_that_they_have(
 ):
     text = """
 task = "text"
-schemes = ["rope", "alibi", "fox", "kerple"]
+schemes = ["rope", "alibi", "fox", "kerple", "none"]
 variants_of_baseline = ["window_64"]
 [text]
 variants = ["window_64", "ntk"]
@@ -397,12 +397,15 @@ selection_seeds = 1
 seeds = 2
 """
     study, loss = study_of(text), {"rope": 2.0, "alibi": 2.1, "fox": 2.2, "kerple": 2.3}
+    loss["none"] = 2.4
 
     def results(run):
         result = answers(lambda run: loss[run.scheme])(run)
         beyond = {"alibi": -0.011, "fox": 0.009, "kerple": 0.015 + 0.025 * (-1) ** run.seed}
         changes = {32: 0.04, 128: 0.0, 512: beyond.get(run.scheme, 0.5)}
         sliding = {str(n): loss[run.scheme] + changes[n] for n in run.task.sliding_lengths}
+        if run.scheme == "none" and run.seed == 1:
+            del sliding["512"]
         return dataclasses.replace(result, scores=result.scores | {"sliding": sliding})
 
     rope = study.cells["all"]["rope"]
@@ -412,6 +415,7 @@ seeds = 2
     assert re.search(r"\| alibi \| 2.100 \|.*\| 2.140 \| 2.100 \| 2.089 \| gains \|", answer)
     assert re.search(r"\| rope \| 2.000 \|.*\| loses \|", answer)
     assert all(re.search(rf"\| {name} \|.*\| flat \|", answer) for name in ("fox", "kerple"))
+    assert re.search(r"\| none \|([^|]+\|){6} \|", answer)
     assert re.search(r"\| rope \+ window of 64 \| 2.200 \| \+0.200.*\| +\| +\|", answer)
     assert "in all seeds and by 0.01 in the mean" in " ".join(answer.split())
     assert "and convolutions of 4" in about
