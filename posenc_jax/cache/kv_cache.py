@@ -25,8 +25,8 @@ from posenc_jax.cache.slots import (
 from posenc_jax.cache.storage import Ring, Slots, order
 from posenc_jax.checks import array_of_rank, integer_positions, integers_from, require
 from posenc_jax.engine.mask import Window, add_saturated
-from posenc_jax.schemes.combinators.chain import parts
-from posenc_jax.schemes.scheme import Acts, Scheme
+from posenc_jax.schemes.combinators.chain import reads_order
+from posenc_jax.schemes.scheme import Scheme
 
 
 @jax.tree_util.register_dataclass
@@ -291,7 +291,7 @@ class KVCache:
         counts = self.length, new.written, self.tied
         lost, tied = self.storage.loses_visible(cached, last, appended, *counts, window)
         # Keys at one position are in the order of slots, in which a ring turns.
-        lost |= tied & _reads_order(self.scheme)
+        lost |= tied & reads_order(self.scheme)
         return dataclasses.replace(new, tied=tied, lost=new.lost | lost)
 
     def take(self, rows: jax.Array) -> Self:
@@ -337,7 +337,7 @@ class KVCache:
         lost, tied = other.overflowed, other.tied
         if self.ring and not other.ring:  # Its rows were not checked.
             falls, tied = order(other.positions, other.segment_ids)
-            lost |= falls | tied & (_reads_order(self.scheme) | (self.storage.num_sink_tokens > 0))
+            lost |= falls | tied & (reads_order(self.scheme) | (self.storage.num_sink_tokens > 0))
         other = dataclasses.replace(other, k=k, v=v, tied=tied, lost=lost, storage=self.storage)
 
         def put(old, new):
@@ -552,14 +552,6 @@ def _after(positions: jax.Array, tokens: jax.Array) -> jax.Array:
     """Returns the position after the last of the tokens, int32 [B]; undefined without tokens."""
     least = jnp.iinfo(jnp.int32).min
     return jnp.where(tokens, add_saturated(positions, 1), least).max(1, initial=least)
-
-
-def _reads_order(scheme: Scheme | None) -> bool:
-    """Returns whether a scheme reads the keys between two tokens, in their order."""
-    return any(
-        x.traits.order_only and (x.traits.transforms_rows or Acts.ATTENTION in x.acts)
-        for x in (() if scheme is None else parts(scheme))
-    )
 
 
 export.register_pytree_node_serialization(

@@ -143,9 +143,9 @@ def attention(
       k_coordinates: [S], [B, S] or [A, B, S].
       q_segment_ids: integers [B, T]; tokens see their own segment, below zero is padding.
       k_segment_ids: integers [B, S]. Default for T = S: `q_segment_ids`.
-      contiguous: promise that q and k have the same coordinates and that these grow by one
-        per slot inside a segment: rules are then evaluated once per distance. Default:
-        true exactly where neither positions nor coordinates were given.
+      contiguous: promise that q and k have the same positions and coordinates and that both grow
+        by one per slot inside a segment: slots then order the tokens, and rules are evaluated once
+        per distance. Default: true exactly where neither positions nor coordinates were given.
       is_causal: hide keys at later positions.
       window: W, the query's own token and W - 1 on either side, which are W tokens if `is_causal`
         and 2 W - 1 if not; or `(left, right)`, both inclusive, negative for no limit.
@@ -213,11 +213,9 @@ class AttentionCall:
     one raises for it.
 
     Attributes:
-      extra_rules: rules added to the rules of every call.
       finite_values: promise that v is finite, also where no query sees it.
     """
 
-    extra_rules: tuple[Rule, ...] = ()
     finite_values: bool = False
     mask: jax.Array | None = None
     q_positions: jax.Array | None = None
@@ -242,7 +240,7 @@ class AttentionCall:
         self, q: jax.Array, k: jax.Array, v: jax.Array, rules: Rule | tuple[Rule, ...] = ()
     ) -> Any:
         """Returns `attention` of q, k and v with these rules and all fields as arguments."""
-        problem = make_problem(q, k, v, (*as_tuple(rules), *self.extra_rules), self)
+        problem = make_problem(q, k, v, as_tuple(rules), self)
         if self.return_lse and not problem.normalized:
             raise NotImplementedError(
                 "attention: a rule replaces the softmax, so there is no log-sum-exp to return."

@@ -294,7 +294,7 @@ def padded_tokens(
     by_slot = p.contiguous and p.prefix_length is None
     q_segments, k_segments = p.q_segment_ids, p.k_segment_ids
     has_padding = length > p.length or keys > p.keys
-    causality_hides_it = by_slot and p.is_causal and p.length == p.keys
+    causality_hides_it = by_slot and p.is_causal
     causality_hides_it &= all(rule.pairs is None for rule in p.rules)
     if has_padding and q_segments is None and not causality_hides_it:
         q_segments, k_segments = (jnp.zeros((1, n), jnp.int32) for n in (p.length, p.keys))

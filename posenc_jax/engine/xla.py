@@ -270,7 +270,7 @@ def _forward(x: Operands) -> tuple[jax.Array, LogSumExp]:
     """Returns the output, [B, T, N, V], and the log-sum-exp, float32 [B, N, T]."""
     tiles = Tiles(x, x.plan.forward, backward=False)
 
-    def query_block(_, i):
+    def query_block(i):
         q = tiles.scaled(take_block(x.q, 1, i, tiles.blocks.q))
 
         def key_block(interior):
@@ -284,10 +284,10 @@ def _forward(x: Operands) -> tuple[jax.Array, LogSumExp]:
         )
         m, l, out = tiles.visit(0, i, key_block, state)
         out = out / jnp.where(l == 0, 1.0, l)[..., None]
-        return None, (jnp.swapaxes(out, 1, 2).astype(x.dtype), LogSumExp(m, l))
+        return jnp.swapaxes(out, 1, 2).astype(x.dtype), LogSumExp(m, l)
 
     def write_block(outs, i):
-        _, (out, lse) = query_block(None, i)
+        out, lse = query_block(i)
         return put_slice(outs, out[None], i, 0), lse
 
     # Starts as numbers of q, all overwritten: XLA would share a constant between the layers of a

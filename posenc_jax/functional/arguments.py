@@ -8,10 +8,17 @@ import jax.numpy as jnp
 
 from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import require, token_coordinates, token_integers
-from posenc_jax.engine.api import CommonOptions
+from posenc_jax.engine.api import AttentionCall, CommonOptions
 from posenc_jax.functional.pipeline import Norms, Pipeline
 from posenc_jax.positions import count_up, from_padding_mask
-from posenc_jax.schemes.scheme import Acts, Params, Scheme, check_scheme, check_sizes
+from posenc_jax.schemes.scheme import (
+    Acts,
+    Params,
+    Scheme,
+    check_direction,
+    check_scheme,
+    check_sizes,
+)
 
 
 class TokenOptions(TypedDict, total=False):
@@ -67,6 +74,12 @@ def check_pipeline(caller: str, pipeline: Pipeline, q: jax.Array, k: jax.Array) 
         raise NotImplementedError(f"{caller}: {scheme!r} {how}, so that no norm can come after it.")
 
 
+def check_order(caller: str, scheme: Scheme, call: AttentionCall, length: int) -> None:
+    """Raises where several queries of a scheme for causal attention may see later keys."""
+    hidden = call.is_causal or call.mask is not None or length == 1
+    check_direction(caller, scheme, hidden, call.window, call.prefix_length)
+
+
 @functools.lru_cache(256)
 def _shapes_of_params(scheme: Scheme) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a scheme's parameters by their paths."""
@@ -86,7 +99,7 @@ def token_positions(
     shape: tuple[int, ...],
     segment_ids: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns positions as int32 [B, T]; by default tokens follow those in the cache."""
+    """Returns positions as int32 [B, T]; by default they count tokens, after those in the cache."""
     if cache is not None:
         require(
             cache.length.shape == shape[:1],
@@ -94,11 +107,10 @@ def token_positions(
             f"{cache.length.shape}; give layers their own by scan, vmap or indexing.",
         )
     if positions is None:
-        if cache is None:
-            return count_up(shape[0], shape[1])
-        if segment_ids is not None:
-            return from_padding_mask(segment_ids >= 0, cache.next_positions)[0]
-        return count_up(shape[0], shape[1], cache.next_positions)
+        start = 0 if cache is None else cache.next_positions
+        if segment_ids is None:
+            return count_up(*shape, start)
+        return from_padding_mask(segment_ids >= 0, start)[0]
     return jnp.broadcast_to(token_integers(caller, "positions", positions, shape), shape)
 
 

@@ -21,6 +21,7 @@ from posenc_jax.engine.mask import Window
 from posenc_jax.engine.problem import Implementation
 from posenc_jax.functional.arguments import (
     AttentionOptions,
+    check_order,
     check_params,
     check_pipeline,
     scheme_coordinates,
@@ -157,8 +158,8 @@ def scheme_attention(
       q, k, v: [B, T, N, H], [B, T, K, H] and [B, T, K, V], as projected. Without a cache the batch
         axis may be missing, and is then missing in x, `mask`, coordinates [A, T] and the output.
       x: the activations that they were projected from, [B, T, D], which some schemes read.
-      positions: integers [T] or [B, T]. Default: 0, 1, ...; with a cache, after the tokens in it,
-        where padding does not count. Rows of several segments need them.
+      positions: integers [T] or [B, T]. Default: 0, 1, ..., after the tokens in the cache;
+        padding does not count. Rows of several segments need them.
       coordinates: the numbers that the scheme encodes, [T], [B, T] or [A, B, T]. Default: the
         positions.
       segment_ids: integers [T] or [B, T], below zero for padding. Default: one segment. Schemes
@@ -168,7 +169,8 @@ def scheme_attention(
       cache: keys and values of earlier tokens; see `new_cache`.
       tables: `scheme_tables` of these coordinates, to compute them once for all layers.
       norms: functions of q and of k after the scheme's `query` and `key`. Default: none.
-      contiguous: as in `attention`, without a cache.
+      contiguous: as in `attention`, without a cache. With `segment_ids` it is false by default:
+        padding may lie between tokens.
       scale: the factor on q . k. Default: the scheme's own.
       mask, is_causal, window, prefix_length, softcap, sinks, dropout_rate, dropout_key,
         implementation: as in `attention`. With a cache, S
@@ -231,9 +233,11 @@ def self_attention(
     caller, scheme = "scheme_attention", pipeline.scheme
     tokens.check(caller)
     check_pipeline(caller, pipeline, tokens.q, tokens.k)
+    check_order(caller, scheme, call, tokens.q.shape[1])
     _check_call(call, cache, scheme)
     shape = tokens.q.shape[:2]
-    default = call.q_positions is None and call.q_coordinates is None and cache is None
+    tokens_given = call.q_positions, call.q_coordinates, call.q_segment_ids, cache
+    default = all(x is None for x in tokens_given)
     if call.scale is None:
         call = call.replace(scale=pipeline.scale(tokens.q.shape[-1]))
     segment_ids, coordinates = call.q_segment_ids, call.q_coordinates

@@ -9,7 +9,7 @@ from posenc_jax.checks import array_of_rank, require, token_integers
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.mask import Window
 from posenc_jax.engine.problem import Implementation
-from posenc_jax.functional.arguments import check_pipeline, scheme_coordinates
+from posenc_jax.functional.arguments import check_order, check_pipeline, scheme_coordinates
 from posenc_jax.functional.pipeline import Norms, Pipeline, Projections
 from posenc_jax.positions import count_up
 from posenc_jax.schemes.scheme import Params, Scheme
@@ -58,7 +58,7 @@ def scheme_cross_attention(
       coordinates, k_coordinates: the numbers that the scheme encodes, [T], [B, T] or [A, B, T],
         with S in place of T for keys. Default: the positions.
       segment_ids, k_segment_ids: integers [T] or [B, T], and [S] or [B, S], below zero for padding.
-        Tokens see their own segment. Default: one segment.
+        Tokens see their own segment, and all but padding where one sequence has none.
       norms: functions of q and of k after the scheme's `query` and `key`. Default: none.
       scale: the factor on q . k. Default: the scheme's own.
       mask, is_causal, window, prefix_length, softcap, sinks, dropout_rate, dropout_key,
@@ -113,13 +113,9 @@ def cross_attention(
         f"{caller}: {pipeline.scheme!r} reads the layer's input at the keys; pass memory.",
     )
     check_pipeline(caller, pipeline, q, k)
-    q_ids, k_ids = call.q_segment_ids, call.k_segment_ids
-    if q_ids is not None or k_ids is not None:
-        q_ids = jnp.zeros(q.shape[1], jnp.int32) if q_ids is None else q_ids
-        k_ids = jnp.zeros(k.shape[1], jnp.int32) if k_ids is None else k_ids
-        q_ids = _integers("segment_ids", q_ids, q.shape[:2])
-        k_ids = _integers("k_segment_ids", k_ids, k.shape[:2])
     scheme = pipeline.scheme
+    check_order(caller, scheme, call, q.shape[1])
+    q_ids, k_ids = _segments(call, q.shape[:2], k.shape[:2])
     sides = (
         ("", q, call.q_positions, call.q_coordinates),
         ("k_", k, call.k_positions, call.k_coordinates),
@@ -165,6 +161,24 @@ def cross_attention(
         scale=pipeline.scale(q.shape[-1]) if call.scale is None else call.scale,
     )
     return pipeline.attend(queries, keys, call)
+
+
+def _segments(
+    call: AttentionCall, q_shape: tuple[int, ...], k_shape: tuple[int, ...]
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns the ids of queries and keys; where one side has none, padding alone counts."""
+    q_ids, k_ids = call.q_segment_ids, call.k_segment_ids
+    if q_ids is None and k_ids is None:
+        return None, None
+    one_side = q_ids is None or k_ids is None
+
+    def filled(name, ids, shape):
+        if ids is None:
+            return jnp.zeros(shape, jnp.int32)
+        ids = _integers(name, ids, shape)
+        return jnp.minimum(ids, 0) if one_side else ids
+
+    return filled("segment_ids", q_ids, q_shape), filled("k_segment_ids", k_ids, k_shape)
 
 
 def _places(

@@ -147,9 +147,7 @@ def check_use(scheme: Scheme, spec: LayerSpec, is_causal: bool, head_dim: int | 
       is_causal: whether the layer is causal; a scheme for causal attention needs it.
       head_dim: the head dim; another scheme must not change the logit scale.
     """
-    sides = window_sides(spec.window)
-    if not is_causal and (sides is None or sides[1] != 0):
-        check_direction("Attention", scheme)
+    check_direction("Attention", scheme, is_causal, spec.window)
     if spec.scale is None and scheme != spec.scheme and head_dim is not None:
         before, after = (Pipeline(s, None).scale(head_dim) for s in (spec.scheme, scheme))
         require(

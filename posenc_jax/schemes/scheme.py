@@ -29,6 +29,7 @@ import jax
 
 from posenc_jax.checks import require
 from posenc_jax.engine.api import AttentionCall
+from posenc_jax.engine.mask import Window, window_sides
 from posenc_jax.engine.rules import Rule
 
 Params = Any  # A pytree of arrays; {} where nothing is learned.
@@ -156,20 +157,8 @@ class Scheme:
         Raises:
           TypeError: if the scheme overrides none of them (a misspelt hook, for one).
         """
-        places = {
-            Acts.EMBEDDING: ("embed",),
-            Acts.QK: ("mix", "query", "key"),
-            Acts.V: ("value",),
-            Acts.LOGITS: ("rules",),
-            Acts.ATTENTION: ("attend",),
-            Acts.OUTPUT: ("output",),
-        }
         cls = type(self)
-        acts = Acts(0)
-        for place, hooks in places.items():
-            if any(getattr(cls, hook) is not getattr(Scheme, hook) for hook in hooks):
-                acts |= place
-        if not acts:
+        if not (acts := acts_of_hooks(cls)):
             hints = [f"`{x}` a misspelt `{hook}`" for x, hook in resembling_hooks(cls).items()]
             raise TypeError(
                 f"{cls.__name__} overrides none of embed, mix, query, key, value, rules, attend "
@@ -350,6 +339,23 @@ class Scheme:
         return dataclasses.replace(self, **changes)
 
 
+def acts_of_hooks(scheme: type[Scheme]) -> Acts:
+    """Returns where a scheme acts by the hooks that it overrides."""
+    places = {
+        Acts.EMBEDDING: ("embed",),
+        Acts.QK: ("mix", "query", "key"),
+        Acts.V: ("value",),
+        Acts.LOGITS: ("rules",),
+        Acts.ATTENTION: ("attend",),
+        Acts.OUTPUT: ("output",),
+    }
+    acts = Acts(0)
+    for place, hooks in places.items():
+        if any(getattr(scheme, hook) is not getattr(Scheme, hook) for hook in hooks):
+            acts |= place
+    return acts
+
+
 HOOKS = tuple("embed tables mix features query key value rules attend output".split())
 """The methods of a scheme that attention calls."""
 
@@ -388,12 +394,24 @@ def call_hint(thing: Any) -> str:
     return f"; call it: {thing.__name__}({', '.join(f'{name}=...' for name in sizes)})"
 
 
-def check_direction(caller: str, scheme: Scheme) -> None:
-    """Raises `ValueError` for a scheme that is for causal attention alone."""
-    reason = scheme.traits.causal_only
+def check_direction(
+    caller: str,
+    scheme: Scheme,
+    is_causal: bool = False,
+    window: Window = None,
+    prefix_length: jax.Array | None = None,
+) -> None:
+    """Raises `ValueError` where a scheme for causal attention alone may see later keys."""
+    if not (reason := scheme.traits.causal_only):
+        return
+    name, sides = type(scheme).__name__, window_sides(window)
     require(
-        not reason,
-        f"{caller}: {type(scheme).__name__} needs is_causal=True: {reason}.",
+        is_causal or (sides is not None and sides[1] == 0),
+        f"{caller}: {name} needs is_causal=True: {reason}.",
+    )
+    require(
+        prefix_length is None,
+        f"{caller}: prefix_length shows keys after the query, and for {name} {reason}.",
     )
 
 

@@ -232,6 +232,7 @@ class Case:
     def _all_slopes(self, implementations, params, x, out_weights, segment_ids):
         def loss(params, x, implementation):
             options = {"segment_ids": segment_ids, "implementation": implementation}
+            options["contiguous"] = True
             out, _ = self.model(self.scheme, params, self.weights, x, **options)
             return (out * out_weights).sum(), out
 

@@ -397,8 +397,10 @@ def tiles_equal_the_reference_packed(case: Case) -> float:
 
 
 @_holds(_TILES)
-def tiles_equal_the_reference_in_an_encoder(case: Case) -> float:
+def tiles_equal_the_reference_in_an_encoder(case: Case) -> float | None:
     """Tiles equal the reference without causality."""
+    if case.scheme.traits.causal_only:
+        return None
     expected, tiled = (
         case.run(case.long_x, is_causal=False, implementation=i)[0] for i in case.implementations
     )

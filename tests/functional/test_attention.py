@@ -19,6 +19,7 @@ from tests.support import LENGTH, build, make_batch, parameters, run, slow
 Q, K, V = qkv(batch=2, length=7)
 ALIBI, ROPE = pe.ALiBi(num_heads=6), pe.RoPE(head_dim=8)
 SHAW = pe.Shaw(num_heads=6, head_dim=8)
+BY_INDEX = pe.chain(ROPE, pe.QueryTemperature("llama4", 2, 1.0)), pe.DualChunk(8, chunk=3, local=1)
 FIRST, LAST = slice(0, 4), slice(4, 7)
 
 
@@ -53,6 +54,21 @@ def test_positions_and_coordinates_of_any_shape():
         np.testing.assert_allclose(other, default, atol=1e-6)
     np.testing.assert_allclose(out, plain, atol=1e-5)
     assert np.abs(out - reordered).max() > 0.1
+
+
+@pytest.mark.parametrize("real", [[2, 3, 4, 5, 6], [0, 1, 4, 5]], ids=["left", "between"])
+def test_padding_does_not_count_in_positions_by_default(real):
+    """Rows equal rows without padding, for schemes of distances and of indices."""
+    ids = np.full(7, -1)
+    ids[real] = 0
+
+    def outputs():
+        for scheme in (ALIBI, *BY_INDEX):
+            alone, _ = attend(scheme, np.array(real))
+            yield attend(scheme, segment_ids=ids)[0][:, np.array(real)], alone
+
+    for out, alone in compiled(lambda: tuple(outputs())):
+        np.testing.assert_allclose(out, alone, atol=1e-5)
 
 
 def test_the_scale_is_the_schemes_own_unless_given():

@@ -124,11 +124,14 @@ SCHEME = {
     "coordinates must be .*got (6,)": {"coordinates": AT[:6]},
     ".*ALiBi.* reads coordinates of [B, T] = (2, 7), .*got (": MANY,
     "segment_ids must be .*got (3,)": {"segment_ids": AT[:3]},
+    "StickBreaking needs is_causal=True: keys": {"scheme": pe.StickBreaking(), "window": (3, 1)},
+    "prefix_length shows keys after the query, and for StickB": {"scheme": pe.StickBreaking()}
+    | {"is_causal": True, "prefix_length": AT[:2]},
     "scheme must be a Scheme, got <class .*RoPE": {"scheme": pe.RoPE},
     "scheme must be a Scheme, got 'rope'": {"scheme": "rope"},
     "num_heads is 6, and ALiBi(num_heads=4.* was made for 4": {
-        "scheme": pe.chain(pe.streaming(pe.ALiBi(4), 2), ROPE),
-        "params": pe.chain(pe.streaming(pe.ALiBi(4), 2), ROPE).init(jax.random.key(0)),
+        "scheme": pe.chain(ROPE, pe.streaming(pe.ALiBi(4), 2)),
+        "params": pe.chain(ROPE, pe.streaming(pe.ALiBi(4), 2)).init(jax.random.key(0)),
     },
     "num_heads is 6, and ALiBi(num_heads=np.int64(4)": {"scheme": pe.ALiBi(np.int64(4))},
     "the fields of T5 are static .*unhashable.*numpy": {"scheme": pe.T5(6, stddev=np.ones(1))},

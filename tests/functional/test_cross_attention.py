@@ -52,7 +52,10 @@ def test_the_last_tokens_of_a_sequence_as_another_one(name):
 
 
 def test_layers_attend_to_a_memory_as_flax_does():
-    """With the arguments of `nnx.MultiHeadAttention`, and other widths of keys."""
+    """With the arguments of `nnx.MultiHeadAttention`, and other widths of keys.
+
+    Queries without segments see all keys but padding.
+    """
     x = RNG.normal(size=(BATCH, T, D)).astype(np.float32)
     keys, values = RNG.normal(size=(2, BATCH, 11, 13)).astype(np.float32)
     layer = pn.Attention(
@@ -75,7 +78,7 @@ def test_layers_attend_to_a_memory_as_flax_does():
 
     @jax.jit
     def run(*inputs):
-        options = {"k_segment_ids": jnp.where(padded, 0, -1)}
+        options = {"k_segment_ids": jnp.where(padded, jnp.arange(11), -1)}
         return (
             stock(*inputs, mask=padded[:, None, None]),
             layer(*inputs, **options),

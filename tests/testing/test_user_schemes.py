@@ -84,7 +84,15 @@ def test_settings_that_would_not_be_compared_are_refused():
             TypeError, match=r"must be a dataclass.*put @dataclasses.dataclass\(froz"
         ):
             make()
-    assert Renamed() == Renamed()
+    assert Renamed() == Renamed() and not Renamed().acts
+
+
+def test_a_subclass_acts_where_its_hooks_do():
+    class Biased(pe.NoPE):
+        def rules(self, params, q_features=None, k_features=None):
+            return pe.ALiBi(2).rules({})
+
+    assert Biased().acts == pe.Acts.LOGITS
 
 
 @jax.tree_util.register_dataclass

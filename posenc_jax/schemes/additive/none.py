@@ -14,7 +14,7 @@ Transformers. NeurIPS 2023. https://arxiv.org/abs/2305.19466
 import dataclasses
 from typing import ClassVar
 
-from posenc_jax.schemes.scheme import Acts, Scheme, Traits
+from posenc_jax.schemes.scheme import Scheme, Traits, acts_of_hooks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,4 +27,7 @@ class NoPE(Scheme):
 
     name: ClassVar[str] = "none"
     traits: ClassVar = Traits(relative=True, mirrored=True)
-    acts: ClassVar = Acts(0)
+
+    @property
+    def acts(self):
+        return acts_of_hooks(type(self))

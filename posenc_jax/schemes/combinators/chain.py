@@ -48,6 +48,13 @@ class Chain(Scheme):
             f"chain: {replacing} replace attention; one of them combines with schemes that act on "
             f"the embedding, q, k, v and the output only, got {others}.",
         )
+        after = self.schemes[self.schemes.index(replacing[0]) + 1 :] if replacing else ()
+        turned = [s for s in after if Acts.QK in s.acts]
+        require(
+            not turned,
+            f"chain: {replacing} may change q within attention, after all others; put {turned} "
+            "before it.",
+        )
 
     def _each(self, params, *values):
         """Yields (scheme, params, *entries); a value of None is None for all schemes."""
@@ -159,7 +166,7 @@ def chain(*schemes: Scheme) -> Scheme:
     Raises:
       ValueError: if there are none, more than one adds to the values or transforms rows of
         logits, one adds to the values while another changes the output, or one replaces
-        attention while another acts on logits, values or attention.
+        attention while another acts on logits, values or attention, or on q and k after it.
       TypeError: for an argument that is not a scheme.
 
     >>> import posenc_jax as pe
@@ -168,6 +175,14 @@ def chain(*schemes: Scheme) -> Scheme:
     1
     """
     return Chain(schemes)
+
+
+def reads_order(scheme: Scheme | None) -> bool:
+    """Returns whether a scheme reads the keys between two tokens, in the order of positions."""
+    return any(
+        x.traits.order_only and (x.traits.transforms_rows or Acts.ATTENTION in x.acts)
+        for x in (() if scheme is None else parts(scheme))
+    )
 
 
 def parts(scheme: Scheme) -> tuple[Scheme, ...]:

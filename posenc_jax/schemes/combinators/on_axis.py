@@ -3,6 +3,7 @@
 import dataclasses
 
 from posenc_jax.checks import require
+from posenc_jax.schemes.combinators.chain import reads_order
 from posenc_jax.schemes.combinators.wrapper import Wrapper
 from posenc_jax.schemes.scheme import Scheme, check_scheme
 
@@ -49,7 +50,8 @@ def on_axis(scheme: Scheme, axis: int, num_axes: int = 2) -> Scheme:
 
     Raises:
       TypeError: if `scheme` is not a `Scheme`.
-      ValueError: if `scheme` reads no positions or several axes, or there is no such axis.
+      ValueError: if `scheme` reads no positions, their order or several axes, or there is no such
+        axis.
 
     >>> import posenc_jax as pe
     >>> bipe = pe.chain(
@@ -64,6 +66,11 @@ def on_axis(scheme: Scheme, axis: int, num_axes: int = 2) -> Scheme:
     require(
         scheme.traits.num_axes == 1,
         f"on_axis: scheme must read one axis, got {scheme!r} of {scheme.traits.num_axes}.",
+    )
+    require(
+        not reads_order(scheme),
+        f"on_axis: {scheme!r} reads all keys between two tokens, in the order of positions, which "
+        "an axis does not have.",
     )
     integers = all(isinstance(n, int) and not isinstance(n, bool) for n in (axis, num_axes))
     require(

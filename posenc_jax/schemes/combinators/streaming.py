@@ -29,7 +29,7 @@ from posenc_jax.checks import positive_integers, require
 from posenc_jax.engine.mask import add_saturated, window_sides
 from posenc_jax.ops.lse import merge_partial_softmax
 from posenc_jax.positions import count_up
-from posenc_jax.schemes.combinators.chain import parts
+from posenc_jax.schemes.combinators.chain import reads_order
 from posenc_jax.schemes.combinators.wrapper import Wrapper
 from posenc_jax.schemes.scheme import Acts, Scheme, check_scheme
 
@@ -137,11 +137,10 @@ def streaming(scheme: Scheme, first: int = 4) -> Scheme:
         f"streaming: {scheme!r} scales q and k by powers of their distance to an origin, which is "
         "too far from first tokens.",
     )
-    for part in parts(scheme):
-        require(
-            not (part.traits.order_only and part.traits.transforms_rows),
-            f"streaming: {part!r} reads all keys between two tokens, and those between first "
-            "tokens and the window are missing.",
-        )
+    require(
+        not reads_order(scheme),
+        f"streaming: {scheme!r} reads all keys between two tokens, and those between first tokens "
+        "and the window are missing.",
+    )
     positive_integers("streaming", first=first)
     return _Streaming(scheme, first)

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import activations, positive_fields, query_heads, require
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.engine.rules import LogitsTransform
+from posenc_jax.engine.rules import LogitsTransform, Rule
 from posenc_jax.ops.init import torch_uniform
 from posenc_jax.ops.short_conv import short_convolution
 from posenc_jax.schemes.content.fox import FoX
@@ -51,10 +51,11 @@ def attend_along_path(
     beta: jax.Array,
     scale: float,
     attention: AttentionCall,
+    *rules: Rule,
 ) -> jax.Array:
     """Returns attention [B, T, N, V] with a reflection I - beta w w^T at every token.
 
-    w are unit vectors [B, S, K or N, H], and beta is [B, S, K or N].
+    w are unit vectors [B, S, K or N, H], and beta is [B, S, K or N]. `rules` are added.
     """
     rule = LogitsTransform(
         _ApplyReflections(scale),
@@ -63,7 +64,7 @@ def attend_along_path(
         expand=_chunk_products,
         reads_seen_only=True,
     )
-    return attention(q, k, v, rule)
+    return attention(q, k, v, (rule, *rules))
 
 
 def _chunk_products(shared, heads, k_features):
@@ -253,10 +254,10 @@ class PaTH(Scheme):
             )
         scale = self.head_dim**-0.5 if attention.scale is None else attention.scale
         w, beta, k_sums = k_features
+        rules: tuple[Rule, ...] = ()
         if self.forget_gate:
-            gates = dataclasses.replace(self._fox.rules({}, q_features, k_sums), scaled=True)
-            attention = attention.replace(extra_rules=(*attention.extra_rules, gates))
-        return attend_along_path(q, k, v, w, beta, scale, attention)
+            rules = (dataclasses.replace(self._fox.rules({}, q_features, k_sums), scaled=True),)
+        return attend_along_path(q, k, v, w, beta, scale, attention, *rules)
 
     @property
     def _kv_heads(self) -> int:

@@ -21,7 +21,7 @@ from posenc_jax.checks import coordinate_values, positive_fields, require
 from posenc_jax.schemes.rotary.frequencies import FrequencyMap, rope_frequencies
 from posenc_jax.schemes.rotary.layouts import check_layout, rotary_dims
 from posenc_jax.schemes.rotary.rotate import materialize, rotate_pairs
-from posenc_jax.schemes.scheme import Acts, Params, Scheme, Traits
+from posenc_jax.schemes.scheme import Params, Scheme, Traits
 
 Tables = tuple[jax.Array, jax.Array]
 """Cosine and sine, float32 [B or 1, T, P], or [B or 1, T, G, P] for G sets."""
@@ -185,7 +185,6 @@ class AttendRotary(ScalableRotary):
     """An abstract rotary scheme whose `attend` rotates q and k, by the coordinates of both."""
 
     traits: ClassVar = Traits(cache_transformed_keys=False)
-    acts: ClassVar = Acts.ATTENTION
     tables, query, key = Scheme.tables, Scheme.query, Scheme.key
 
 

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from posenc_jax.checks import positive_fields, require
 from posenc_jax.schemes.layer_spec import in_chunks
 from posenc_jax.schemes.rotary.two_range import RangeRotary, keys_before
-from posenc_jax.schemes.scheme import Acts, Traits
+from posenc_jax.schemes.scheme import Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,6 @@ class DualChunk(RangeRotary):
     local: int = 512
     name: ClassVar[str] = "dual_chunk"
     traits: ClassVar = Traits(causal_only="distances to keys after the query repeat")
-    acts: ClassVar = Acts.QK | Acts.ATTENTION
 
     def __post_init__(self):
         super().__post_init__()

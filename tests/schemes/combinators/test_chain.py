@@ -200,12 +200,16 @@ ERRORS = [
     refused("only one scheme may transform rows of logits", COPE, pe.StickBreaking()),
     refused(
         "only one scheme may transform rows of logits",
-        pe.on_axis(COPE, 0),
-        pe.on_axis(pe.contrib.DAPE(num_heads=6), 1),
+        *(pe.on_axis(pe.contrib.DAPE(num_heads=6), axis) for axis in (0, 1)),
     ),
     *(
         refused(r"takes schemes one by one, chain\(RoPE\(\.\.\.\)", *schemes, error=TypeError)
         for schemes in ([[pe.NoPE()]], (pe.RoPE, pe.T5), (pe.NoPE(), "rope"), (None,))
+    ),
+    refused(
+        r"\[_Streaming.* may change q within attention, .*; put \[RoPE.* before it",
+        pe.streaming(pe.ALiBi(6), 2),
+        pe.RoPE(8),
     ),
     without("NoPE.* reads no positions", pe.chain(pe.NoPE())),
     without("only the order of positions, so", COPE),

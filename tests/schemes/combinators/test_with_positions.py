@@ -34,7 +34,7 @@ class Times:
 
 
 # One that acts in each place, and with each kind of rule.
-KINDS = ["learned", "rope", "shaw", "transformer_xl", "fox", "cope", "rerope"]
+KINDS = ["learned", "rope", "shaw", "transformer_xl", "fox", "rerope"]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -105,6 +105,7 @@ FIRE = pe.FIRE(num_heads=1)
 ERRORS = [
     (lambda: pe.on_axis(pe.NoPE(), 0), {}, "on_axis: .*NoPE.* reads no positions"),
     (lambda: pe.on_axis(pe.AxialRoPE(head_dim=8), 0), {}, "must read one axis, got AxialRoPE"),
+    (lambda: pe.on_axis(pe.StickBreaking(), 0), {}, "StickBreaking.* reads all keys between"),
     (lambda: pe.on_axis(pe.RoPE(head_dim=8), 2), {}, "got axis 2 of 2"),
     (lambda: pe.on_axis(pe.RoPE(head_dim=8), 0, 1), {}, "got axis 0 of 1"),
     (
