@@ -84,7 +84,8 @@ def test_tokens_of_another_size_are_refused(kind, field):
 
     def attend(params, tokens):
         x = pe.scheme_embedding(scheme, params, tokens.x)
-        return pe.scheme_attention(scheme, params, tokens.q, tokens.k, tokens.v, x=x)
+        arrays = tokens.q, tokens.k, tokens.v
+        return pe.scheme_attention(scheme, params, *arrays, x=x, is_causal=True)
 
     with pytest.raises((TypeError, ValueError), match=r"\b11\b"):
         jax.eval_shape(attend, parameters(scheme), tokens)

@@ -30,6 +30,9 @@ from posenc_jax.functional.arguments import (
 from posenc_jax.functional.pipeline import Norms, Pipeline, Projections, an_array
 from posenc_jax.schemes.scheme import Acts, Params, Scheme
 
+_BY_COORDINATES = Acts.LOGITS | Acts.VALUES | Acts.ATTENTION
+"""Where a scheme reads the coordinates of pairs of tokens."""
+
 
 def scheme_embedding(
     scheme: Scheme,
@@ -169,8 +172,8 @@ def scheme_attention(
       cache: keys and values of earlier tokens; see `new_cache`.
       tables: `scheme_tables` of these coordinates, to compute them once for all layers.
       norms: functions of q and of k after the scheme's `query` and `key`. Default: none.
-      contiguous: as in `attention`, without a cache. With `segment_ids` it is false by default:
-        padding may lie between tokens.
+      contiguous: as in `attention`, without a cache. With `segment_ids` rules and windows need it
+        to be evaluated by slot: padding may lie between tokens.
       scale: the factor on q . k. Default: the scheme's own.
       mask, is_causal, window, prefix_length, softcap, sinks, dropout_rate, dropout_key,
         implementation: as in `attention`. With a cache, S
@@ -236,8 +239,9 @@ def self_attention(
     check_order(caller, scheme, call, tokens.q.shape[1])
     _check_call(call, cache, scheme)
     shape = tokens.q.shape[:2]
-    tokens_given = call.q_positions, call.q_coordinates, call.q_segment_ids, cache
-    default = all(x is None for x in tokens_given)
+    by_slot = call.q_positions is None and call.q_coordinates is None and cache is None
+    if call.q_segment_ids is not None:  # Slots have the distances of tokens without padding alone.
+        by_slot &= call.window is None and not scheme.acts & _BY_COORDINATES
     if call.scale is None:
         call = call.replace(scale=pipeline.scale(tokens.q.shape[-1]))
     segment_ids, coordinates = call.q_segment_ids, call.q_coordinates
@@ -249,7 +253,7 @@ def self_attention(
         coordinates = scheme_coordinates(caller, scheme, "coordinates", coordinates, shape)
     call = call.replace(
         # By default positions are slots, so that rules are evaluated per distance.
-        q_positions=None if default else positions,
+        q_positions=None if by_slot else positions,
         q_coordinates=coordinates,
         q_segment_ids=segment_ids,
     )
@@ -279,8 +283,9 @@ def _with_cache(
     cache: KVCache,
 ) -> tuple[jax.Array, KVCache]:
     """Appends the tokens to the cache, and returns the output of attention to it and the cache."""
-    scheme, inside = pipeline.scheme, Acts.LOGITS | Acts.VALUES | Acts.ATTENTION
-    reads_coordinates = not scheme.traits.cache_transformed_keys or bool(scheme.acts & inside)
+    scheme = pipeline.scheme
+    reads_coordinates = not scheme.traits.cache_transformed_keys
+    reads_coordinates |= bool(scheme.acts & _BY_COORDINATES)
     require(
         not reads_coordinates or call.q_coordinates is None or cache.coordinates is not None,
         "scheme_attention: the scheme reads the coordinates of cached keys and the cache has "

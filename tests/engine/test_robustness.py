@@ -378,7 +378,7 @@ def test_coordinates_do_not_say_which_key_is_the_first_querys_own(order):
 
 FAR = np.array([-(2**31), -(2**31) + 256, -(2**30), -3, 0, 1, 40, 300, 2**30, 2**31 - 128])
 FAR_SCHEMES = {
-    "t5": pe.T5(num_heads=N),
+    "t5": pe.T5(num_heads=N, bidirectional=True),
     "shaw": pe.Shaw(num_heads=N, head_dim=8),
     "grape_a": pe.GRAPEA(num_heads=N, head_dim=8),
 }

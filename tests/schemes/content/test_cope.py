@@ -76,9 +76,9 @@ def test_matches_the_code_of_the_authors(options, implementation):
 
 
 def test_bidirectional_attention_counts_future_keys_too():
-    arrays, table = qkv(), random_table(64)
-    expected = by_head(*arrays, table, attn_mask=np.ones((63, 63)))
-    out = attend(pe.CoPE(head_dim=8), table, *arrays, is_causal=False)
+    arrays, table, mask = qkv(), random_table(64), np.ones((63, 63), bool)
+    expected = by_head(*arrays, table, attn_mask=mask)
+    out = attend(pe.CoPE(head_dim=8), table, *arrays, is_causal=False, mask=mask[None, None])
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
