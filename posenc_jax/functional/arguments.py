@@ -109,7 +109,7 @@ def token_positions(
     if positions is None:
         start = 0 if cache is None else cache.next_positions
         if segment_ids is None:
-            return count_up(*shape, start)
+            return count_up(shape[0], shape[1], start)
         return from_padding_mask(segment_ids >= 0, start)[0]
     return jnp.broadcast_to(token_integers(caller, "positions", positions, shape), shape)
 

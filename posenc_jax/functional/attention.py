@@ -172,8 +172,8 @@ def scheme_attention(
       cache: keys and values of earlier tokens; see `new_cache`.
       tables: `scheme_tables` of these coordinates, to compute them once for all layers.
       norms: functions of q and of k after the scheme's `query` and `key`. Default: none.
-      contiguous: as in `attention`, without a cache. With `segment_ids` rules and windows need it
-        to be evaluated by slot: padding may lie between tokens.
+      contiguous: as in `attention`, without a cache. With `segment_ids` rules, windows and
+        prefixes need it to be evaluated by slot: padding may lie between tokens.
       scale: the factor on q . k. Default: the scheme's own.
       mask, is_causal, window, prefix_length, softcap, sinks, dropout_rate, dropout_key,
         implementation: as in `attention`. With a cache, S
@@ -240,8 +240,9 @@ def self_attention(
     _check_call(call, cache, scheme)
     shape = tokens.q.shape[:2]
     by_slot = call.q_positions is None and call.q_coordinates is None and cache is None
-    if call.q_segment_ids is not None:  # Slots have the distances of tokens without padding alone.
-        by_slot &= call.window is None and not scheme.acts & _BY_COORDINATES
+    if call.q_segment_ids is not None:  # Slots have the order of tokens, and count padding.
+        by_slot &= call.window is None and call.prefix_length is None
+        by_slot &= not scheme.acts & _BY_COORDINATES
     if call.scale is None:
         call = call.replace(scale=pipeline.scale(tokens.q.shape[-1]))
     segment_ids, coordinates = call.q_segment_ids, call.q_coordinates

@@ -63,9 +63,12 @@ def test_padding_does_not_count_in_positions_by_default(real):
     ids[real] = 0
 
     def outputs():
-        for scheme in (ALIBI, *BY_INDEX):
-            alone, _ = attend(scheme, np.array(real))
-            yield attend(scheme, segment_ids=ids)[0][:, np.array(real)], alone
+        cases = [(scheme, {}) for scheme in (ALIBI, *BY_INDEX)]
+        cases += [(ROPE, {"prefix_length": np.array([2, 3])}), (ROPE, {"window": 2})]
+        for scheme, options in cases:
+            alone, _ = attend(scheme, np.array(real), **options)
+            out, _ = attend(scheme, segment_ids=ids, **options)
+            yield out[:, np.array(real)], alone
 
     for out, alone in compiled(lambda: tuple(outputs())):
         np.testing.assert_allclose(out, alone, atol=1e-5)

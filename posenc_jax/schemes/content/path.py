@@ -254,7 +254,7 @@ class PaTH(Scheme):
             )
         scale = self.head_dim**-0.5 if attention.scale is None else attention.scale
         w, beta, k_sums = k_features
-        rules: tuple[Rule, ...] = ()
+        rules = ()
         if self.forget_gate:
             rules = (dataclasses.replace(self._fox.rules({}, q_features, k_sums), scaled=True),)
         return attend_along_path(q, k, v, w, beta, scale, attention, *rules)
