@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
 import tomli_w
 
@@ -23,7 +24,13 @@ from experiments.runs.experiment import Experiment, experiment_of, load, objects
 from experiments.runs.files import locked, write_whole
 from experiments.runs.results import PACK
 from experiments.runs.run import Run, RunFolder, known, load_data
-from experiments.runs.run_queue import add_arguments, carry_out, refuse_other_versions, say
+from experiments.runs.run_queue import (
+    add_arguments,
+    carry_out,
+    continuing,
+    refuse_other_versions,
+    say,
+)
 from experiments.settings.config_io import Parser, near
 from experiments.settings.trust import add_trust
 
@@ -81,7 +88,9 @@ def compare(experiment: Experiment, options: argparse.Namespace) -> int:
     trusted = objects_in(experiment.to_tables())
     print(f"Report: {write_report(folder, errors=errors, trusted=trusted)}")
     if status == 130:
-        print("Stopped; finished runs are kept, and the same command continues with the others.")
+        print(
+            f"Stopped; finished runs are kept, and {continuing(options)} continues with the others."
+        )
     return status
 
 
@@ -128,8 +137,19 @@ def write_report(
 
 def write_config(experiment: Experiment) -> None:
     """Writes the settings of an experiment to its folder."""
-    text = tomli_w.dumps(json.loads(json.dumps(experiment.to_tables())))
+    text = tomli_w.dumps(_without_none(json.loads(json.dumps(experiment.to_tables()))))
     write_whole(experiment.folder / "config.toml", text)
+
+
+def _without_none(tables: Any) -> Any:
+    """Returns tables without settings of None, which TOML cannot say: they are defaults.
+
+    >>> _without_none({"text": {"limit": None, "steps": 4}})
+    {'text': {'steps': 4}}
+    """
+    if not isinstance(tables, dict):
+        return tables
+    return {key: _without_none(value) for key, value in tables.items() if value is not None}
 
 
 def _clear(folder: Path) -> None:

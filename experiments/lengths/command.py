@@ -9,7 +9,7 @@ from experiments.lengths.page import pages
 from experiments.lengths.plan import load
 from experiments.runs.checkpoints import Deadline
 from experiments.runs.files import write_whole
-from experiments.runs.run_queue import say
+from experiments.runs.run_queue import minutes, refuse_without_run, say
 from experiments.settings.config_io import Parser
 
 _EPILOG = """\
@@ -33,12 +33,13 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("file", nargs="?", type=Path, default=Path("configs/lengths.toml"))
     parser.add_argument("--run", action="store_true", help="run what has no result yet")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="time limit")
+    parser.add_argument("--minutes", type=minutes, default=math.inf, help="time limit")
     parser.add_argument("--checkpoint", type=Path, help="(default: the file of the package)")
     parser.add_argument("--results", type=Path, help="folder (default: results/<name of the file>)")
     parser.add_argument("--page", type=Path, help="file to write (default: docs/<name>.md)")
     parser.add_argument("--pack", action="store_true", help="then put all results in one file")
     options = parser.parse_args(arguments)
+    refuse_without_run(options)
     plan = load(options.file)
     folder = options.results or Path("results") / options.file.stem
     target = options.page or Path("docs") / f"{options.file.stem}.md"

@@ -123,10 +123,7 @@ class SchemeResults:
     @property
     def labels(self) -> Labels:
         """The labels of the task."""
-        labels, name = self.runs[0].task.labels, self.runs[0].task.name
-        if self.section == name:
-            return labels
-        return dataclasses.replace(labels, about=f"{self.section}: {labels.about}")
+        return self.runs[0].task.labels
 
     @functools.cached_property
     def ended(self) -> list[tuple[Run, Result]]:
@@ -239,7 +236,6 @@ class Row:
     """One scheme, or a zero-shot variant of it, with a cell for each length."""
 
     label: str
-    scheme: str
     cells: list[Cell]
 
 
@@ -351,7 +347,6 @@ def grid(results: Results, section: str, mode: str) -> Grid:
     rows = [
         Row(
             label(row.scheme, variant),
-            row.scheme,
             [_cell(row, scores.get(length), labels.digits) for length in lengths],
         )
         for row, variant, scores in lines

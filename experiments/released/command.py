@@ -433,7 +433,7 @@ def _equality(checkpoint: Checkpoint, model: Decoder, tokens: np.ndarray) -> str
         return f"No differences to transformers' logits: {reason}"
     graph, state = nnx.split(model)
     ours = jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, jnp.asarray(tokens[None]))
-    return str(equality.compare(np.asarray(ours[0]), theirs, tokens))
+    return equality.compare(np.asarray(ours[0]), theirs, tokens)
 
 
 def _losses(model: Decoder, plan: Plan) -> dict[str, np.ndarray]:

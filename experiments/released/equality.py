@@ -1,6 +1,5 @@
 """The logits of a model and of transformers, from the same weights."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,40 +8,13 @@ import numpy as np
 INSTALL = "pip install transformers torch"
 
 
-@dataclasses.dataclass(frozen=True)
-class Equality:
-    """Differences of logits [T, V].
-
-    Attributes:
-      tokens: T.
-      largest, span: the greatest difference, and the range of the logits of transformers.
-      same: the share of places whose greatest logit is of the same token.
-      losses: nats per token, here and there.
-    """
-
-    tokens: int
-    largest: float
-    span: float
-    same: float
-    losses: tuple[float, float]
-
-    def __str__(self) -> str:
-        ours, theirs = self.losses
-        return (
-            f"The logits of {self.tokens} tokens differ from those of transformers by at most "
-            f"{self.largest:.1e} of a range of {self.span:.1f}; the likeliest token is the same at "
-            f"{self.same:.1%} of the places; loss {ours:.6f}, there {theirs:.6f}."
-        )
-
-
-def compare(logits: np.ndarray, theirs: np.ndarray, tokens: np.ndarray) -> Equality:
-    """Returns the differences of logits [T, V] of tokens [T]."""
-    return Equality(
-        len(tokens),
-        float(np.abs(logits - theirs).max()),
-        float(theirs.max() - theirs.min()),
-        float((logits.argmax(-1) == theirs.argmax(-1)).mean()),
-        (_loss(logits, tokens), _loss(theirs, tokens)),
+def compare(logits: np.ndarray, theirs: np.ndarray, tokens: np.ndarray) -> str:
+    """Returns a sentence about the differences of logits [T, V] of tokens [T]."""
+    return (
+        f"The logits of {len(tokens)} tokens differ from those of transformers by at most "
+        f"{np.abs(logits - theirs).max():.1e} of a range of {np.ptp(theirs):.1f}; the likeliest "
+        f"token is the same at {(logits.argmax(-1) == theirs.argmax(-1)).mean():.1%} of the "
+        f"places; loss {_loss(logits, tokens):.6f}, there {_loss(theirs, tokens):.6f}."
     )
 
 

@@ -19,6 +19,7 @@ from experiments.models.schemes import (
     parts_of,
     plain,
 )
+from experiments.runs.results import PACK
 from experiments.runs.run import Run
 from experiments.settings.common import Seeds
 from experiments.settings.config_io import (
@@ -158,6 +159,16 @@ Defaults are those of the file. --quick applies its table [quick]. Settings of s
 _SETTINGS = ("name", "results", "seeds", "first_seed", "schemes")
 
 
+def refuse_plan(tables: Mapping[str, Any], what: str) -> None:
+    """Raises ConfigError for settings of an experiment that a study or a claim has of its own."""
+    schemes = tables.get("schemes", {})
+    if not isinstance(schemes, Mapping) or "names" in schemes:
+        raise ConfigError(f"schemes: {what} has tables of options here, got {schemes!r:.80}")
+    for name in ("tasks", *_SETTINGS):
+        if name in tables and name != "schemes":
+            raise ConfigError(f"{name}: is no setting of {what}, whose runs have it by its plan")
+
+
 def _check_options(path: str, options: Mapping[str, Any]) -> None:
     for name, table in options.items():
         if not isinstance(table, Mapping):
@@ -270,6 +281,11 @@ def experiment_of(folder: Path, trusted: Collection[str] = ()) -> Experiment:
     `trusted` are objects, as `package.module:object`, that it may import and call.
     """
     if not (folder / "config.toml").exists():
+        if (folder / PACK).exists() or any(folder.glob("*/result.json")):
+            raise ConfigError(
+                f"{folder}: has results of a study or of claims; `python -m experiments study FILE "
+                "--results FOLDER` and `scoreboard` write their pages"
+            )
         raise ConfigError(
             f"{folder}: holds no results; make them with "
             "`python -m experiments compare --tasks text --name mine`"

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import platform
 import re
 import shutil
 import subprocess
@@ -74,11 +75,16 @@ class Run:
         modules = [module for module, colon, _ in names if colon]
         corpus = getattr(self.task, "corpus", None)
         facts = load_data(self.task).facts if corpus not in (None, *SOURCES) else {}
-        return code_of([*modules, type(self.task).__module__]) | {
-            f"text of {name}": text[text.index("sha256 ") :]  # Not the part that is held out.
-            for name, text in facts.items()
-            if name.startswith("corpus ")
-        }
+        version = {"python": platform.python_version()} if corpus == "stdlib" else {}  # Its text.
+        return (
+            version
+            | code_of([*modules, type(self.task).__module__])
+            | {
+                f"text of {name}": text[text.index("sha256 ") :]  # Not the part that is held out.
+                for name, text in facts.items()
+                if name.startswith("corpus ")
+            }
+        )
 
     @functools.cached_property
     def program(self) -> str:

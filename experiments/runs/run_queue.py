@@ -30,7 +30,7 @@ from experiments.settings.trust import add_trust, is_installed, is_project
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that all commands with a queue have."""
-    parser.add_argument("--minutes", type=_minutes, default=math.inf, help="time limit")
+    parser.add_argument("--minutes", type=minutes, default=math.inf, help="time limit")
     parser.add_argument(
         "--workers",
         type=int,
@@ -43,10 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trust(parser)
 
 
-def _minutes(text: str) -> float:
+def minutes(text: str) -> float:
+    """Returns the argument of `--minutes`."""
     with contextlib.suppress(ValueError):
-        if (minutes := float(text)) >= 0:
-            return minutes
+        if (limit := float(text)) >= 0:
+            return limit
     raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text!r}")
 
 
@@ -127,6 +128,7 @@ class Queue:
         minutes: float = math.inf,
         workers: int = 1,
         errors: dict[str, str] | None = None,
+        again: str = "the same command",
     ):
         """Starts the clock.
 
@@ -135,11 +137,12 @@ class Queue:
           minutes: after which it stops, with the states of unfinished runs written.
           workers: number of processes; 1: this one, with all its processors.
           errors: a dict for the errors of runs, by name.
+          again: how the command that continues is called.
         """
         commit()  # Files may change while runs go on.
         self.folder, self.workers = folder.absolute(), workers
         self.errors, self.over = {} if errors is None else errors, False
-        self.deadline = Deadline(minutes)
+        self.deadline, self._again = Deadline(minutes), again
 
     def work(self, runs: Sequence[Run]) -> None:
         """Carries out runs that have no result; one that raises does not stop the others.
@@ -154,7 +157,7 @@ class Queue:
             with self.deadline.of_sigterm():
                 carry_out_runs(self.folder, runs, self.deadline, self._handle)
         if waiting := self._count - self._ended:
-            say(f"Time is over with {waiting} runs left; the same command continues.")
+            say(f"Time is over with {waiting} runs left; {self._again} continues.")
             self.over = True
 
     def finish(self, ended: Ended) -> None:
@@ -199,7 +202,7 @@ class Queue:
             if self.deadline.over():
                 return
             raise ResultsError(
-                f"a process that carried out runs ended ({in_one_line(error)}); the same command "
+                f"a process that carried out runs ended ({in_one_line(error)}); {self._again} "
                 "continues"
             ) from None
 
@@ -273,7 +276,7 @@ def _stop_processes() -> None:
 
 def refuse_without_run(options: argparse.Namespace) -> None:
     """Raises `ConfigError` for flags of a queue in a call without --run, which carries out none."""
-    names = [n for n in ("workers", "pack", "seeds") if n in options]
+    names = [n for n in ("workers", "pack", "seeds", "checkpoint") if n in options]
     set_flags = [n for n in names if getattr(options, n) not in (None, False)]
     set_flags += ["minutes"] if options.minutes < math.inf else []
     if set_flags and not options.run:
@@ -302,7 +305,8 @@ def carry_out(
       stages: runs whose results are needed; later stages may depend on results of earlier ones.
       errors: as for `Queue`.
     """
-    queue = Queue(folder, options.minutes, number_of_workers(options), errors)
+    again = continuing(options)
+    queue = Queue(folder, options.minutes, number_of_workers(options), errors, again)
     for runs in stages:
         queue.work([each for each in runs if RunFolder(folder, each).result() is None])
         if queue.over:
@@ -310,6 +314,11 @@ def carry_out(
     if options.pack:
         say(f"Pack: {pack(folder)} results in {folder / PACK}")
     return int(bool(queue.errors))
+
+
+def continuing(options: argparse.Namespace) -> str:
+    """Returns how the command that continues is called: --fresh would remove what has ended."""
+    return f"the same command{' without --fresh' if getattr(options, 'fresh', False) else ''}"
 
 
 def say(line: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from pydantic import NonNegativeInt, PositiveFloat
 
 from experiments.errors import ConfigError
-from experiments.runs.experiment import from_file
+from experiments.runs.experiment import from_file, refuse_plan
 from experiments.runs.run import Run
 from experiments.scoreboard.criteria import Condition, parse
 from experiments.settings.common import Seeds
@@ -75,6 +75,7 @@ def load(path: Path) -> Claim:
         if not about.criteria:
             raise ConfigError("criteria: must hold at least one condition")
         common = {k: v for k, v in tables.items() if k not in fields | {"runs"}}
+        refuse_plan(common, "a claim")
         runs = _runs(convert(dict[str, dict[str, Any]], tables.get("runs", {}), "runs"), common)
         gate, criteria = (
             tuple(c for i, text in enumerate(texts) for c in parse(text, f"{name}[{i}]"))
@@ -114,6 +115,7 @@ def _runs(tables: Mapping[str, dict[str, Any]], common: dict[str, Any]) -> dict[
                 if key not in table:
                     raise ConfigError(f"{key}: is missing")
             task, scheme = (convert(str, table.pop(key), key) for key in ("task", "scheme"))
+            refuse_plan(table, "a run")
             chosen = {"tasks": [task], "schemes": {"names": [scheme]}}
             experiment = from_file(merge(merge(common, table), chosen))
             experiment.check()

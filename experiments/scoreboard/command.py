@@ -59,6 +59,9 @@ def main(arguments: list[str]) -> int:
     files = dataclasses.replace(files, results=options.results or files.results)
     everything = load_all(folder)
     chosen = named(everything, options.claims)
+    most = max(claim.about.seeds for claim in chosen)
+    if options.seeds is not None and options.seeds > most:
+        raise ConfigError(f"--seeds: the claims have {most}, got {options.seeds}")
     status = 0
     if options.run:
         stages = _stages(chosen, files.results, options.seeds)

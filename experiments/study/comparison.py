@@ -192,18 +192,24 @@ def t_tests(
 ) -> tuple[dict[str, float], float]:
     """Returns two-sided p values of differences to a reference, and the standard deviation.
 
+    >>> t_tests({"a": [1.0, 1.0], "b": [0.5, 0.5]}, [1.0, 1.0])
+    ({}, 0.0)
+
     Args:
       scores: of each scheme, one per seed; their standard deviation is pooled over schemes.
       reference: scores of the scheme that the others are compared with.
 
     Returns:
-      p values by scheme and the pooled standard deviation; none and NaN for one seed per scheme.
+      p values by scheme and the pooled standard deviation; no p values for one seed per scheme,
+      where the deviation is NaN, and where it is zero.
     """
     degrees = sum(len(x) - 1 for x in scores.values())
     if degrees < 1 or not reference:
         return {}, math.nan
     squares = sum(float(np.var(x)) * len(x) for x in scores.values())
     spread, p_values = (squares / degrees) ** 0.5, {}
+    if not spread:  # All seeds agree, as at the ceiling of a task.
+        return {}, 0.0
     for scheme, x in scores.items():
         error = spread * (1 / len(x) + 1 / len(reference)) ** 0.5
         t = abs(float(np.mean(x)) - float(np.mean(reference))) / error

@@ -39,7 +39,7 @@ import posenc_jax as pe
 from experiments.errors import ConfigError
 from experiments.models.schemes import check_names, plain, schemes_in
 from experiments.pages.tables import Lookup, ordered
-from experiments.runs.experiment import from_file
+from experiments.runs.experiment import from_file, refuse_plan
 from experiments.runs.run import Result, Run
 from experiments.settings.config_io import STRICT, convert, merge, near, read_toml
 from experiments.study.cell import Cell
@@ -149,6 +149,7 @@ def load(path: Path, also: Sequence[str] = ()) -> Study:
         if about.layout == "steps" and (about.baseline != "rope" or len(about.sizes) < 2):
             raise ConfigError("layout: steps needs the baseline rope and two sizes or more")
         common = {k: v for k, v in tables.items() if k not in known}
+        refuse_plan(common, "a study")
         cells: dict[str, dict[str, Cell]] = {}
         for size, table in about.sizes.items():
             cells[size] = _cells(size, table, about, common, cells)
@@ -196,6 +197,11 @@ def _cells(
             )
         if about_size.best and not source:
             raise ConfigError("best: needs rates_of, the size whose best schemes run")
+        for name in ("tries", "unstable", *(() if about_size.best else ("selection_seeds",))):
+            if source and name in table:
+                raise ConfigError(f"{name}: is that of {source}, whose settings this size has")
+        if about_size.equal_time and about_size.best:
+            raise ConfigError("equal_time: has no clock at a size with best")
         if about_size.rate and (about_size.best or not source):
             raise ConfigError("rate: needs rates_of, without best")
         if about_size.always and not about_size.best:
@@ -205,12 +211,17 @@ def _cells(
             raise ConfigError(f"always: {unknown[0]} is not compared{hint}")
         if 1.0 in about_size.budgets or list(about_size.budgets) != sorted(set(about_size.budgets)):
             raise ConfigError(f"budgets: must grow, without 1, got {list(about_size.budgets)}")
-        everything = merge(common, {k: v for k, v in table.items() if k not in settings})
+        of_size = {k: v for k, v in table.items() if k not in settings}
+        refuse_plan(of_size, "a size")
+        everything = merge(common, of_size)
         everything |= {"tasks": [about_size.task or about.task]}
         schemes = about.schemes
         tables = merge(everything.get("schemes", {}), {"names": list(schemes)})
         experiment = from_file(everything | {"schemes": tables})
         experiment.check()
+        for task in experiment.tasks.values():
+            if task.rates:
+                raise ConfigError(f"{task.name}.rates: a study chooses rates by the grid of sizes")
         return {
             scheme: _cell(
                 size, scheme, about, about_size, experiment, sizes_above.get(source, {}).get(scheme)

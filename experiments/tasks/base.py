@@ -6,7 +6,7 @@ causality (`Model.is_causal`) reads tokens[:, 1:], with 0 for the tokens that co
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import jax
@@ -87,7 +87,7 @@ class Evaluation:
     Attributes:
       mode: the way of evaluating, one of `Labels.modes`, or "plain".
       length: of the context.
-      values: one per seed.
+      values: one per seed, None where no token is scored.
       in_distribution: whether the length is the training length.
       variant: the change of the scheme after training, None for none.
       places: the mean score over seeds in each of `PLACES` parts of the row, None for parts without
@@ -96,7 +96,7 @@ class Evaluation:
 
     mode: str
     length: int
-    values: list[float]
+    values: Sequence[float | None]
     in_distribution: bool
     variant: str | None = None
     places: list[float | None] | None = None

@@ -79,14 +79,16 @@ class Lookup(Task):
                 drawn = _count_right(params, batch_keys, graphdef=graphdef, task=task)
                 counts = counts + np.asarray(drawn)
             right, every = np.moveaxis(counts.sum(-1), 1, 0)  # Over places: [seeds, lengths].
-            values = right / np.maximum(every, 1)
             for i, length in enumerate(self.test_lengths):
                 by_place = counts.sum(0)[:, i].T
                 evaluations.append(
                     Evaluation(
                         mode,
                         length,
-                        [round(float(x), 5) for x in values[:, i]],
+                        [
+                            round(float(a / b), 5) if b else None
+                            for a, b in zip(right[:, i], every[:, i], strict=True)
+                        ],
                         in_distribution=self.in_distribution(mode, length),
                         places=[round(float(a / b), 5) if b else None for a, b in by_place],
                     )

@@ -213,6 +213,8 @@ def test_a_stop_within_a_run_continues_there(run):
     assert run("compare", "--schemes", "none", "--name", "whole")[0] == 0
     status, out, _ = run("compare", "--schemes", "none", "--minutes", "0")
     assert status == 0 and "Time is over with 1 runs left; the same command continues." in out
+    out = run("compare", "--schemes", "none", "--fresh", "--minutes", "0")[1]
+    assert "left; the same command without --fresh continues." in out
     (whole,) = experiment_of(run.folder.parent / "whole").all_runs()
     assert run("compare", "--schemes", "none")[0] == 0
     result = RunFolder(run.folder.parent / "whole", whole).result()
@@ -398,8 +400,10 @@ def test_the_report_is_written_again(run, capsys):
     assert main(["report", str(run.folder), "--baseline", "none"]) == 0
     assert "minus none" in (run.folder / "report.html").read_text()
     capsys.readouterr()
+    study = str(pages.ROOT / "results/study")
     for arguments, message in (
         (["nowhere"], "nowhere: holds no results"),
+        ([study], f"{study}: has results of a study"),
         ([str(run.folder), "--baseline", "rpoe"], "--baseline: 'rpoe' is not among the runs"),
     ):
         assert main(["report", *arguments]) == 2

@@ -300,7 +300,7 @@ def test_help_names_the_command(arguments, capsys):
     assert "python -m experiments" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["compare", "context", "kback", "kth", "text_length"])
+@pytest.mark.parametrize("name", ["compare", "context"])
 def test_files_in_configs_are_valid_and_name_their_command(name, request):
     path = request.config.rootpath / "configs" / f"{name}.toml"
     assert isinstance(load(path), Experiment)

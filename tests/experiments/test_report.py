@@ -230,7 +230,7 @@ def test_maps_of_scores_have_the_schemes_that_fitted():
 
 def test_scores_beyond_the_training_length_need_fitting(text):
     grid = tables.grid(make_results(), "kback", "plain")
-    none = next(row for row in grid.rows if row.scheme == "none")
+    none = next(row for row in grid.rows if row.label == "none")
     assert [cell.kind for cell in none.cells] == ["value", "unfitted", "unfitted"]
     assert not any(cell.best for cell in none.cells[1:])
     assert "Not fitted: none;" in text and "none (not fitted)" in text

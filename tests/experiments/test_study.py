@@ -787,6 +787,21 @@ def test_a_scheme_is_added_with_one_command(call, monkeypatch, tmp_path):
             ("rates = [1e-3, 2e-3, 4e-3]", 'rates_of = "small"\nbest = 1\nalways = ["ropr"]'),
             "sizes.large: always: ropr is not compared",
         ),
+        (
+            ("rates = [1e-3, 2e-3, 4e-3]", 'rates_of = "small"\ntries = 2'),
+            "large: tries: is that of",
+        ),
+        (
+            ("rates = [1e-3, 2e-3, 4e-3]", 'rates_of = "small"\nbest = 1\nequal_time = true'),
+            "sizes.large: equal_time: has no clock",
+        ),
+        (('task = "kback"', 'task = "kback"\nseeds = 2'), "seeds: is no setting of a study"),
+        (("seeds = 2", "seeds = 2\nfirst_seed = 1"), "small: first_seed: is no setting of a size"),
+        (("seeds = 2", 'seeds = 2\nschemes = ["rope"]'), "small: schemes: a size has tables of"),
+        (
+            ("[kback.train]", "[kback.rates.rope]\nlearning_rate = 1.0\n[kback.train]"),
+            "kback.rates: a",
+        ),
         (("[0.5, 2.0]", "[0.5, 1.0]"), "sizes.small: budgets: must grow, without 1"),
         (('task = "kback"', 'repeats = "wrong.toml"'), "wrong.toml repeats a study itself"),
         (('task = "kback"', 'repeats = "absent.toml"'), "absent.toml"),

@@ -176,6 +176,14 @@ def test_masked_symbols_repeat():
     assert 0.1 < mask.mean() < 0.2 and not mask[:, 0].any()
 
 
+def test_a_length_without_answers_has_no_score(monkeypatch):
+    task = FlipFlop(train_length=5, test_lengths=(5, 6), eval_batches=1)
+    counts = np.array([[[[3.0], [0.0]], [[4.0], [0.0]]]])  # Right and all, at each length.
+    monkeypatch.setattr("experiments.tasks.lookup._count_right", lambda *_, **__: counts)
+    values = [e.values for e in task.evaluate(pe.NoPE(), None, [0], None)]
+    assert values[:2] == [[0.75], [None]]
+
+
 def test_sparse_flip_flops_write_less_often():
     task = FlipFlop()
     shares = {}
