@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 import posenc_jax as pe
 from experiments.errors import ConfigError
 from experiments.lengths.texts import CITIES, Design
-from experiments.released.methods import METHODS, Trained, layer_of
+from experiments.released.methods import METHODS, Trained
 from experiments.runs.results import digest
 from experiments.scoreboard.criteria import Condition, parse
 from experiments.settings.config_io import STRICT, convert, near, read_toml
@@ -216,10 +216,10 @@ class Plan:
           method: its name.
           target: the length to which the model shall read.
         """
-        layer, count = layer_of(method, self.trained, target), target
+        layer, count = METHODS[method](self.trained, target), target
         if task == "losses":
             others = self.targets(document) | {target}
-            count = max(n for n in others if layer_of(method, self.trained, n) == layer)
+            count = max(n for n in others if METHODS[method](self.trained, n) == layer)
         settings = {
             "task": task,
             "corpus": f"{document.corpus} {SOURCES[document.corpus].sha256[:12]}",

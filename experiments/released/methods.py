@@ -128,25 +128,6 @@ METHODS: dict[str, Callable[[Trained, int], pe.LayerSpec]] = {
 """The layer of each method, from what was trained and the target length N."""
 
 
-def layer_of(name: str, trained: Trained, target: int) -> pe.LayerSpec:
-    """Returns the layer of a method.
-
-    Args:
-      name: of `METHODS`.
-      trained: the RoPE and trained length of the checkpoint.
-      target: N, the length to which the model shall read.
-
-    Raises:
-      ValueError: for an unknown name.
-
-    >>> layer_of("ntk", Trained(pe.RoPE(head_dim=64), 8192), 12288).scheme.scaling
-    NTK(factor=1.5)
-    """
-    if name not in METHODS:
-        raise ValueError(f"layer_of: name must be one of {[*METHODS]}, got {name!r}.")
-    return METHODS[name](trained, target)
-
-
 def changed(name: str, layer: pe.LayerSpec, length: int, target: int) -> pe.LayerSpec:
     """Returns a layer of any checkpoint as a method has it.
 

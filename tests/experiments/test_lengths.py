@@ -25,7 +25,7 @@ from experiments.lengths.results import BIN, CellResult
 from experiments.lengths.scores import Table
 from experiments.pages import plots
 from experiments.released import losses
-from experiments.released.methods import METHODS, Trained, layer_of, set_method
+from experiments.released.methods import METHODS, Trained, set_method
 from experiments.runs.checkpoints import Deadline
 from experiments.runs.files import locked
 from experiments.runs.run import here
@@ -89,7 +89,7 @@ def test_methods_are_those_of_a_config(name, model):
     if scaling and name != "pi":
         scaling = scaling | {"original_max_position_embeddings": LENGTH}
     (expected,) = pe.from_hf(CONFIG | {"rope_scaling": scaling})
-    layer, tokens = layer_of(name, Trained.of(CONFIG), TOKENS), draws(TOKENS)
+    layer, tokens = METHODS[name](Trained.of(CONFIG), TOKENS), draws(TOKENS)
     out, wanted = (logits(model, x, tokens) for x in (layer, expected))
     np.testing.assert_allclose(out, wanted, atol=1e-4 * np.abs(wanted).max())
 
@@ -97,7 +97,7 @@ def test_methods_are_those_of_a_config(name, model):
 def test_dynamic_ntk_by_length_is_ntk_for_the_length_of_the_text(model):
     trained, tokens = Trained.of(CONFIG), draws(TOKENS)
     out, wanted, rope = (
-        logits(model, layer_of(name, trained, TOKENS), tokens)
+        logits(model, METHODS[name](trained, TOKENS), tokens)
         for name in ("rope_by_length", "ntk", "rope")
     )
     np.testing.assert_allclose(out, wanted, atol=1e-4 * np.abs(wanted).max())
@@ -107,7 +107,7 @@ def test_dynamic_ntk_by_length_is_ntk_for_the_length_of_the_text(model):
 @pytest.mark.parametrize("name, first", [("window", 0), ("sinks_4", 4)])
 def test_windows_see_a_quarter_of_the_trained_length(name, first, model):
     """In one layer the last logits change with the tokens that are seen, and no others."""
-    layer, tokens = layer_of(name, Trained.of(CONFIG), LENGTH), draws(TOKENS)
+    layer, tokens = METHODS[name](Trained.of(CONFIG), LENGTH), draws(TOKENS)
     texts = np.tile(tokens, (TOKENS, 1))
     texts[np.arange(TOKENS), np.arange(TOKENS)] = (tokens + 1) % 50
     set_method(model, layer)
@@ -123,15 +123,13 @@ def test_methods_refuse_what_they_cannot_change():
         with pytest.raises(ValueError, match="methods: "):
             Trained.of(config)
     with pytest.raises(ValueError, match="sinks need a trained length above 67"):
-        layer_of("sinks_16", Trained.of(CONFIG), TOKENS)
-    with pytest.raises(ValueError, match="name must be one of"):
-        layer_of("nope", Trained.of(CONFIG), TOKENS)
+        METHODS["sinks_16"](Trained.of(CONFIG), TOKENS)
 
 
 def test_losses_are_those_of_all_logits(model, monkeypatch):
     """Of a text of several chunks, the last of them not full; another text compiles nothing."""
     monkeypatch.setattr(losses, "_CHUNK", 16)
-    layer = layer_of("rope", Trained.of(CONFIG), TOKENS)
+    layer = METHODS["rope"](Trained.of(CONFIG), TOKENS)
     set_method(model, layer)
     measure = losses.Losses(model)
     jitted: Any = losses._scores

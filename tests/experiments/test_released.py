@@ -17,7 +17,7 @@ from examples import checkpoints, families
 from experiments.__main__ import main
 from experiments.released import command, equality
 from experiments.released.losses import Losses
-from experiments.released.methods import Trained, layer_of, set_method
+from experiments.released.methods import METHODS, Trained, set_method
 from tests.models import gguf_files
 from tests.support import slow
 
@@ -76,14 +76,14 @@ def test_everything(files, capsys):
     model = families.load(checkpoint.config, checkpoint.state)
     tokens = np.array(checkpoint.tokenizer.encode((files / "text.txt").read_text()).ids)
     for name in ("rope", "yarn", "window", "sinks_1"):
-        set_method(model, layer_of(name, Trained.of(checkpoint.config), TOKENS))
+        set_method(model, METHODS[name](Trained.of(checkpoint.config), TOKENS))
         losses = Losses(model)(tokens[: TOKENS + 1])
         means = [f"{x:.3f}" for x in losses.reshape(6, -1).mean(1)]
         assert re.search(rf"{name} +{' +'.join(means)}\n", shown)
         cells = rf"<td>{name}</td>" + "".join(rf"\s*<td[^>]*>(<strong>)?{x}.*" for x in means)
         assert re.search(cells, page)
 
-    set_method(model, layer_of("rope", Trained.of(checkpoint.config), TOKENS))
+    set_method(model, METHODS["rope"](Trained.of(checkpoint.config), TOKENS))
     graph, state = nnx.split(model)
     ids, most = checkpoint.tokenizer.encode("one").ids, 24
     logits = jax.jit(lambda x: nnx.merge(graph, state)(x)[0])
