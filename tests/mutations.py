@@ -964,7 +964,7 @@ MUTATIONS = [
              "losses[(length - WIDTH) // BIN - 1 : length // BIN - 1]",
              "tests/experiments/test_lengths.py"),
     Mutation("a longer pass serves another layer", "../experiments/lengths/plan.py",
-             "count = max(n for n in others if layer_of(method, self.trained, n) == layer)",
+             "count = max(n for n in others if METHODS[method](self.trained, n) == layer)",
              "count = max(others)",
              "tests/experiments/test_lengths.py"),
     Mutation("digits are not words of their own", "../examples/gguf.py",

@@ -22,7 +22,8 @@ def test_parameters_and_outputs_are_float32_under_x64():
                 axes = scheme.traits.num_axes
                 at = np.zeros((axes, 1, 5) if axes > 1 else (1, 5), np.int32)
                 x = pe.scheme_embedding(scheme, params, x, coordinates=at)
-                return x, pe.scheme_attention(scheme, params, q, k, v, x=x, coordinates=at)[0]
+                options = {"x": x, "coordinates": at, "is_causal": True}
+                return x, pe.scheme_attention(scheme, params, q, k, v, **options)[0]
 
             params = jax.eval_shape(scheme.init, jax.random.key(0))
             for leaf in jax.tree.leaves((params, jax.eval_shape(run, params, *tokens))):
