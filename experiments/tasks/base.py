@@ -245,7 +245,8 @@ class Task:
     def fitted(self, evaluations: list[Evaluation], data: Data) -> bool:
         """Returns whether the mean over seeds at the training length fits."""
         trained = next(e for e in evaluations if e.in_distribution and e.variant is None)
-        return self.fits(float(np.mean(trained.values)), data)
+        values = [x for x in trained.values if x is not None]
+        return bool(values) and self.fits(float(np.mean(values)), data)
 
     def check(self) -> None:
         """Raises ConfigError for settings that contradict one another."""
