@@ -160,13 +160,13 @@ _SETTINGS = ("name", "results", "seeds", "first_seed", "schemes")
 
 
 def refuse_plan(tables: Mapping[str, Any], what: str) -> None:
-    """Raises ConfigError for settings of an experiment that a study or a claim has of its own."""
+    """Raises ConfigError for settings of `compare` alone, in a table of a study or a claim."""
     schemes = tables.get("schemes", {})
     if not isinstance(schemes, Mapping) or "names" in schemes:
-        raise ConfigError(f"schemes: {what} has tables of options here, got {schemes!r:.80}")
+        raise ConfigError(f"schemes: must be tables of options in {what}, got {schemes!r:.80}")
     for name in ("tasks", *_SETTINGS):
         if name in tables and name != "schemes":
-            raise ConfigError(f"{name}: is no setting of {what}, whose runs have it by its plan")
+            raise ConfigError(f"{name}: is a setting of compare, not of {what}")
 
 
 def _check_options(path: str, options: Mapping[str, Any]) -> None:

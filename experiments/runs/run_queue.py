@@ -317,7 +317,7 @@ def carry_out(
 
 
 def continuing(options: argparse.Namespace) -> str:
-    """Returns how the command that continues is called: --fresh would remove what has ended."""
+    """Returns the name of the command that continues: --fresh would remove finished runs."""
     return f"the same command{' without --fresh' if getattr(options, 'fresh', False) else ''}"
 
 

@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
     chosen = named(everything, options.claims)
     most = max(claim.about.seeds for claim in chosen)
     if options.seeds is not None and options.seeds > most:
-        raise ConfigError(f"--seeds: the claims have {most}, got {options.seeds}")
+        raise ConfigError(f"--seeds: must be at most {most}, as in the claims, got {options.seeds}")
     status = 0
     if options.run:
         stages = _stages(chosen, files.results, options.seeds)

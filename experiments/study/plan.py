@@ -199,9 +199,9 @@ def _cells(
             raise ConfigError("best: needs rates_of, the size whose best schemes run")
         for name in ("tries", "unstable", *(() if about_size.best else ("selection_seeds",))):
             if source and name in table:
-                raise ConfigError(f"{name}: is that of {source}, whose settings this size has")
+                raise ConfigError(f"{name}: belongs to {source}, which chooses the settings")
         if about_size.equal_time and about_size.best:
-            raise ConfigError("equal_time: has no clock at a size with best")
+            raise ConfigError("equal_time: needs a size without best; others are not timed")
         if about_size.rate and (about_size.best or not source):
             raise ConfigError("rate: needs rates_of, without best")
         if about_size.always and not about_size.best:
@@ -221,7 +221,7 @@ def _cells(
         experiment.check()
         for task in experiment.tasks.values():
             if task.rates:
-                raise ConfigError(f"{task.name}.rates: a study chooses rates by the grid of sizes")
+                raise ConfigError(f"{task.name}.rates: a study has the rates of its sizes")
         return {
             scheme: _cell(
                 size, scheme, about, about_size, experiment, sizes_above.get(source, {}).get(scheme)

@@ -184,7 +184,8 @@ def scheme_attention(
       The output [B, T, N, V], and the cache with these tokens in it, or None.
 
     Raises:
-      ValueError: for shapes, parameters or options that do not fit.
+      ValueError: for shapes, parameters or options that do not fit, and for a scheme of causal
+        attention alone where queries may see later keys.
       TypeError: for positions that are not integers.
       NotImplementedError: for norms of a scheme that scales q or k, or replaces attention.
 

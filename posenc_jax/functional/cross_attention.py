@@ -68,7 +68,8 @@ def scheme_cross_attention(
       The output [B, T, N, V].
 
     Raises:
-      ValueError: for arguments that do not fit, and without positions for a scheme that needs them.
+      ValueError: for arguments that do not fit, without positions for a scheme that needs them, and
+        for a scheme of causal attention alone where queries may see later keys.
       NotImplementedError: for a scheme with a running state (FoX, PaTH, short convolutions).
 
     >>> import posenc_jax as pe

@@ -179,7 +179,7 @@ class Case:
         return calls
 
     def traced_functions(self, scheme: Scheme) -> list[list[tuple[str, Callable]]]:
-        """Returns what the recorder keeps of a small call with a scheme, if it is traced anew."""
+        """Returns the functions that the recorder adds for a small call, if it is traced anew."""
         count = len(self.recorder.traced)
         self._trace(scheme=scheme)
         return self.recorder.traced[count:]
@@ -231,8 +231,8 @@ class Case:
 
     def _all_slopes(self, implementations, params, x, out_weights, segment_ids):
         def loss(params, x, implementation):
-            options = {"segment_ids": segment_ids, "implementation": implementation}
-            options["contiguous"] = True
+            options = {"segment_ids": segment_ids, "contiguous": True}
+            options["implementation"] = implementation
             out, _ = self.model(self.scheme, params, self.weights, x, **options)
             return (out * out_weights).sum(), out
 
@@ -249,7 +249,7 @@ class Case:
     ) -> list[tuple[np.ndarray, Any, np.ndarray]]:
         """Returns the output for 130 tokens, and gradients of its weighted sum to params and x.
 
-        One program has those of all `implementations`.
+        One program computes them for all `implementations`.
 
         Args:
           segment_ids: `padded` or `packed`. Default: one segment.

@@ -232,8 +232,10 @@ EVIDENCE = [
     f"{context('alibi', 512, 2048):.3f}.",
     f"T5 is {-CONTEXT['t5', DIFFERENCE]:.3f} and KERPLE {-CONTEXT['kerple', DIFFERENCE]:.3f} "
     f"ahead of RoPE with theta 10,000; theta 500 is {CONTEXT['rope_500', DIFFERENCE]:.3f} behind "
-    f"that. ALiBi's {-CONTEXT['alibi', DIFFERENCE]:.3f} ahead are not resolved, nor are FoX's "
-    f"{CONTEXT['fox', DIFFERENCE]:.3f} and {CONTEXT['local_rope', DIFFERENCE]:.3f} of RoPE trained",
+    f"that, and a greater theta was not tried. ALiBi's {-CONTEXT['alibi', DIFFERENCE]:.3f} ahead "
+    "are not resolved, nor is RoPE trained in windows of 128, "
+    f"{CONTEXT['local_rope', DIFFERENCE]:.3f} behind, nor FoX, "
+    f"{CONTEXT['fox', DIFFERENCE]:.3f} behind; both are flat",
     f"on speeches, code and wordings, by {min(ALIBI[:3]):.3f} to {max(ALIBI[:3]):.3f}, and ahead "
     f"on tunes, by {-ALIBI[3]:.3f}",
     f"by {-SIZES['0.1 million']['t5', DIFFERENCE]:.3f} at 0.1 million parameters to "

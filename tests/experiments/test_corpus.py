@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import lzma
+import platform
 import re
 import sys
 from importlib.machinery import ModuleSpec
@@ -11,7 +12,10 @@ from importlib.machinery import ModuleSpec
 import numpy as np
 import pytest
 
+import posenc_jax as pe
 from experiments.errors import CorpusError
+from experiments.runs.run import Run
+from experiments.tasks import Text
 from experiments.tasks.corpus import SOURCES, load_corpus, pair_bits
 
 PACKAGES = [name for name, source in SOURCES.items() if source.version]
@@ -104,6 +108,12 @@ def test_tunes_are_metre_key_and_music():
     documents = SOURCES["music21"].documents([("reels.abc", ABC)])
     music = b"M:4/4\nL:1/8\nK:EMinor\nE2 B,E GE|^F4\nG:|\n\n"
     assert documents == [("thereelno", music), ("thereelno", b"K:D\n\n")]
+
+
+def test_results_on_the_stdlib_are_of_one_python():
+    task = Text(corpus="stdlib")
+    sources = Run(task, "none", {}, pe.NoPE(), 0).sources
+    assert sources == {"python": platform.python_version()}
 
 
 def test_stdlib():

@@ -383,6 +383,8 @@ def test_another_checkpoint_is_refused_in_a_line(plan, tmp_path, capsys):
         assert __main__.main([*command, str(tmp_path / file)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("config error: checkpoint: ") and message in line
+    assert __main__.main(["lengths", str(tmp_path / "plan.toml"), "--checkpoint", "none.gguf"]) == 2
+    assert "--checkpoint: needs --run" in capsys.readouterr().err
 
 
 def test_damaged_results_are_one_line(tmp_path, capsys):

@@ -268,8 +268,8 @@ def test_the_name_of_a_run_depends_on_every_setting():
         (("seeds = 2", "first_seed = -1"), "first_seed: must be greater than or equal to 0"),
         (("steps = 4", "steeps = 4"), "kback.train.steeps: unknown setting of Train"),
         (('scheme = "none"', 'schem = "none"'), "runs.none: scheme: is missing"),
-        (('scheme = "none"', 'scheme = "none"\nseeds = 3'), "none: seeds: is no setting of a run"),
-        (("seeds = 2", 'seeds = 2\nresults = "here"'), "results: is no setting of a claim"),
+        (('scheme = "none"', 'scheme = "none"\nseeds = 3'), "none: seeds: is a setting of compare"),
+        (("seeds = 2", 'seeds = 2\nresults = "here"'), "results: is a setting of compare"),
         (("minutes = 0.1", ""), "minutes: is missing"),
         (("[kback.train]", "[kback.train"), "cannot be read"),
     ],
@@ -288,7 +288,7 @@ def test_a_wrong_claim_is_one_line(call, change, message):
     [
         (("T2",), "unknown claim 'T2'; known: T1"),
         (("--run", "--seeds", "0"), "--seeds: must be at least 1"),
-        (("--run", "--seeds", "3"), "--seeds: the claims have 2, got 3"),
+        (("--run", "--seeds", "3"), "--seeds: must be at most 2, as in the claims, got 3"),
         (("--folder", "nowhere"), "nowhere: has no files of claims"),
     ],
 )

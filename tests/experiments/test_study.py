@@ -789,15 +789,18 @@ def test_a_scheme_is_added_with_one_command(call, monkeypatch, tmp_path):
         ),
         (
             ("rates = [1e-3, 2e-3, 4e-3]", 'rates_of = "small"\ntries = 2'),
-            "large: tries: is that of",
+            "large: tries: belongs to small",
         ),
         (
             ("rates = [1e-3, 2e-3, 4e-3]", 'rates_of = "small"\nbest = 1\nequal_time = true'),
-            "sizes.large: equal_time: has no clock",
+            "sizes.large: equal_time: needs a size",
         ),
-        (('task = "kback"', 'task = "kback"\nseeds = 2'), "seeds: is no setting of a study"),
-        (("seeds = 2", "seeds = 2\nfirst_seed = 1"), "small: first_seed: is no setting of a size"),
-        (("seeds = 2", 'seeds = 2\nschemes = ["rope"]'), "small: schemes: a size has tables of"),
+        (
+            ('task = "kback"', 'task = "kback"\nseeds = 2'),
+            "seeds: is a setting of compare",
+        ),
+        (("seeds = 2", "seeds = 2\nfirst_seed = 1"), "small: first_seed: is a setting of compare"),
+        (("seeds = 2", 'seeds = 2\nschemes = ["rope"]'), "small: schemes: must be tables of"),
         (
             ("[kback.train]", "[kback.rates.rope]\nlearning_rate = 1.0\n[kback.train]"),
             "kback.rates: a",

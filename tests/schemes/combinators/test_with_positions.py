@@ -34,7 +34,7 @@ class Times:
 
 
 # One that acts in each place, and with each kind of rule.
-KINDS = ["learned", "rope", "shaw", "transformer_xl", "fox", "rerope"]
+KINDS = ["learned", "rope", "shaw", "transformer_xl", "fox", "dape", "rerope"]
 
 
 @pytest.mark.parametrize("name", KINDS)
