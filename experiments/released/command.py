@@ -55,6 +55,7 @@ SLOTS = 512, 8192
 NEW = 64
 PROMPT = "The history of science shows that"
 _CLEAR = "\r\033[K" if sys.stdout.isatty() else ""
+_OF_LOSSES = "methods", "tokens", "picture"
 _LENGTHS = "max_position_embeddings", "n_positions", "n_ctx", "seq_length"
 
 
@@ -261,6 +262,7 @@ def _plan(options: argparse.Namespace, path: Path, checkpoint: Checkpoint) -> Pl
     prompt, text, tokens, count, layers = "", "", np.zeros(0, np.int32), 0, {}
     new = min(NEW, trained // 2)
     if checkpoint.tokenizer is None:
+        _refuse(options, ("text", *_OF_LOSSES), checkpoint.tokenizer_error)
         notes.append(f"No text and no losses: {checkpoint.tokenizer_error}")
     else:
         prompt, most = options.prompt, min(SLOTS[0], trained) - new
@@ -293,6 +295,13 @@ def _plan(options: argparse.Namespace, path: Path, checkpoint: Checkpoint) -> Pl
         layers,
         notes,
     )
+
+
+def _refuse(options: argparse.Namespace, unused: Sequence[str], reason: str | None) -> None:
+    """Refuses options that a checkpoint without losses has no use for."""
+    for name in unused:
+        if getattr(options, name) is not None:
+            raise ConfigError(f"--{name}: no losses are measured: {reason}")
 
 
 def _free_memory() -> float:
@@ -332,9 +341,8 @@ def _layers(
     reason = "" if any(hasattr(x.scheme, "scaling") for x in layers) else "no layer has RoPE"
     if not trained:
         reason = "the checkpoint must state its trained length"
-    if reason and options.methods:
-        raise ConfigError(f"--methods: {reason}")
     if reason:
+        _refuse(options, _OF_LOSSES, reason)
         notes.append(f"No losses by place: {reason}.")
         return {}
     whole = [x for x in layers if x.window is None and x.chunk_size is None]

@@ -1,7 +1,7 @@
 """The page of a study with many schemes: a picture, a summary and the best with more seeds."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,12 +133,18 @@ def screen_numbers(rows: Mapping[str, Row]) -> str:
         first, task = row.results[0], row.cell.task
         scores = {n: row.values(task.views[0], n) for n in task.test_lengths}
         line = {"scheme": label(scheme)}
-        line |= {str(n): f"{mean(x):.3f}" if x else "diverged" for n, x in scores.items()}
+        line |= {str(n): _mean(x, len(row.results)) for n, x in scores.items()}
         line["step"] = ratio(row.step, none.step if none else None)
         line["memory"] = ratio(first.memory_bytes, none.results[0].memory_bytes if none else None)
         line["parameters"] = f"{first.parameters:,}" if first.parameters else ""
         lines.append(line | {"rate": _rate(row)})
     return as_csv(lines)
+
+
+def _mean(scores: Sequence[float], seeds: int) -> str:
+    """Returns the mean of the seeds that did not diverge, and their number if it is not all."""
+    ended = f" ({len(scores)} of {seeds} seeds)" if len(scores) < seeds else ""
+    return f"{mean(scores):.3f}{ended}" if scores else "diverged"
 
 
 def _rate(row: Row) -> str:

@@ -248,10 +248,12 @@ def origin(results: Sequence[Result], clock: Clock | None) -> dict[str, Any] | N
         return None
     clocks = []
     if clock is not None:
+        device, cpu = clock.environment["device"], clock.environment["processor"]
+        machine = cpu if device.startswith("cpu") else device
         for size, rounds in clock.rounds.items():
             share = clock.others[size]
             others = "an unknown part" if share is None else f"{share:.1%}"
-            clocks.append(dict(size=size, rounds=rounds, others=others))
+            clocks.append(dict(size=size, rounds=rounds, others=others, machine=machine))
     return {
         "processors": "; ".join(ordered(result.processor for result in results)),
         "runs": len(results),

@@ -109,6 +109,9 @@ def test_everything(files, capsys):
         (["tiny.gguf", "--picture", "text.txt/x"], "text.txt/x.check: cannot be written"),
         (["words.gguf"], "the trained length must be a positive integer, got 'many'"),
         (["zero.gguf", "--methods", "ntk"], "the checkpoint must state its trained length"),
+        (["zero.gguf", "--tokens", "99"], "--tokens: no losses are measured: the checkpoint must"),
+        (["zero.gguf", "--picture", "x.svg"], "--picture: no losses are measured"),
+        (["mute.gguf"], "--text: no losses are measured: read: 'mute.gguf' has a tokenizer"),
         (["tiny.gguf", "--name", "../x"], "--name: must be letters"),
     ],
 )
@@ -119,6 +122,7 @@ def test_bad_input_is_one_line(files, capsys, arguments, message):
     write(files / "lacks.gguf", skip="model.layers.0.mlp.down_proj.weight")
     write(files / "words.gguf", llama__context_length="many")
     write(files / "zero.gguf", llama__context_length=0)
+    write(files / "mute.gguf", tokenizer=TOKENIZER | {"pre": "unheard"})
     assert main(["released", *arguments, "--text", "text.txt"]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

@@ -67,7 +67,7 @@ CLOCK = Clock(
     steps={"small": {"none": 5.0, "rope": 8.0, "kerple": 10.0}},
     rounds={"small": 15},
     others={"small": 0.01},
-    environment={"processor": "Some 1"},
+    environment={"processor": "Some 1", "device": "cpu: cpu"},
 )
 PLACES = {"file": "mine.toml", "numbers": "mine.csv", "methods": "methods.md"}
 
@@ -523,8 +523,17 @@ def test_a_catalogue_is_one_table(study_of):
     expected = {"32": "0.409", "48": "0.273", "step": "2.00", "parameters": "1,000"}
     assert kerple.items() >= {**expected, "rate": "0.008*"}.items() and none["step"] == "1.00"
     assert ":file: mine.csv" in text
+    assert "Steps of small: medians of 15 rounds on Some 1; other programs had 1.0% of it" in text
     svg = catalogue_picture(study, rows)
     assert ">rope<" in svg and "rise at 1.5 times the length" in svg
+
+    results = answers(diverges=lambda run: (run.scheme, run.seed) == ("kerple", 1))
+    rows, _ = rows_by_size(study, results)
+    text = " ".join(catalogue_page(study, rows, results, None, {}, **PLACES).split())
+    assert "0 of 2 have a better mean" in text and "Not tested, as a seed diverged" in text
+    lines = csv.DictReader(screen_numbers(rows["small"]).splitlines())
+    scores = {line["scheme"]: line["32"] for line in lines}
+    assert scores["kerple"] == "0.409 (1 of 2 seeds)" and scores["none"] == "0.300"
 
 
 def test_leads_are_corrected_for_their_number():
