@@ -368,13 +368,15 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
     _check_rules(rules)
     _check_numbers(call)
     rules = tuple(map(_in_float32, rules))
-    functions = [vars(rule).get("rule") for rule in rules]
-    functions = [getattr(f, "rule", f) for f in functions]  # Those of `on`.
-    if call.softcap is not None and any(isinstance(f, OfScores) for f in functions):
-        raise ValueError(
-            "attention: softcap needs a score_mod that says adds=True or relative=True, and adds "
-            "within it; or let the function do what softcap does."
-        )
+    for rule in rules if call.softcap is not None else ():
+        function = vars(rule).get("rule")
+        while hasattr(function, "rule"):  # Those of `on`.
+            function = function.rule
+        if isinstance(function, OfScores):
+            raise ValueError(
+                "attention: softcap needs a score_mod that says adds=True or relative=True, and "
+                "adds within it; or let the function do what softcap does."
+            )
     batch, length, num_heads, dim = q.shape
     keys = k.shape[1]
     if call.mask is not None:

@@ -177,7 +177,8 @@ def test_a_false_claim_is_nan():
 def test_softcap_needs_to_know_what_a_function_does():
     q = jnp.ones((1, 5, 2, 4))
     rule = pe.score_mod(lambda score, b, h, i, j: score - 1.0, q)
-    for each in (rule, rule.on(lambda i: i)):
+    moved = rule.on(lambda i: i)
+    for each in (rule, moved, moved.on(lambda i: i)):
         with pytest.raises(ValueError, match="softcap needs a score_mod that says adds=True"):
             pe.attention(q, q, q, rules=each, softcap=3.0)
     with pytest.raises(ValueError, match="must return one score"):
