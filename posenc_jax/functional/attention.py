@@ -176,9 +176,9 @@ def scheme_attention(
         prefixes need it to be evaluated by slot: padding may lie between tokens.
       scale: the factor on q . k. Default: the scheme's own.
       mask, is_causal, window, prefix_length, softcap, sinks, dropout_rate, dropout_key,
-        implementation: as in `attention`. With a cache, S
-        is its capacity: the slots of a row hold its tokens in their order, without padding. All
-        tokens of a prefix go into one call, and later calls with a window need its length too.
+        implementation: as in `attention`. With a cache, S is its capacity: the slots of a row hold
+        its tokens in their order, without padding; a ring takes no mask. All tokens of a prefix go
+        into one call, and later calls with a window need its length too.
 
     Returns:
       The output [B, T, N, V], and the cache with these tokens in it, or None.
@@ -358,6 +358,11 @@ def _check_call(call: AttentionCall, cache: KVCache | None, scheme: Scheme) -> N
     require(
         not cache.ring or call.prefix_length is None,
         "scheme_attention: every query sees the keys of prefix_length, which a ring cache evicts.",
+    )
+    require(
+        not cache.ring or call.mask is None,
+        "scheme_attention: mask is by slot, and the slots of a ring cache take new tokens in turn: "
+        "use a full cache.",
     )
 
 

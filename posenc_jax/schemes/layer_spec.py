@@ -60,8 +60,9 @@ class LayerSpec:
     Raises:
       TypeError: if scheme is not a `Scheme`, or qk_norm no `QKNorm`.
       ValueError, TypeError: for an invalid window, chunk size, scale or softcap.
-      ValueError: for an unknown mixer or form of sinks, and for settings of attention with
-        another mixer.
+      ValueError: for an unknown mixer or form of sinks, for chunks with `streaming`, `RoPEByLength`
+        or another scheme of `traits.reads_segments`, and for settings of attention with another
+        mixer.
 
     >>> LayerSpec(pe.RoPE(head_dim=8), window=512).window
     512
@@ -87,6 +88,11 @@ class LayerSpec:
             positive("LayerSpec", softcap=self.softcap)
         if self.chunk_size is not None:
             positive_integers("LayerSpec", chunk_size=self.chunk_size)
+            require(
+                not self.scheme.traits.reads_segments,
+                "LayerSpec: chunk_size needs a scheme that attends within its window alone, got "
+                f"{self.scheme!r}.",
+            )
         one_of("LayerSpec", get_args(Mixer), mixer=self.mixer)
         require(
             self.sinks in (False, True, "projected"),
@@ -140,7 +146,7 @@ def in_chunks(
 
     The window limits a query to its chunk and the neighbours, and segments separate the chunks. The
     ids repeat after 16 chunks, so that they stay small for any positions; convolutions over
-    segments may have up to 16 C tokens.
+    segments may have up to 16 C tokens, and schemes with `traits.reads_segments` need other ids.
 
     >>> in_chunks(4, jnp.arange(10), None)
     (Array([0, 0, 0, 0, 1, 1, 1, 1, 2, 2], dtype=int32), (3, 3))

@@ -67,6 +67,8 @@ class Traits:
         so k is cached as projected and transformed at every step.
       norm_after: norms of q and k may follow `query` and `key`. False: these scale q or k, which
         norms would undo, and `streaming` refuses.
+      reads_segments: `attend` compares segment_ids beyond the window. A layer with `chunk_size`,
+        whose ids of chunks repeat, refuses the scheme.
       num_sink_tokens: number of initial tokens of a sequence that stay visible outside the
         window; a ring cache keeps them.
       mirrored: without causality, outputs are the same for the reversed sequence: nothing tells
@@ -83,6 +85,7 @@ class Traits:
     transforms_rows: bool = False
     cache_transformed_keys: bool = True
     norm_after: bool = True
+    reads_segments: bool = False
     num_sink_tokens: int = 0
     mirrored: bool = False
     causal_only: str = ""
@@ -100,6 +103,7 @@ class Traits:
             transforms_rows=any(t.transforms_rows for t in traits),
             cache_transformed_keys=all(t.cache_transformed_keys for t in traits),
             norm_after=all(t.norm_after for t in traits),
+            reads_segments=any(t.reads_segments for t in traits),
             num_sink_tokens=max(t.num_sink_tokens for t in traits),
             mirrored=all(t.mirrored for t in traits),
             causal_only="; ".join(t.causal_only for t in traits if t.causal_only),

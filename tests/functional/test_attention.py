@@ -219,6 +219,9 @@ def test_a_ring_needs_a_window_and_room_for_it():
             jax.eval_shape(lambda window=window: step(window, 1))
     for window in (3, (2, 0)):  # The window's 2 past tokens, and 2 new.
         jax.eval_shape(lambda window=window: step(window))
+    mask = jnp.ones((1, 1, 1, 4), bool)
+    with pytest.raises(ValueError, match="mask is by slot, and the slots of a ring cache"):
+        attend(part=slice(0, 1), cache=new_cache(ring=True, capacity=4), window=3, mask=mask)
     message = "2 tokens at a time with window 4 need a ring of 5 slots, and the cache has 4"
     with pytest.raises(ValueError, match=f"scheme_attention: {message}"):
         jax.eval_shape(lambda: step(4))

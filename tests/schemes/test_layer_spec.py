@@ -160,6 +160,13 @@ ERRORS = [
         "chunk_size must be an int.*2.5",
         TypeError,
     ),
+    *(
+        (pe.LayerSpec, {"scheme": scheme, "chunk_size": 4}, "attends within its window alone, got")
+        for scheme in (
+            pe.chain(pe.SSMax(2), pe.streaming(LOCAL, 2)),
+            pe.RoPEByLength(8, scaling=pe.DynamicNTK(2.0, 4, None)),
+        )
+    ),
     (pe.LayerSpec, NO_ATTENTION | {"mixer": "mamba"}, "mixer must be one of"),
     *(
         (pe.LayerSpec, NO_ATTENTION | settings, "'convolution' has no settings of attention")

@@ -44,7 +44,8 @@ class _Streaming(Wrapper):
     @property
     def traits(self):
         # Coordinates of queries are clipped, so that they must begin at 0 with each sequence.
-        return dataclasses.replace(self.scheme.traits, num_sink_tokens=self.first, relative=False)
+        changes = {"num_sink_tokens": self.first, "reads_segments": True, "relative": False}
+        return dataclasses.replace(self.scheme.traits, **changes)
 
     def query(self, params, q, coordinates, features=None, tables=None):
         return q  # Transformed in `attend`, at two coordinates.

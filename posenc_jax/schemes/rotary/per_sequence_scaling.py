@@ -34,6 +34,7 @@ from posenc_jax.schemes.rotary.base import AttendRotary, check_coordinates
 from posenc_jax.schemes.rotary.frequencies import PerSequenceMap, rope_frequencies
 from posenc_jax.schemes.rotary.rotate import materialize
 from posenc_jax.schemes.rotary.scaling.dynamic_ntk import DynamicNTK
+from posenc_jax.schemes.scheme import Traits
 
 
 def segment_lengths(
@@ -65,8 +66,8 @@ def segment_lengths(
 class RoPEByLength(AttendRotary):
     """RoPE with frequencies by the length of each sequence (Ding et al. 2024).
 
-    Lengths are read from the queries: in cross attention keys have them too, and with `chunk_size`
-    each chunk has its own.
+    Lengths are read from the queries: in cross attention keys have them too. Layers with
+    `chunk_size` refuse the scheme.
 
     Attributes:
       head_dim, theta, layout, rotary_dim, rotary_start: as in `RoPE`.
@@ -84,6 +85,7 @@ class RoPEByLength(AttendRotary):
 
     scaling: PerSequenceMap = DynamicNTK(1.0, 2048, None)  # noqa: RUF009, frozen
     name: ClassVar[str] = "rope_by_length"
+    traits: ClassVar = Traits(cache_transformed_keys=False, reads_segments=True)
 
     def __post_init__(self):
         require(
