@@ -10,8 +10,6 @@ import re
 import numpy as np
 
 from experiments.runs.results import packed
-from experiments.runs.run import known
-from experiments.study import plan
 from posenc_jax.hf.model_types import MODEL_TYPES
 from tests.docs import pages
 
@@ -58,8 +56,6 @@ MODELS = rows(pages.read("docs/models.md"))
 CLOCK = json.loads(pages.read("results/gpu/first/clock.json"))["steps"]["25 million"]
 GAINS = re.findall(r"#   (?:sympy|pythonbible) .* (\S+)\n", pages.read("configs/context.toml"))
 """What 512 bytes are worth over 64: without convolutions, then with."""
-LARGE = json.loads(pages.read("results/gpu/context.json"))["places"]["512"]
-"""Bits per byte of 25 million parameters by places of 32 bytes."""
 TRAINED, LONGEST, STEP = "score", "nonoverlapping 1024", "step relative to rope"
 DIFFERENCE = "difference to rope"
 ERROR = "greatest difference of logits"
@@ -67,13 +63,6 @@ ERROR = "greatest difference of logits"
 
 def claim(name, run, length):
     return number(SCORES[name, run][f"at {length}"])
-
-
-def undone(length):
-    """The part of RoPE's rise beyond the trained length that NTK undoes."""
-    rise = SMALL["rope", f"nonoverlapping {length}"] - SMALL["rope", TRAINED]
-    left = SMALL["rope", f"ntk {length}"] - SMALL["rope", TRAINED]
-    return round(100 * (1 - left / rise))
 
 
 def varied(table, variant, length=1024):
@@ -136,17 +125,6 @@ def rises(tables, scheme):
     return [table[scheme, LONGEST] - table[scheme, TRAINED] for table in tables]
 
 
-def places():
-    """Scores of RoPE on bytes 16 to 32 and 64 to 128 of rows of the trained length."""
-    study, results = (
-        plan.load(pages.ROOT / "configs/study.toml"),
-        known(pages.ROOT / "results/study"),
-    )
-    finals = [results(run) for run in study.cells["small"]["rope"].finals(results)]
-    rows = np.array([result.places["128"] for result in finals])  # 16 parts of 8 bytes.
-    return rows[:, 2:4].mean(), rows[:, 8:].mean()
-
-
 def flattest():
     """The greatest loss of schemes that are said to lose nothing at 8 times the length."""
     biases = [x for scheme in ("kerple", "fox", "alibi") for x in rises(CORPORA.values(), scheme)]
@@ -192,10 +170,7 @@ BEHIND_100 = re.findall(
     r"theta [\d,]+ \|.*?\(\+(\S+) .*?\(\+(\S+) ", pages.read("docs/study_steps.md")
 )
 """How far theta 10,000 and 500 are behind 100, after 1,000 and 4,000 steps."""
-OWN_SCALE, IN_WINDOWS = (
-    "t5_own_scale, factor 1 on q . k",
-    "local_rope, RoPE in windows of a quarter of the length",
-)
+OWN_SCALE = "t5_own_scale, factor 1 on q . k"
 
 
 def context(scheme, shorter, longer):
@@ -203,68 +178,45 @@ def context(scheme, shorter, longer):
     return CONTEXT[scheme, f"sliding {shorter}"] - CONTEXT[scheme, f"sliding {longer}"]
 
 
-SMALL_LEADS = [
-    -numbers[scheme, DIFFERENCE]
-    for size, numbers in SIZES.items()
-    for scheme in ("kerple", "fox")
-    if size != "0.3 million"
-]
 EVIDENCE = [
     "brackets are 95 % intervals",
     f"Models of {min(SIZES).split()[0]} to {max(SIZES).split()[0]} million parameters",
     "The picture and the table have models of 0.3 million parameters on speeches.",
     f"by {-max(behind):.3f} to {-min(behind):.3f} on",
     f"of learned ones by {SMALL['learned', DIFFERENCE]:.3f} on speeches",
-    f"{SMALL['rope', TRAINED]:.3f} at 128 bytes, {SMALL['rope', 'nonoverlapping 256']:.3f} at 256",
-    f"it loses {min(of_corpora):.2f} to {max(of_corpora):.2f} on [four corpora](study_corpora.md) "
+    f"it has {SMALL['rope', TRAINED]:.3f} at 128 bytes and "
+    f"{SMALL['rope', 'nonoverlapping 256']:.3f} at 256, and at 8 times the length it loses "
+    f"{min(of_corpora):.2f} to {max(of_corpora):.2f} on [four corpora](study_corpora.md) "
     f"and {min(of_sizes):.2f} to {max(of_sizes):.2f} at [four sizes]",
-    f"with ReRoPE they lose {min(REROPE):.2f} to {max(REROPE):.2f} on the corpora, with YaRN "
-    f"{min(YARN):.2f} to {max(YARN):.2f}",
-    f"lose {varied(SMALL, 'window of 16', 128):.3f} at 128 bytes on speeches, "
-    f"{varied(CORPORA['code'], 'window of 16', 128):.3f} on code, "
-    f"{varied(CORPORA['tunes'], 'window of 16', 128):.3f} on tunes",
-    f"NTK undoes {undone(256)} % of the loss at twice the length, {undone(1024)} % at eight times",
-    f"bytes have {context('rope', 128, 512):.3f} less loss than windows of 128 with RoPE, "
-    f"{context('t5', 128, 512):.3f} with T5, {context('kerple', 128, 512):.3f} with KERPLE, "
-    f"{context('alibi', 128, 512):.3f} with ALiBi. In windows of 2048 RoPE loses "
-    f"{context('rope', 2048, 512):.3f}, and T5, KERPLE and ALiBi gain "
-    f"{context('t5', 512, 2048):.3f}, {context('kerple', 512, 2048):.3f} and "
-    f"{context('alibi', 512, 2048):.3f}.",
-    f"T5 is {-CONTEXT['t5', DIFFERENCE]:.3f} and KERPLE {-CONTEXT['kerple', DIFFERENCE]:.3f} "
-    f"ahead of RoPE with theta 10,000; theta 500 is {CONTEXT['rope_500', DIFFERENCE]:.3f} behind "
-    f"that, and a greater theta was not tried. ALiBi's {-CONTEXT['alibi', DIFFERENCE]:.3f} ahead "
-    "are not resolved, nor is RoPE trained in windows of 128, "
-    f"{CONTEXT['local_rope', DIFFERENCE]:.3f} behind, nor FoX, "
-    f"{CONTEXT['fox', DIFFERENCE]:.3f} behind; both are flat",
-    f"on speeches, code and wordings, by {min(ALIBI[:3]):.3f} to {max(ALIBI[:3]):.3f}, and ahead "
-    f"on tunes, by {-ALIBI[3]:.3f}",
-    f"by {-SIZES['0.1 million']['t5', DIFFERENCE]:.3f} at 0.1 million parameters to "
-    f"{-SIZES['2.5 million']['t5', DIFFERENCE]:.3f} at 2.5",
-    f"[Of {-STEPS['t5', '1,000']:.3f} after 1,000 steps {-STEPS['t5', '4,000']:.3f} are left",
-    f"its own logit scale {-STEPS[OWN_SCALE, '1,000']:.3f} ahead become "
-    f"{STEPS[OWN_SCALE, '4,000']:.3f} behind",
-    f"at 0.3 million they are {STEPS['kerple', '4,000']:.3f} and {STEPS['fox', '4,000']:.3f} "
+    f"With ReRoPE they lose {min(REROPE):.2f} to {max(REROPE):.2f}, with YaRN {min(YARN):.2f} to "
+    f"{max(YARN):.2f}",
+    f"they are {-CONTEXT['t5', DIFFERENCE]:.3f} and {-CONTEXT['kerple', DIFFERENCE]:.3f} ahead of "
+    f"RoPE, and NoPE is {CONTEXT['none', DIFFERENCE]:.3f} behind.",
+    f"T5, KERPLE and ALiBi gain {context('t5', 512, 2048):.3f}, {context('kerple', 512, 2048):.3f} "
+    f"and {context('alibi', 512, 2048):.3f} over windows of 512, and NoPE loses "
+    f"{context('none', 2048, 512):.3f}, RoPE {context('rope', 2048, 512):.3f}, or nothing",
+    f"ALiBi's {-CONTEXT['alibi', DIFFERENCE]:.3f} ahead, the "
+    f"{-CONTEXT['local_rope_nope', DIFFERENCE]:.3f} of RoPE in windows and NoPE by turns, and "
+    f"FoX's {CONTEXT['fox', DIFFERENCE]:.3f} behind are not resolved",
+    f"{-STEPS['t5', '1,000']:.3f} ahead of the best RoPE after 1,000 steps and "
+    f"{-STEPS['t5', '4,000']:.3f} after 4,000",
+    f"logit scale {-STEPS[OWN_SCALE, '1,000']:.3f} ahead become {STEPS[OWN_SCALE, '4,000']:.3f} "
     "behind",
-    f"After [4,000 steps](study_steps.md) on speeches it is {STEPS['alibi', '4,000']:.3f} behind",
-    f"it is [{-STEPS[IN_WINDOWS, '1,000']:.3f} ahead](study_steps.md) after 1,000 steps, and "
-    f"{-STEPS[IN_WINDOWS, '4,000']:.3f} after 4,000, not resolved",
-    "100 is [{} and {} better]".format(*BEHIND_100[0]),
-    f"and after 4,000 also {BEHIND_100[1][1]} better than 500",
-    f"nor at the model's rate, {FINALISTS['t5', DIFFERENCE]:.3f}",
-    f"at three of four sizes, by {min(SMALL_LEADS):.3f} to {max(SMALL_LEADS):.3f}",
+    f"KERPLE and FoX are at most {-STEPS['kerple', '1,000']:.3f} ahead",
+    f"ALiBi is {STEPS['alibi', '1,000']:.3f} and {STEPS['alibi', '4,000']:.3f} behind; it is "
+    f"ahead on tunes alone, by {-ALIBI[3]:.3f}",
+    f"of {SCHEMES} schemes and chains are ahead of RoPE** after equal steps and Holm's "
+    f"correction, of {AHEAD} with",
     "have better means than RoPE, by {:.3f}, {:.3f} and {:.3f}".format(
         *(-in_ropes_time(scheme) for scheme in ("bam", "rope+alibi", "rope+short_conv"))
     ),
-    f"of {SCHEMES} schemes and chains are ahead of RoPE** after equal steps and Holm's "
-    f"correction, of {AHEAD} with",
-    "RoPE has {:.3f} on bytes 16 to 32 of a row and {:.3f} on bytes 64 to 128".format(*places()),
-    f"KERPLE {SMALL['kerple', 'sliding 128']:.3f} with at least 64 bytes before each and "
-    f"{SMALL['kerple', 'sliding 512']:.3f} with 448",
-    "RoPE loses {2} on code and {3} on wordings in windows of 64, and {0} and {1} without".format(
-        *GAINS
-    ),
-    f"RoPE has {LARGE[2]:.3f} on bytes 64 to 96 of a row and {LARGE[15]:.3f} on bytes 480 to 512",
+    f"lose {varied(SMALL, 'window of 16', 128):.3f} on speeches, "
+    f"{varied(CORPORA['code'], 'window of 16', 128):.3f} on code and "
+    f"{varied(CORPORA['tunes'], 'window of 16', 128):.3f} on tunes",
+    "512 bytes are worth {0} over 64 there, with them {2}".format(*GAINS),
     f"RoPE has {TWICE} after 2,000 and {STEPS['rope, theta 10,000', '4,000']:.3f} after 4,000",
+    "100 is [{} and {} better]".format(*BEHIND_100[0]),
+    f"500 is {CONTEXT['rope_500', DIFFERENCE]:.3f} behind",
     f"so have {GREATEST} of the {SCHEMES} schemes of the catalogue",
     f"{int(AHEAD) - int(RESOLVED)} of the {AHEAD} leads may be chance",
 ]
@@ -322,8 +274,10 @@ def test_the_evidence_is_that_of_the_results():
     assert CONTEXT["rope", "rope + window 2048"] < 0
     answer = pages.read("docs/study_context.md").partition("**4,000:**")[2]
     beyond = dict(re.findall(r"(?m)^\| (\w+) \|.*\| (\w+) \|$", answer))
-    assert [beyond[x] for x in ("rope", "t5", "kerple", "alibi")] == ["loses", *["gains"] * 3]
-    assert beyond["fox"] == beyond["local_rope"] == "flat"
+    assert [beyond[x] for x in ("t5", "kerple", "alibi", "none", "rope")] == [
+        *["gains"] * 3,
+        *["loses"] * 2,
+    ]
     assert all(in_ropes_time(scheme) > 0 for scheme in others)
     assert tuned_to_the_edge("study_sizes", SIZES) == 3
     assert tuned_to_the_edge("study_corpora", CORPORA) == 3
