@@ -369,7 +369,7 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
     _check_numbers(call)
     rules = tuple(map(_in_float32, rules))
     for rule in rules if call.softcap is not None else ():
-        function = vars(rule).get("rule")
+        function: Any = vars(rule).get("rule")
         while hasattr(function, "rule"):  # Those of `on`.
             function = function.rule
         if isinstance(function, OfScores):

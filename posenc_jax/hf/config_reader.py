@@ -13,8 +13,8 @@ from posenc_jax.checks import require
 
 # Keys that change the position encoding, or the tokens that a layer attends to.
 _POSITION = re.compile(
-    "rope|rotary|alibi|relative|position|nope|pos_att|clamp_len|temperature|window|layer_types|"
-    "attention_chunk|dual_chunk|per_layer_config|pos_embds"
+    "rope|rotary|alibi|relative|(?<!m)position|nope|pos_att|clamp_len|temperature|window|"
+    "layer_types|attention_chunk|dual_chunk|per_layer_config|pos_embds"
 )
 _WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers")
 _FOLDER = importlib.resources.files("posenc_jax.hf")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from posenc_jax.engine.mask import Window
 from posenc_jax.hf.config_reader import TrackedConfig, is_causal, layer_count
+from posenc_jax.hf.rope import refuse_by_length
 from posenc_jax.schemes.additive.none import NoPE
 from posenc_jax.schemes.layer_spec import LayerSpec, Mixer
 from posenc_jax.schemes.scheme import Scheme
@@ -142,6 +143,7 @@ def layer_of(config: TrackedConfig, kind: str, scheme: Scheme, window: Window = 
     config.check(
         is_causal(config), "is_causal=false, which transformers ignores in layers with chunks"
     )
+    refuse_by_length(config, getattr(scheme, "scaling", None))
     return LayerSpec(scheme, chunk_size=config.need("attention_chunk_size"))
 
 

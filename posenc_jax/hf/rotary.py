@@ -325,8 +325,7 @@ class Latent:
         )
         interleave = self.interleave
         if interleave is None:
-            # DeepSeek-V3.2 has no such key; null is false.
-            interleave = config.get("rope_interleave", "rope_interleave" not in config.defaults)
+            interleave = config.get("rope_interleave", False)
         else:
             config.only("rope_interleave", interleave)
         layout = "interleaved" if self.in_place else "interleaved_to_half"

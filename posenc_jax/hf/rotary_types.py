@@ -136,10 +136,10 @@ def _mimo_v2(config: TrackedConfig) -> list[str]:
 
 
 def _llama4(config: TrackedConfig) -> list[str]:
-    """Reads chunks for the layers that rotate."""
-    config.ignore("attention_chunk_size")
+    """Reads chunks for the layers that rotate, if chunks have a size."""
+    chunked = FULL if config.get("attention_chunk_size") is None else CHUNKED
     config.only("nope_layer_interval", 4)  # Beside the default of no_rope_layers.
-    return declared(config) or [CHUNKED if x else FULL for x in rotating_flags(config)]
+    return declared(config) or [chunked if x else FULL for x in rotating_flags(config)]
 
 
 def _smollm3(config: TrackedConfig) -> list[str]:
@@ -834,9 +834,9 @@ ROWS: dict[str, ModelType] = {
     "kimi_linear": ModelType(without_positions(_kimi_linear), LATENT),
     # Multi-head latent attention.
     "deepseek_v2": _latent(Latent(interleave=True, in_place=True)),
-    "axk1 deepseek_v3 deepseek_v32 mistral4 youtu": _latent(Latent()),
+    "axk1 deepseek_v3 mistral4 youtu": _latent(Latent()),
     "glm4_moe_lite": _latent(Latent(), same={"head_dim": "qk_rope_head_dim"}),
-    "glm_moe_dsa": _latent(Latent(interleave=True)),
+    "deepseek_v32 glm_moe_dsa": _latent(Latent(interleave=True)),
     "axk2": _latent(Latent(interleave=True), _GATED),
     "hy_v4": _latent(Latent(interleave=False), _GATED, sinks=True),
     "minicpm3": _latent(Latent(interleave=False)),
