@@ -161,15 +161,15 @@ of_sizes = rises(SIZES.values(), "rope")
     re.DOTALL,
 )
 CURVE = dict(re.findall(r"([\d.]+) x: (\d\.\d{3})", pages.read("docs/study.md")))
-TWICE = CURVE["2"]
 FINALISTS = rows(CATALOGUE.partition("\n## Finalists\n")[2])
 ((GREATEST,),) = [re.findall(r"is the best one for (\d+) of 53 schemes", CATALOGUE)]
 CONTEXT = numbers_of("study_context", "4,000")
 STEPS = rows(pages.read("docs/study_steps.md"))
 BEHIND_100 = re.findall(
-    r"theta [\d,]+ \|.*?\(\+(\S+) .*?\(\+(\S+) ", pages.read("docs/study_steps.md")
+    r"theta [\d,]+ \|" + r".*?\(\+(\S+) " * 3, pages.read("docs/study_steps.md")
 )
-"""How far theta 10,000 and 500 are behind 100, after 1,000 and 4,000 steps."""
+"""How far theta 10,000 and 500 are behind 100, after each number of steps."""
+NUMBERS_OF_STEPS = "1,000", "4,000", "16,000"
 OWN_SCALE = "t5_own_scale, factor 1 on q . k"
 
 
@@ -178,6 +178,18 @@ def context(scheme, shorter, longer):
     return CONTEXT[scheme, f"sliding {shorter}"] - CONTEXT[scheme, f"sliding {longer}"]
 
 
+def steps(scheme, sign=1):
+    """The differences to the best RoPE after each number of steps."""
+    first, second, last = (f"{sign * STEPS[scheme, n]:.3f}" for n in NUMBERS_OF_STEPS)
+    return f"{first}, {second} and {last}"
+
+
+SMALL_LEADS = [
+    -numbers[scheme, DIFFERENCE]
+    for size, numbers in SIZES.items()
+    for scheme in ("kerple", "fox")
+    if size != "0.3 million"
+]
 EVIDENCE = [
     "brackets are 95 % intervals",
     f"Models of {min(SIZES).split()[0]} to {max(SIZES).split()[0]} million parameters",
@@ -198,13 +210,14 @@ EVIDENCE = [
     f"ALiBi's {-CONTEXT['alibi', DIFFERENCE]:.3f} ahead, the "
     f"{-CONTEXT['local_rope_nope', DIFFERENCE]:.3f} of RoPE in windows and NoPE by turns, and "
     f"FoX's {CONTEXT['fox', DIFFERENCE]:.3f} behind are not resolved",
-    f"{-STEPS['t5', '1,000']:.3f} ahead of the best RoPE after 1,000 steps and "
-    f"{-STEPS['t5', '4,000']:.3f} after 4,000",
-    f"logit scale {-STEPS[OWN_SCALE, '1,000']:.3f} ahead become {STEPS[OWN_SCALE, '4,000']:.3f} "
-    "behind",
-    f"KERPLE and FoX are at most {-STEPS['kerple', '1,000']:.3f} ahead",
-    f"ALiBi is {STEPS['alibi', '1,000']:.3f} and {STEPS['alibi', '4,000']:.3f} behind; it is "
-    f"ahead on tunes alone, by {-ALIBI[3]:.3f}",
+    f"T5 is {steps('t5', -1)} ahead of the best RoPE after 1,000, 4,000 and 16,000 steps",
+    "own logit scale {} ahead, {} behind and {} ahead.".format(
+        *(f"{abs(STEPS[OWN_SCALE, size]):.3f}" for size in NUMBERS_OF_STEPS)
+    ),
+    f"KERPLE and FoX, {min(SMALL_LEADS):.3f} to {max(SMALL_LEADS):.3f} ahead at",
+    f"are at most {-STEPS['kerple', '1,000']:.3f} ahead here, and {STEPS['kerple', '16,000']:.3f} "
+    f"and {STEPS['fox', '16,000']:.3f} behind",
+    f"ALiBi is {steps('alibi')} behind; it is ahead on tunes alone, by {-ALIBI[3]:.3f}",
     f"of {SCHEMES} schemes and chains are ahead of RoPE** after equal steps and Holm's "
     f"correction, of {AHEAD} with",
     "have better means than RoPE, by {:.3f}, {:.3f} and {:.3f}".format(
@@ -214,8 +227,9 @@ EVIDENCE = [
     f"{varied(CORPORA['code'], 'window of 16', 128):.3f} on code and "
     f"{varied(CORPORA['tunes'], 'window of 16', 128):.3f} on tunes",
     "512 bytes are worth {0} over 64 there, with them {2}".format(*GAINS),
-    f"RoPE has {TWICE} after 2,000 and {STEPS['rope, theta 10,000', '4,000']:.3f} after 4,000",
-    "100 is [{} and {} better]".format(*BEHIND_100[0]),
+    f"RoPE has {STEPS['rope, theta 10,000', '4,000']:.3f} after 4,000 and "
+    f"{STEPS['rope, theta 10,000', '16,000']:.3f} after 16,000",
+    "100 is [{}, {} and {} better]".format(*BEHIND_100[0]),
     f"500 is {CONTEXT['rope_500', DIFFERENCE]:.3f} behind",
     f"so have {GREATEST} of the {SCHEMES} schemes of the catalogue",
     f"{int(AHEAD) - int(RESOLVED)} of the {AHEAD} leads may be chance",
@@ -279,6 +293,7 @@ def test_the_evidence_is_that_of_the_results():
         *["loses"] * 2,
     ]
     assert all(in_ropes_time(scheme) > 0 for scheme in others)
+    assert STEPS["t5", "outcome"] == "not resolved" and STEPS["alibi", "outcome"] == "limit"
     assert tuned_to_the_edge("study_sizes", SIZES) == 3
     assert tuned_to_the_edge("study_corpora", CORPORA) == 3
 
