@@ -162,7 +162,7 @@ class Task:
 
     @property
     def selection_view(self) -> str:
-        """The view by which settings are chosen: that of the main score, unless data are split."""
+        """The view by which settings are chosen: the main score's, unless data are split."""
         return self.views[0]
 
     def at_trained_length(self) -> Self:

@@ -74,9 +74,9 @@ def written_by(values: Mapping[str, Any]) -> tuple[int, ...]:
 def file_of(config: Any) -> dict[str, Any]:
     """Returns the file that a config object of transformers was made from.
 
-    From 4.57 on, the classes of Gemma 3 and 4 replace the window of both sides by that of one.
-    Their `to_dict` has the window of one side before 5.16; from then on it has that of both, and
-    twice the window for Gemma 3n, whose class replaces nothing.
+    From 4.57 on, the classes of Gemma 3 and 4 replace the window over both sides by the window of
+    one side. Their `to_dict` has the window of one side before 5.16 and over both sides from then
+    on, and twice the window for Gemma 3n, whose class replaces nothing.
     """
     values = dict(config.to_dict())
     version, window = written_by(values), getattr(config, "sliding_window", None)
@@ -136,7 +136,7 @@ class TrackedConfig:
         return self.values["model_type"]
 
     def _names(self, name: str) -> list[str]:
-        """Returns a key and its other names; those of the length are of single model types."""
+        """Returns a key and its other names; the length has them in some model types alone."""
         others = _OTHER_NAMES.get(name, ())
         if name == "max_position_embeddings" and name in self.defaults:
             others = ()

@@ -69,7 +69,7 @@ def cycle(letters: str, key: str | None = None, *, first: str = "", last: str = 
       letters: the pattern: F for full, L for sliding and N for linear attention, C for convolution.
       key: the key that changes the length of a pattern with one F, at its start or end.
       first: the letter of the first layer, if it differs from the pattern.
-      last: that of the last layer.
+      last: the letter of the last layer.
     """
 
     def read(config):
