@@ -1,6 +1,8 @@
 """The page of a study whose sizes are numbers of steps: which leads are of speed, which remain?"""
 
 import dataclasses
+import math
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -38,10 +40,14 @@ class Lead:
     degrees: int
 
     @property
+    def half(self) -> float:
+        """Half the width of the 95 % interval by Student's t."""
+        return float(special.stdtrit(self.degrees, 0.975)) * self.error
+
+    @property
     def bounds(self) -> Bounds:
-        """The mean and its 95 % interval by Student's t."""
-        half = float(special.stdtrit(self.degrees, 0.975)) * self.error
-        return self.mean, self.mean - half, self.mean + half
+        """The mean and its interval."""
+        return self.mean, self.mean - self.half, self.mean + self.half
 
     def __str__(self) -> str:
         """Returns the mean and its interval."""
@@ -90,6 +96,15 @@ def outcome(first: Bounds, last: Bounds) -> str:
     return "limit" if beyond else "not resolved"
 
 
+def _spreads(rows: Mapping[str, Row], best: str) -> list[str]:
+    """Returns the pooled, the least and the greatest standard deviation over seeds."""
+    scores = {short(scheme): row.at_trained_length for scheme, row in rows.items() if row.is_stable}
+    spreads = {name: statistics.stdev(x) if len(x) > 1 else math.nan for name, x in scores.items()}
+    ends = (find(spreads, key=lambda name: spreads[name]) for find in (min, max))
+    _, pooled = t_tests(scores, scores[best])
+    return [f"{pooled:.3f}", *(f"{spreads[name]:.3f} ({name})" for name in ends)]
+
+
 def _verdict(lead: Lead, least: float = 0.0) -> str:
     """Returns whether a criterion holds: that a mean is at least a threshold."""
     _, low, high = lead.bounds
@@ -121,6 +136,8 @@ def steps_page(
         elif first in sizes and last in sizes:
             ends = [sizes[size][1].get(name) for size in (first, last)]
             texts.append(outcome(*(lead.bounds for lead in ends if lead)) if all(ends) else "")
+            if scheme in rows[first] and not any(x.fitted for x in rows[first][scheme].results):
+                texts[-1] = "not learned at first"
         name += f", {_ABOUT[name]}" if name in _ABOUT else ""
         lines.append([name, *texts, *[""] * (1 + len(sizes) - len(texts))])
     return fill(
@@ -131,6 +148,9 @@ def steps_page(
         expected=expected,
         criteria=_criteria([rows[first], rows[last]]),
         leads=sizes,
+        spreads={size: _spreads(rows[size], best) for size, (best, _) in sizes.items()},
+        close=_CLOSE,
+        widest=max((x.half for x in sizes[last][1].values()), default=0.0) if last in sizes else 0,
         shared=shared(abouts),
         sizes=abouts,
         thetas=THETAS,
@@ -148,7 +168,7 @@ def _criteria(ends: list[Mapping[str, Row]]) -> dict[str, str]:
         return {}
     first, last = (of_size["t5"] for of_size in compared)
     error = (last.error**2 + first.error**2 / 4) ** 0.5
-    words = "T5's lead is at most half as large at last"
+    words = "T5's lead is at most half as large at last (half the first less the last)"
     if sign(first.bounds) >= 0:
         return {words: f"says nothing, as it has none at first: {first}"}
     less = Lead(last.mean - first.mean / 2, error, min(first.degrees, last.degrees))
@@ -156,8 +176,10 @@ def _criteria(ends: list[Mapping[str, Row]]) -> dict[str, str]:
     margin = dataclasses.replace(gains[1], mean=_CLOSE - gains[1].mean)
     return {
         words: _verdict(less),
-        f"Theta 100 or 500 is {_CLOSE} ahead of 10,000 at first": _verdict(gains[0], _CLOSE),
-        f"It is less than {_CLOSE} ahead at last": _verdict(margin),
+        f"Theta 100 or 500 is {_CLOSE} ahead of 10,000 at first (its lead)": _verdict(
+            gains[0], _CLOSE
+        ),
+        f"It is less than {_CLOSE} ahead at last ({_CLOSE} less its lead)": _verdict(margin),
     }
 
 

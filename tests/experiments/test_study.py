@@ -443,19 +443,24 @@ def test_leads_of_speed_and_of_the_limit(study_of):
         value = losses[run.scheme][run.task.train.steps == 1600]
         value += 0.001 * (-1) ** run.seed
         scores = {view: {"128": value} for view in ("nonoverlapping", "validation")}
-        return Result({}, "done", "", {}, "", "", scores=scores)
+        learned = run.scheme != "none"
+        return Result({}, "done", "", {}, "", "", scores=scores, fitted=learned)
 
     rows = rows_by_size(study, results)[0]
     text = " ".join(steps_page(study, rows, results, {}, **PLACES).split())
-    assert " choice of settings: 100 after few steps, 10,000 after many steps. | scheme |" in text
+    assert " validation text: 100 after few steps, 10,000 after many steps. Their" in text
+    assert "seeds is 0.001 after few steps, pooled from 0.001 (" in text
     half = stats.t.ppf(0.975, 6) * 0.001 * 2**0.5  # Six schemes of two seeds.
     behind = f"2.110 (+0.010 [{0.01 - half:+.3f}, {0.01 + half:+.3f}])"
     assert f"| rope_100, theta 100 | 2.550 | {behind} | |" in text
     at_last = f"-0.030 [{-0.03 - half:.3f}, {-0.03 + half:.3f}]"
     assert f"| t5 | -0.100 [-0.103, -0.097] | {at_last} | limit |" in text
     assert "| alibi | -0.100 [" in text and "-0.007] | speed |" in text
-    assert f"half as large at last: holds: +0.020 [{0.02 - half * 1.25**0.5:+.3f}" in text
-    assert "at first: holds: +0.050 [" in text and "ahead at last: holds: +0.030 [" in text
+    assert re.search(r"\| none \|.* \| not learned at first \| Outcomes", text)
+    least = 0.02 - half * 1.25**0.5
+    assert f" last (half the first less the last): holds: +0.020 [{least:+.3f}" in text
+    assert "at first (its lead): holds: +0.050 [" in text
+    assert "ahead at last (0.02 less its lead): holds: +0.030 [" in text
     assert "The best rate lies at the edge of the grid for " in text
     for name in ("t5", "rope"):  # Two seeds that differ by 0.6 are not compared.
 
