@@ -230,7 +230,13 @@ def conclusions(results: Results, baseline: str = "") -> list[str]:
         tasks = [row.runs[0].task for row in rows.values()]
         rates = {(task.train.learning_rate, task.train.scheme_rate) for task in tasks}
         shared += [section] * (len(tasks) > 1 and len(rates) == 1)
-        texts += filter(None, [_verdict(results, section, baseline), _spread(section, rows)])
+        if all(row.done and not row.fitted for row in rows.values()):
+            texts.append(
+                f"On {section} no scheme learned the task in {tasks[0].train.steps} steps: its "
+                "scores say nothing, train longer."
+            )
+        else:
+            texts += filter(None, [_verdict(results, section, baseline), _spread(section, rows)])
         texts += _not_tuned(section, rows)
     if shared:
         texts.append(

@@ -406,7 +406,7 @@ def as_text(results: Results) -> str:
         lines += [text + (f"; means of {seeds} seeds" if seeds > 1 else ""), ""]
     unfitted = [row.first for row in results if row.done and not row.fitted]
     if rules := ordered(result.fit_rule for result in unfitted if result):
-        lines.append(f"- not fitted: fails {' or '.join(rules)}")
+        lines.append(f"- not fitted: needs {' or '.join(rules)}")
     if any("†" in line for line in lines):
         lines.append(UNTRAINED)
     lines += [

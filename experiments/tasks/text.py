@@ -196,8 +196,8 @@ class Text(Task):
     def fit_rule(self, data):
         """Returns the rule of `fits` in words."""
         return (
-            f"bits per byte at the training length at least {_MARGIN:g} below those of a table of "
-            f"byte pairs, {data.baseline:.3f}"
+            f"bits per byte at the training length <= {data.baseline - _MARGIN:.3f}, "
+            f"{_MARGIN:g} below a table of byte pairs"
         )
 
     def block_starts(self, held_out: np.ndarray) -> np.ndarray:

@@ -128,7 +128,7 @@ def test_scores_as_text():
     ]
     assert "rope + NTK" in second and "0.735†" in second
     assert rest.splitlines() == [
-        "- not fitted: fails accuracy at the training length >= 0.9",
+        "- not fitted: needs accuracy at the training length >= 0.9",
         "† rows of a table beyond the trained length were never trained",
         "kback, none failed: 2 of 2 seeds: the loss is not finite",
         "text, none failed: ValueError: NaN",
@@ -186,6 +186,9 @@ def test_the_page_says_what_follows(request):
     )
     assert f"{spread}alibi (2.000 to 2.300)." in conclusions([*results, wide])
     assert not any("deviation" in text for text in texts)
+    texts = conclusions([make_row("text", name, 3, fitted=False) for name in ("rope", "MyScheme")])
+    assert texts[0].startswith("On text no scheme learned the task in 400 steps: its scores say")
+    assert not any("against" in text for text in texts)
     tasks = load(request.config.rootpath / "configs" / "compare.toml").tasks
 
     def at(steps, corpus, scheme, **rates):
