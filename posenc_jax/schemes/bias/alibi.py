@@ -88,7 +88,8 @@ class ALiBi(Scheme):
 
     Attributes:
       num_heads: the number of query heads, N.
-      symmetry: "symmetric", "split" or "learned"; see the formulas.
+      symmetry: of past and future in encoders: "symmetric", which cannot tell left from right, or
+        "split" or "learned", which can.
       num_biased_heads: number of heads with a slope, from the first on. Default: all.
       past_offset: subtracted from the distance of past keys.
       scaled: whether the penalty is multiplied by the logit scale, as q . k is.
