@@ -168,7 +168,7 @@ def _criteria(ends: list[Mapping[str, Row]]) -> dict[str, str]:
         return {}
     first, last = (of_size["t5"] for of_size in compared)
     error = (last.error**2 + first.error**2 / 4) ** 0.5
-    words = "T5's lead is at most half as large at last (half the first less the last)"
+    words = "T5's lead is at most half as large at last (half the first minus the last)"
     if sign(first.bounds) >= 0:
         return {words: f"says nothing, as it has none at first: {first}"}
     less = Lead(last.mean - first.mean / 2, error, min(first.degrees, last.degrees))
@@ -179,7 +179,7 @@ def _criteria(ends: list[Mapping[str, Row]]) -> dict[str, str]:
         f"Theta 100 or 500 is {_CLOSE} ahead of 10,000 at first (its lead)": _verdict(
             gains[0], _CLOSE
         ),
-        f"It is less than {_CLOSE} ahead at last ({_CLOSE} less its lead)": _verdict(margin),
+        f"It is less than {_CLOSE} ahead at last ({_CLOSE} minus its lead)": _verdict(margin),
     }
 
 

@@ -458,9 +458,9 @@ def test_leads_of_speed_and_of_the_limit(study_of):
     assert "| alibi | -0.100 [" in text and "-0.007] | speed |" in text
     assert re.search(r"\| none \|.* \| not learned at first \| Outcomes", text)
     least = 0.02 - half * 1.25**0.5
-    assert f" last (half the first less the last): holds: +0.020 [{least:+.3f}" in text
+    assert f" last (half the first minus the last): holds: +0.020 [{least:+.3f}" in text
     assert "at first (its lead): holds: +0.050 [" in text
-    assert "ahead at last (0.02 less its lead): holds: +0.030 [" in text
+    assert "ahead at last (0.02 minus its lead): holds: +0.030 [" in text
     assert "The best rate lies at the edge of the grid for " in text
     for name in ("t5", "rope"):  # Two seeds that differ by 0.6 are not compared.
 
@@ -485,9 +485,7 @@ def test_leads_of_speed_and_of_the_limit(study_of):
 
 def test_rows_of_other_bases_and_scales_differ_in_these_alone(request):
     configs = request.config.rootpath / "configs"
-    steps, more = (
-        plan.load(configs / f"study_{name}.toml") for name in ("steps", "catalogue_more")
-    )
+    steps, more = (plan.load(configs / f"study_{name}.toml") for name in ("steps", "catalogue"))
     rows = {short(k): cell.grid[0].position for k, cell in steps.cells["16,000"].items()}
     for name, theta in THETAS.items():
         assert rows[name] == rows["rope"].replace(theta=float(theta.replace(",", "")))
