@@ -28,6 +28,9 @@ from posenc_jax.engine.mask import Window, add_saturated
 from posenc_jax.schemes.combinators.chain import reads_order
 from posenc_jax.schemes.scheme import Scheme
 
+_BY_ROW = "length", "written", "rewindable", "next_positions", "next_segment_ids", "tied", "lost"
+"""Arrays [B] of a cache."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,7 @@ class KVCache:
       written: int32 [B], the greatest length since `reset`; `rewind` does not lower it.
       rewindable: int32 [B], the number of tokens that `past_states` can take back.
       next_positions: int32 [B], the default position of the next token.
+      next_segment_ids: int32 [B], its default segment: that of the last token, at first 0.
       tied: bool [B], rows of a ring where tokens of a sequence have equal positions.
       lost: bool [B], rows that recover in `reset` only; see `overflowed`.
       scheme: the scheme whose arrays the cache holds, or None.
@@ -72,6 +76,7 @@ class KVCache:
     written: jax.Array
     rewindable: jax.Array
     next_positions: jax.Array
+    next_segment_ids: jax.Array
     tied: jax.Array
     lost: jax.Array
     scheme: Scheme | None = dataclasses.field(default=None, metadata={"static": True})
@@ -173,6 +178,7 @@ class KVCache:
             written=zeros((batch,)),
             rewindable=zeros((batch,)),
             next_positions=zeros((batch,)),
+            next_segment_ids=zeros((batch,)),
             tied=zeros((batch,), bool),
             lost=zeros((batch,), bool),
             scheme=scheme,
@@ -276,6 +282,9 @@ class KVCache:
             written=jnp.maximum(self.written, length),
             rewindable=jnp.minimum(self.rewindable + added, limit),
             next_positions=jnp.where(length > 0, after, self.next_positions),
+            next_segment_ids=jnp.where(
+                added > 0, _last(segment_ids, index, tokens), self.next_segment_ids
+            ),
         )
         if window is None or isinstance(self.storage, Slots):
             return new
@@ -380,10 +389,7 @@ class KVCache:
             self,
             segment_ids=cleared(self.segment_ids, -1),
             state=jax.tree.map(cleared, self.state),
-            **{
-                name: cleared(getattr(self, name))
-                for name in ("length", "written", "rewindable", "next_positions", "tied", "lost")
-            },
+            **{name: cleared(getattr(self, name)) for name in _BY_ROW},
         )
 
     def rewind(self, count: jax.Array | int) -> Self:
@@ -427,6 +433,7 @@ class KVCache:
         held = segment_ids >= 0
         lost |= (length > 0) & ~held.any(1)
         after = jnp.where(length > 0, _after(self.positions, held), 0)
+        last = _last(self.segment_ids, tokens, held)
         state, past_states = self.state, self.past_states
         if self.max_rewind:
             counts = count[:, None] + jnp.arange(self.max_rewind + 1, dtype=jnp.int32)[None]
@@ -442,6 +449,7 @@ class KVCache:
             tied=self.tied & (length > 0),
             rewindable=jnp.maximum(self.rewindable - count, 0),
             next_positions=jnp.where(count > 0, after, self.next_positions),
+            next_segment_ids=jnp.where(count > 0, last, self.next_segment_ids),
             lost=self.lost | lost,
         )
 
@@ -546,6 +554,13 @@ class KVCache:
 def _as(old: Any, new: Any) -> Any:
     """Returns arrays with the dtypes of old ones, so that a scan can carry the cache."""
     return jax.tree.map(lambda x, y: y.astype(x.dtype), old, new)
+
+
+def _last(segment_ids: jax.Array, numbers: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Returns the segment of the token with the greatest number, int32 [B]; 0 without tokens."""
+    numbers = jnp.where(tokens, numbers, -1)
+    newest = tokens & (numbers == numbers.max(1, keepdims=True, initial=-1))
+    return jnp.where(newest, segment_ids, 0).sum(1, dtype=jnp.int32)
 
 
 def _after(positions: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -293,10 +293,10 @@ def _with_cache(
         "scheme_attention: the scheme reads the coordinates of cached keys and the cache has "
         "none; make it with new_cache(..., coordinates=...).",
     )
-    tokens = tokens.replace(state=cache.state)
     segment_ids = tokens.segment_ids
     if segment_ids is None:
-        segment_ids = jnp.zeros_like(positions)
+        segment_ids = jnp.broadcast_to(cache.next_segment_ids[:, None], positions.shape)
+    tokens = tokens.replace(state=cache.state, segment_ids=segment_ids)
     past_states = None
     if cache.max_rewind:
         past_states = _past_states(

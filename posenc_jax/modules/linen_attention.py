@@ -270,4 +270,9 @@ class Attention(AttentionLayer, nn.Module):
         new = not self.has_variable("cache", "kv_cache")
         empty = functools.partial(self.new_cache, batch, length, model_dim=width, **options)
         variable = self.variable("cache", "kv_cache", empty)
+        require(
+            not new or self.is_initializing(),
+            "linen.Attention: decode=True needs the collection 'cache' that init returns, and "
+            "apply was given none.",
+        )
         return variable, None if new else variable.value

@@ -5,6 +5,7 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
@@ -320,10 +321,12 @@ class AttentionLayer:
         if ids is not None:
             ids = jnp.broadcast_to(token_integers("Attention", "segment_ids", ids, shape), shape)
             require(
-                isinstance(ids, Tracer) or int(jnp.max(ids, initial=0)) < 2**27 - 39,
+                isinstance(ids, Tracer) or np.asarray(ids).max(initial=0) < 2**27 - 39,
                 "Attention: segment_ids of a layer with chunks must be below 2**27 - 39.",
             )
         positions = token_positions("Attention", call.q_positions, cache, shape, ids)
+        if cache is not None and ids is None:  # Those in the cache have their chunk in 4 bits.
+            ids = jnp.broadcast_to(cache.next_segment_ids[:, None] // 16, shape)
         ids, window = in_chunks(spec.chunk_size, positions, ids, call.window)
         return call.replace(q_segment_ids=ids, window=window)
 

@@ -154,7 +154,36 @@ def test_stacked_layers_decode_under_scan():
         np.testing.assert_allclose(y[:, 0], expected[:, t], atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "position",
+    [pe.LayerSpec(pe.RoPE(H), chunk_size=4), pe.LayerSpec(build(pe.FoX), window=4), build(pe.XPos)],
+)
+def test_steps_are_of_the_segment_of_the_last_token(position):
+    """Ids may begin at 1, and a prompt may hold several segments."""
+    layer = pn.Attention(D, N, position=position, rngs=nnx.Rngs(0), **LAYER)
+    ids = jnp.array([[1] * T, [-1, 4, 4, 4, 7, 7, 7, 7, 7]])
+    positions = pe.positions.from_segment_ids(ids)
+    expected = jax.jit(lambda x: layer(x, positions=positions, segment_ids=ids))(X[:2])
+    prompt = {"positions": positions[:, :6], "segment_ids": ids[:, :6]}
+    window = position.window if isinstance(position, pe.LayerSpec) else None
+    for options in ({"max_rewind": 3}, *([{"tokens_per_call": 6}] if window else [])):
+        cache = layer.new_cache(2, 12, **options)
+        _, cache = layer(X[:2, :6], cache=cache, **prompt)
+        outs = []
+        for t in (6, 7, 8):
+            y, cache = layer(X[:2, t : t + 1], positions=positions[:, t : t + 1], cache=cache)
+            outs.append(y)
+        np.testing.assert_allclose(jnp.concatenate(outs, 1), expected[:, 6:], atol=1e-5)
+        if "max_rewind" in options:
+            y, _ = layer(X[:2, 8:], positions=positions[:, 8:], cache=cache.rewind(1))
+            np.testing.assert_allclose(y, expected[:, 8:], atol=1e-5)
+
+
 def test_decoding_without_a_cache_is_refused():
+    module = pl.Attention(num_heads=N, position=pe.RoPE(H), decode=True, **LAYER)
+    params = {"params": module.init(jax.random.key(0), X)["params"]}
+    with pytest.raises(ValueError, match="needs the collection 'cache' that init returns"):
+        module.apply(params, X[:, :5], mutable=["cache"])
     layer = pn.Attention(D, N, decode=True, rngs=nnx.Rngs(0), **LAYER)
     with pytest.raises(ValueError, match="decode=True needs a cache; call init_cache first"):
         layer(X)

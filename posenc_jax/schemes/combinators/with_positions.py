@@ -38,7 +38,7 @@ def with_positions(scheme: Scheme, transform: Callable[[jax.Array], jax.Array]) 
 
     Raises:
       TypeError: if `scheme` is not a `Scheme`, or `transform` not callable.
-      ValueError: if `scheme` reads no coordinates, or only their order.
+      ValueError: if `scheme` reads no coordinates, or only their order, or is `streaming`.
 
     >>> import posenc_jax as pe
     >>> def grouped(positions):
@@ -55,5 +55,10 @@ def with_positions(scheme: Scheme, transform: Callable[[jax.Array], jax.Array]) 
     require(
         not scheme.traits.order_only,
         f"with_positions: {scheme!r} reads only the order of positions, so nothing would change.",
+    )
+    require(
+        not scheme.traits.num_sink_tokens,
+        "with_positions: streaming compares coordinates with its window, so that they must be "
+        "positions; a frequency map such as PI scales those of the scheme in it.",
     )
     return _WithPositions(scheme, transform)

@@ -11,8 +11,9 @@ float32 at 36000. Only their product matters, so m and n may be counted from any
 authors use the middle of the present keys, which moves while decoding, so that the factor of a
 cached key is wrong after each step. Here the origin of a call is the greatest coordinate so far of
 the row's last segment (padding does not count), and keys are cached without rotation: the factor of
-a key never exceeds 1 at any int32 position. The queries of one call must lie within 30000
-coordinates (4000 in float16), or their output is NaN; give longer prompts in chunks.
+a key never exceeds 1 at any int32 position. The queries of one call must lie within
+80 b / ln(1 + 1 / gamma) coordinates, 30000 by default (4000 in float16), or their output is NaN;
+give longer prompts in chunks.
 
 Paper: Sun et al. A Length-Extrapolatable Transformer. 2022. https://arxiv.org/abs/2212.10554
 Reference code: microsoft/torchscale, torchscale/component/xpos_relative_position.py.
@@ -30,6 +31,9 @@ from posenc_jax.checks import positive
 from posenc_jax.schemes.rotary.base import Rotary, check_coordinates
 from posenc_jax.schemes.rotary.rotate import materialize
 from posenc_jax.schemes.scheme import Traits
+
+_GREATEST = 80.0
+"""The greatest exponent of a factor."""
 
 
 def xpos_decay(dim: int, scale_base: float, gamma: float) -> np.ndarray:
@@ -140,7 +144,9 @@ class XPos(Rotary):
         cos, sin = self.tables(params, coordinates) if tables is None else tables
         decay = xpos_decay(self.head_dim, self.scale_base, self.gamma)
         decay = jnp.asarray(sign * decay, jnp.float32)
-        scale = jnp.exp(offset.astype(jnp.float32)[..., None] * decay[None, None])
+        exponent = offset.astype(jnp.float32)[..., None] * decay[None, None]
+        # Keys so far from the origin underflow, before factors of queries overflow.
+        scale = jnp.exp(jnp.where(exponent > _GREATEST, jnp.nan, exponent))
         return self.rotate(x, materialize(scale * cos, scale * sin))
 
 

@@ -93,7 +93,7 @@ def test_coordinates_without_axes_are_read_unchanged():
 
 def test_a_promise_about_coordinates_is_none_about_others():
     """Without it, attention reads distances from slots."""
-    scheme = pe.with_positions(pe.streaming(pe.ALiBi(num_heads=6), 2), Times(3))
+    scheme = pe.with_positions(pe.ALiBi(num_heads=6), Times(3))
     outs = [
         attend(scheme, {}, *ARRAYS, is_causal=True, window=(5, 0), implementation=name, **promise)
         for name, promise in (("xla", {"contiguous": True}), ("reference", {}))
@@ -103,6 +103,11 @@ def test_a_promise_about_coordinates_is_none_about_others():
 
 FIRE = pe.FIRE(num_heads=1)
 ERRORS = [
+    (
+        lambda: pe.with_positions(pe.streaming(pe.RoPE(head_dim=8)), abs),
+        {},
+        "streaming compares coordinates with its window, so that they must be positions",
+    ),
     (lambda: pe.on_axis(pe.NoPE(), 0), {}, "on_axis: .*NoPE.* reads no positions"),
     (lambda: pe.on_axis(pe.AxialRoPE(head_dim=8), 0), {}, "must read one axis, got AxialRoPE"),
     (lambda: pe.on_axis(pe.StickBreaking(), 0), {}, "StickBreaking.* reads all keys between"),

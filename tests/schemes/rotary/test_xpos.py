@@ -1,5 +1,7 @@
 """xPos against torchscale's code and the paper's formula, near and far, whole and in steps."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,11 +95,17 @@ def test_queries_far_apart_in_one_call():
         assert all(np.isfinite(slope).all() for slope in slopes)
 
 
-def test_queries_too_far_apart_give_nan():
+@pytest.mark.parametrize(
+    ("far", "base"), [(33_000, 512), (35_500, 512), (100_000, 512), (4_460, 64)]
+)
+def test_queries_too_far_apart_give_nan(far, base):
+    """Also just below the float32 limit, where keys underflow before queries overflow."""
     q, k, v = qkv(length=9)
-    positions = np.r_[0:4, 100_000:100_005]
-    expected = softmax_attention(q, k, v, logit, positions=positions)
-    out = np.asarray(attend(pe.XPos(head_dim=8), {}, q, k, v, positions=positions, is_causal=True))
+    positions = np.r_[0:4, far : far + 5]
+    of_base = functools.partial(logit, base=base)
+    expected = softmax_attention(q, k, v, of_base, positions=positions)
+    scheme = pe.XPos(head_dim=8, scale_base=base)
+    out = np.asarray(attend(scheme, {}, q, k, v, positions=positions, is_causal=True))
     np.testing.assert_allclose(out[:, 4:], expected[:, 4:], atol=1e-5)
     assert np.isnan(out[:, :4]).all()
 
