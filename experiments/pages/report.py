@@ -230,10 +230,11 @@ def conclusions(results: Results, baseline: str = "") -> list[str]:
         tasks = [row.runs[0].task for row in rows.values()]
         rates = {(task.train.learning_rate, task.train.scheme_rate) for task in tasks}
         shared += [section] * (len(tasks) > 1 and len(rates) == 1)
-        if all(row.done and not row.fitted for row in rows.values()):
+        ended = [result for row in rows.values() if row.done for _, result in row.ended]
+        if ended and not any(result.fitted for result in ended):
             texts.append(
-                f"On {section} no scheme learned the task in {tasks[0].train.steps} steps: its "
-                "scores say nothing, train longer."
+                f"On {section} no scheme learned the task in {tasks[0].train.steps} steps, so its "
+                "scores say nothing: train longer."
             )
         else:
             texts += filter(None, [_verdict(results, section, baseline), _spread(section, rows)])

@@ -150,7 +150,7 @@ def steps_page(
         leads=sizes,
         spreads={size: _spreads(rows[size], best) for size, (best, _) in sizes.items()},
         close=_CLOSE,
-        widest=max((x.half for x in sizes[last][1].values()), default=0.0) if last in sizes else 0,
+        narrowest=min(x.half for x in sizes[last][1].values()) if last in sizes else 0.0,
         shared=shared(abouts),
         sizes=abouts,
         thetas=THETAS,

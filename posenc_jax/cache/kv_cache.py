@@ -57,7 +57,7 @@ class KVCache:
       written: int32 [B], the greatest length since `reset`; `rewind` does not lower it.
       rewindable: int32 [B], the number of tokens that `past_states` can take back.
       next_positions: int32 [B], the default position of the next token.
-      next_segment_ids: int32 [B], its default segment: that of the last token, at first 0.
+      next_segment_ids: int32 [B], its default segment, which is the last token's; 0 in empty rows.
       tied: bool [B], rows of a ring where tokens of a sequence have equal positions.
       lost: bool [B], rows that recover in `reset` only; see `overflowed`.
       scheme: the scheme whose arrays the cache holds, or None.

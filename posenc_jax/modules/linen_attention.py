@@ -272,7 +272,7 @@ class Attention(AttentionLayer, nn.Module):
         variable = self.variable("cache", "kv_cache", empty)
         require(
             not new or self.is_initializing(),
-            "linen.Attention: decode=True needs the collection 'cache' that init returns, and "
-            "apply was given none.",
+            "Attention: decode=True needs the collection 'cache' that init returns, and apply was "
+            "given none.",
         )
         return variable, None if new else variable.value

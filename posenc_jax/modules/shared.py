@@ -325,7 +325,7 @@ class AttentionLayer:
                 "Attention: segment_ids of a layer with chunks must be below 2**27 - 39.",
             )
         positions = token_positions("Attention", call.q_positions, cache, shape, ids)
-        if cache is not None and ids is None:  # Those in the cache have their chunk in 4 bits.
+        if cache is not None and ids is None:  # Ids in the cache are 16 id + chunk.
             ids = jnp.broadcast_to(cache.next_segment_ids[:, None] // 16, shape)
         ids, window = in_chunks(spec.chunk_size, positions, ids, call.window)
         return call.replace(q_segment_ids=ids, window=window)

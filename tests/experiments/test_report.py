@@ -187,7 +187,7 @@ def test_the_page_says_what_follows(request):
     assert f"{spread}alibi (2.000 to 2.300)." in conclusions([*results, wide])
     assert not any("deviation" in text for text in texts)
     texts = conclusions([make_row("text", name, 3, fitted=False) for name in ("rope", "MyScheme")])
-    assert texts[0].startswith("On text no scheme learned the task in 400 steps: its scores say")
+    assert texts[0].startswith("On text no scheme learned the task in 400 steps, so its scores say")
     assert not any("against" in text for text in texts)
     tasks = load(request.config.rootpath / "configs" / "compare.toml").tasks
 

@@ -449,7 +449,7 @@ def test_leads_of_speed_and_of_the_limit(study_of):
     rows = rows_by_size(study, results)[0]
     text = " ".join(steps_page(study, rows, results, {}, **PLACES).split())
     assert " validation text: 100 after few steps, 10,000 after many steps. Their" in text
-    assert "seeds is 0.001 after few steps, pooled from 0.001 (" in text
+    assert "for all schemes: 0.001 after few steps, pooled from 0.001 (" in text
     half = stats.t.ppf(0.975, 6) * 0.001 * 2**0.5  # Six schemes of two seeds.
     behind = f"2.110 (+0.010 [{0.01 - half:+.3f}, {0.01 + half:+.3f}])"
     assert f"| rope_100, theta 100 | 2.550 | {behind} | |" in text

@@ -88,8 +88,8 @@ class ALiBi(Scheme):
 
     Attributes:
       num_heads: the number of query heads, N.
-      symmetry: of past and future in encoders: "symmetric", which cannot tell left from right, or
-        "split" or "learned", which can.
+      symmetry: for encoders "split" or "learned"; "symmetric" does not tell left from right. See
+        the formulas.
       num_biased_heads: number of heads with a slope, from the first on. Default: all.
       past_offset: subtracted from the distance of past keys.
       scaled: whether the penalty is multiplied by the logit scale, as q . k is.

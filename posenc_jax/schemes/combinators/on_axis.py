@@ -4,7 +4,7 @@ import dataclasses
 
 from posenc_jax.checks import require
 from posenc_jax.schemes.combinators.chain import reads_order
-from posenc_jax.schemes.combinators.wrapper import Wrapper
+from posenc_jax.schemes.combinators.wrapper import Wrapper, refuse_streaming
 from posenc_jax.schemes.scheme import Scheme, check_scheme
 
 
@@ -50,8 +50,8 @@ def on_axis(scheme: Scheme, axis: int, num_axes: int = 2) -> Scheme:
 
     Raises:
       TypeError: if `scheme` is not a `Scheme`.
-      ValueError: if `scheme` reads no positions, their order or several axes, or there is no such
-        axis.
+      ValueError: if `scheme` reads no positions, their order or several axes, or is `streaming`, or
+        there is no such axis.
 
     >>> import posenc_jax as pe
     >>> bipe = pe.chain(
@@ -72,6 +72,7 @@ def on_axis(scheme: Scheme, axis: int, num_axes: int = 2) -> Scheme:
         f"on_axis: {scheme!r} reads all keys between two tokens, in the order of positions, which "
         "an axis does not have.",
     )
+    refuse_streaming("on_axis", scheme)
     integers = all(isinstance(n, int) and not isinstance(n, bool) for n in (axis, num_axes))
     require(
         integers and 0 <= axis < num_axes and num_axes >= 2,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax
 
 from posenc_jax.checks import require
-from posenc_jax.schemes.combinators.wrapper import Wrapper
+from posenc_jax.schemes.combinators.wrapper import Wrapper, refuse_streaming
 from posenc_jax.schemes.scheme import Scheme, check_scheme
 
 
@@ -56,9 +56,5 @@ def with_positions(scheme: Scheme, transform: Callable[[jax.Array], jax.Array]) 
         not scheme.traits.order_only,
         f"with_positions: {scheme!r} reads only the order of positions, so nothing would change.",
     )
-    require(
-        not scheme.traits.num_sink_tokens,
-        "with_positions: streaming compares coordinates with its window, so that they must be "
-        "positions; a frequency map such as PI scales those of the scheme in it.",
-    )
+    refuse_streaming("with_positions", scheme)
     return _WithPositions(scheme, transform)

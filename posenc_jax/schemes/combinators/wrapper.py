@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 
+from posenc_jax.checks import require
 from posenc_jax.engine.rules import Rule, as_tuple
 from posenc_jax.schemes.scheme import Acts, Scheme
 
@@ -87,3 +88,12 @@ class Wrapper(Scheme):
 
     def logit_scale(self, head_dim):
         return self.scheme.logit_scale(head_dim)
+
+
+def refuse_streaming(caller: str, scheme: Scheme) -> None:
+    """Raises for `streaming`, whose coordinates must be positions."""
+    require(
+        not scheme.traits.num_sink_tokens,
+        f"{caller}: streaming compares coordinates with its window, so that they must be "
+        "positions; a frequency map such as PI scales those of the scheme in it.",
+    )

@@ -7,7 +7,8 @@ product along the path from j to i can rotate, reflect or attenuate k_j dependin
 in between. w is a projection of x (of rank 32 if each query head has one, as published),
 a causal convolution over 3 tokens of a segment and SiLU. Keys at later coordinates are masked,
 whether or not attention is causal. A `mask` hides logits: tokens that it hides from some queries
-of a call reflect for all, and tokens that it hides from all queries for none.
+of a call reflect for all, and tokens that it hides from all queries for none. So a decode step with
+a mask that hides tokens from its queries alone differs from the whole sequence.
 
 With L the strictly lower part of diag(beta) W W^T, the reflections of a chunk of 64 tokens are
 

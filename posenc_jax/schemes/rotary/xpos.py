@@ -33,7 +33,7 @@ from posenc_jax.schemes.rotary.rotate import materialize
 from posenc_jax.schemes.scheme import Traits
 
 _GREATEST = 80.0
-"""The greatest exponent of a factor."""
+"""The greatest exponent of a factor: exp(-87) is near the least normal float32."""
 
 
 def xpos_decay(dim: int, scale_base: float, gamma: float) -> np.ndarray:
@@ -46,8 +46,8 @@ def xpos_decay(dim: int, scale_base: float, gamma: float) -> np.ndarray:
 class XPos(Rotary):
     """Extrapolatable position embedding (Sun et al. 2022).
 
-    The queries of one call must lie within 30000 coordinates, 4000 in float16: outputs of others
-    are NaN. Give longer prompts to a cache in chunks.
+    The queries of one call must lie within 30000 coordinates by default, 4000 in float16: outputs
+    of others are NaN. Give longer prompts to a cache in chunks.
 
     Attributes:
       head_dim: the head dim, H.
@@ -145,7 +145,7 @@ class XPos(Rotary):
         decay = xpos_decay(self.head_dim, self.scale_base, self.gamma)
         decay = jnp.asarray(sign * decay, jnp.float32)
         exponent = offset.astype(jnp.float32)[..., None] * decay[None, None]
-        # Keys so far from the origin underflow, before factors of queries overflow.
+        # Beyond it, keys underflow before the factors of queries overflow.
         scale = jnp.exp(jnp.where(exponent > _GREATEST, jnp.nan, exponent))
         return self.rotate(x, materialize(scale * cos, scale * sin))
 

@@ -108,6 +108,11 @@ ERRORS = [
         {},
         "streaming compares coordinates with its window, so that they must be positions",
     ),
+    (
+        lambda: pe.on_axis(pe.streaming(pe.RoPE(head_dim=8)), 0),
+        {},
+        "on_axis: streaming compares coordinates with its window",
+    ),
     (lambda: pe.on_axis(pe.NoPE(), 0), {}, "on_axis: .*NoPE.* reads no positions"),
     (lambda: pe.on_axis(pe.AxialRoPE(head_dim=8), 0), {}, "must read one axis, got AxialRoPE"),
     (lambda: pe.on_axis(pe.StickBreaking(), 0), {}, "StickBreaking.* reads all keys between"),
