@@ -362,7 +362,7 @@ def _attend(p: Problem, row_features: tuple, tile: int) -> tuple[jax.Array, LogS
         if p.length == 1:
             term = rule.added_to_row(*coordinates, seen)
         else:
-            term = rule.added_to_rows(*coordinates)
+            term = rule.added_to_rows(*coordinates, seen)
         if term is not None and rule.scaled:
             scaled += term
         elif term is not None:

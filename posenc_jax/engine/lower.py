@@ -6,6 +6,7 @@ log-sum-exp gets the dropped constants back as `lse_shift`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from posenc_jax.engine.terms import (
     Term,
     ValueTable,
 )
+from posenc_jax.engine.toeplitz import diagonal_sums
+from posenc_jax.positions.packing import changes, since
 
 
 class LoweredTerm(NamedTuple):
@@ -84,6 +87,7 @@ def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
         drop_constants=p.softcap is None,
         max_table=max_table,
         pairs_at_once=pairs_at_once,
+        seen=functools.partial(_seen_distances, p),
     )
     rules = [rule for rule in p.rules if not rule.whole_rows]
     lowerings = _lower_rules(rules, context)
@@ -144,6 +148,33 @@ def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
         ),
         lse_shift=sum(dropped[1:], dropped[0]) if dropped else None,
     )
+
+
+def _seen_distances(p: Problem, distances: jax.Array) -> jax.Array:
+    """Returns distances between slots, one that is seen in place of those that none is.
+
+    Keys before a `prefix_length` are seen by later and earlier queries.
+    """
+    low: Any = 1 - p.keys
+    high: Any = p.length - 1
+    left_side, right_side = p.window or (-1, -1)
+    right_side = 0 if p.is_causal else right_side
+    if right_side >= 0:
+        low = max(low, -right_side)
+    if p.prefix_length is not None:
+        low = jnp.minimum(low, 1 - jnp.max(p.prefix_length))
+    elif left_side >= 0:
+        high = min(high, left_side)
+    if p.q_segment_ids is not None:
+        longest = jnp.max(since(changes(p.q_segment_ids)))
+        low, high = jnp.maximum(low, -longest), jnp.minimum(high, longest)
+    distances = jnp.clip(distances, low, high)
+    if p.mask is None:
+        return distances
+    every = jnp.arange(1 - p.keys, p.length, dtype=jnp.int32)
+    counts = diagonal_sums(jnp.any(p.mask, (0, 1)).astype(jnp.float32))[::-1]
+    seen = (counts > 0) & (every >= low) & (every <= high)
+    return jnp.where(seen[distances - every[0]], distances, every[jnp.argmax(seen)])
 
 
 def _lower_rules(rules: list[Rule], context: LoweringContext) -> list[Lowering]:

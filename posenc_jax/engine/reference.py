@@ -30,7 +30,7 @@ class Reference(Implementation):
             if rule.whole_rows:
                 continue
             coordinates = p.q_coordinates, p.k_coordinates
-            term = rule.added_to_rows(*coordinates)
+            term = rule.added_to_rows(*coordinates, seen)
             if term is not None and rule.scaled:
                 scaled += term
             elif term is not None:

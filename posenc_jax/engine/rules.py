@@ -40,8 +40,11 @@ from posenc_jax.engine.terms import (
     LoweringContext,
     PairTerm,
     SeparableTerm,
+    Tokens,
     ValueTable,
     in_reach,
+    may_be_infinite,
+    of_seen_pairs,
     over_heads,
 )
 
@@ -185,11 +188,15 @@ class Rule(abc.ABC):
         """
         return None
 
-    def added_to_rows(self, q: jax.Array, k: jax.Array) -> jax.Array | None:
+    def added_to_rows(
+        self, q: jax.Array, k: jax.Array, seen: jax.Array | None = None
+    ) -> jax.Array | None:
         """Returns `added_logits` of all rows, float32 [B or 1, N or 1, T, S], or None.
 
         Args:
           q, k: coordinates [B, T] and [B, S], or [B, T, A] and [B, S, A].
+          seen: bool [B, N or 1, T, S]; other pairs may get any number, and have no gradient.
+            None: all pairs are seen.
         """
         return jax.vmap(self.added_logits)(self.q_features, self.k_features, q, k)
 
@@ -200,7 +207,7 @@ class Rule(abc.ABC):
           q, k: coordinates [B, 1] and [B, S], or with more axes.
           seen: bool [B, N or 1, 1, S].
         """
-        return self.added_to_rows(q, k)
+        return self.added_to_rows(q, k, seen)
 
     def transformed_logits(
         self, logits: jax.Array, seen: jax.Array, q_features, k_features, q, k
@@ -324,15 +331,63 @@ def _pair_term(rule: Any, context: LoweringContext, horizon: int | None = None) 
         shared=rule.shared,
         factor=context.scale if rule.scaled else 1.0,
         horizon=horizon,
-        rule=rule.of_pair if isinstance(rule, LogitBias) else rule.rule,
+        rule=rule.of_pair,
         of_content=isinstance(rule, ContentBias),
+        careful=rule.careful(context.token),
         pairs_at_once=context.pairs_at_once,
     )
 
 
+class _PairRule(Rule):
+    """A rule that is a function of one query and one key, `of_pair`."""
+
+    rule: Callable
+
+    @property
+    def of_pair(self) -> Callable:
+        """The rule for any pair."""
+        return self.rule
+
+    def features_of_pair(self) -> tuple:
+        """Returns the types of the features of one query and one key of a head, if it reads any."""
+        return ()
+
+    def careful(self, token: Any) -> bool:
+        """Returns whether the rule may be NaN or infinite, for coordinates of this type."""
+        arguments = _slice(self.shared, 0), _slice(self.heads, 1), *self.features_of_pair()
+        return may_be_infinite(self.of_pair, *arguments, token, token)
+
+    def added_to_rows(self, q, k, seen=None):
+        token = jax.ShapeDtypeStruct(q.shape[2:], jnp.promote_types(q.dtype, k.dtype))
+        if seen is None or not self.careful(token):
+            return super().added_to_rows(q, k)
+
+        def of_row(q_features, k_features, q, k, seen):
+            def of_head(head, row, col, seen):
+                pairs = of_seen_pairs(seen, Tokens(None, q, row), Tokens(None, k, col))
+                rows, cols = (x.features for x in pairs)
+                read = () if isinstance(self, LogitBias) else (rows, cols)
+                arguments = *read, *(x.coordinates for x in pairs)
+                of_pairs = jax.vmap(jax.vmap(functools.partial(self.of_pair, self.shared, head)))
+                return of_pairs(*arguments).astype(jnp.float32)
+
+            by_head = self.heads, *(jax.tree.map(_by_head, x) for x in (q_features, k_features))
+            leaves = jax.tree.leaves(by_head)
+            if not leaves:
+                return of_head(*by_head, jnp.any(seen, 0))[None]
+            seen = jnp.broadcast_to(seen, (len(leaves[0]), *seen.shape[1:]))
+            return jax.vmap(of_head)(*by_head, seen)
+
+        return jax.vmap(of_row)(self.q_features, self.k_features, q, k, seen)
+
+
+def _by_head(x: jax.Array) -> jax.Array:
+    return jnp.moveaxis(x, 1, 0)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LogitBias(Rule):
+class LogitBias(_PairRule):
     """A number added to each logit, as a rule on two coordinates.
 
     Attributes:
@@ -364,7 +419,7 @@ class LogitBias(Rule):
 
     @property
     def of_pair(self) -> Callable:
-        """The rule for a pair whose distance may exceed int32; it then counts as 2^31 - 1."""
+        # Distances beyond int32 count as 2^31 - 1.
         return _InReach(self.rule) if self.relative else self.rule
 
     def on(self, transform):
@@ -382,7 +437,10 @@ class LogitBias(Rule):
         high = self.bounds[1] if self.drop_far else None
         if by_distance and context.contiguous:
             factor = context.scale if self.scaled else 1.0
-            values = functools.partial(self._of_distances, factor=factor, dtype=context.dtype)
+            seen = context.seen if self.careful(context.token) else None
+            values = functools.partial(
+                self._of_distances, factor=factor, dtype=context.dtype, seen=seen
+            )
             return Lowering(by_distance=values, high=context.horizon(high, by_slot=True))
         horizon = None
         if by_distance and context.drop_constants:
@@ -390,12 +448,15 @@ class LogitBias(Rule):
         term = _pair_term(self, context, horizon)
         return Lowering(term, dropped=term.dropped(context.dtype))
 
-    def _of_distances(self, first: int, stop: int, factor: float, dtype: Any) -> jax.Array:
+    def _of_distances(
+        self, first: int, stop: int, factor: float, dtype: Any, seen: Callable | None
+    ) -> jax.Array:
         """Returns float32 [N or 1, stop - first]."""
         over = jax.vmap(self.rule, (None, None, 0, None))
         zero = jnp.zeros((), dtype)
 
         def evaluate(distances):
+            distances = distances if seen is None else seen(distances)
             distances = distances.astype(dtype)
             out = over_heads(lambda head: over(self.shared, head, distances, zero), self.heads)
             return factor * out.astype(jnp.float32)
@@ -462,7 +523,7 @@ class LogitBias(Rule):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ContentBias(_FeatureRule):
+class ContentBias(_FeatureRule, _PairRule):
     """A number added to each logit, from features of query and key and their coordinates.
 
     Attributes:
@@ -493,10 +554,13 @@ class ContentBias(_FeatureRule):
             "scheme's `features`.",
         )
         token = _coordinates(sizes)
-        features = _slice(self.q_features, 3), _slice(self.k_features, 3)
-        arguments = _slice(self.shared, 0), _slice(self.heads, 1), *features, token, token
+        arguments = _slice(self.shared, 0), _slice(self.heads, 1), *self.features_of_pair()
+        arguments = *arguments, token, token
         signature = "(shared, head, q_feature, k_feature, q, k) -> scalar"
         _check_function(self, "rule", signature, arguments, sizes)
+
+    def features_of_pair(self):
+        return _slice(self.q_features, 3), _slice(self.k_features, 3)
 
     def lower(self, context):
         return Lowering(_pair_term(self, context))
@@ -615,6 +679,9 @@ class DotBias(_FeatureRule):
         if context.axes or not context.integer:
             return self.by_pair().lower(context)
         of_keys, by_slot = self.q_features is None, context.contiguous
+        careful = self.careful()
+        if careful and not by_slot:  # Which distances are seen is not known.
+            return self.by_pair().lower(context)
         # Beyond the horizon a key adds one number, and a query a constant that may be dropped.
         horizon = None
         if of_keys or context.drop_constants:
@@ -626,10 +693,25 @@ class DotBias(_FeatureRule):
             table = None  # A strip is smaller on each tile.
         if table is None and not by_slot:
             return self.by_pair().lower(context)
-        return self._lower_to_dot(context.scale if self.scaled else 1.0, horizon, table)
+        seen = context.seen if careful else None
+        return self._lower_to_dot(context.scale if self.scaled else 1.0, horizon, table, seen)
+
+    def careful(self) -> bool:
+        """Returns whether the vector of a distance may be NaN or infinite."""
+        distance = jax.ShapeDtypeStruct((), jnp.int32)
+        return may_be_infinite(self.vector, _slice(self.shared, 0), _slice(self.heads, 1), distance)
+
+    def added_to_rows(self, q, k, seen=None):
+        if seen is not None and self.careful():
+            return self.by_pair().added_to_rows(q, k, seen)
+        return super().added_to_rows(q, k)
 
     def _lower_to_dot(
-        self, factor: float, horizon: int | None, distances: DistanceRange | None
+        self,
+        factor: float,
+        horizon: int | None,
+        distances: DistanceRange | None,
+        seen: Callable | None,
     ) -> Lowering:
         """Lowers to products with a table of the vectors at some distances, or with a strip.
 
@@ -637,15 +719,20 @@ class DotBias(_FeatureRule):
           factor: the factor on the term.
           horizon: the distance from which on the vectors are constant, or None.
           distances: the distances of the table; None: a strip, one vector per distance.
+          seen: as in a `LoweringContext`, or None for vectors that are finite anywhere.
         """
         of_keys, table, dropped = self.q_features is None, None, None
         far: Any = None
+
+        def evaluate(distances):
+            return self.vectors(distances if seen is None else seen(distances))
+
         if horizon is not None:
-            far = self.vectors(jnp.full((1,), horizon, jnp.int32))
+            far = evaluate(jnp.full((1,), horizon, jnp.int32))
         drop = far is not None and not of_keys
 
         def vectors(first, stop):
-            out = _between(self.bounds, self.vectors, first, stop)
+            out = _between(self.bounds, evaluate, first, stop)
             return out - far if drop else out
 
         if distances is not None:
@@ -688,7 +775,7 @@ class DotBias(_FeatureRule):
         integers = q.ndim == 2 and q.dtype == k.dtype == jnp.int32
         if integers and self.q_features is not None and self.pair and self.bounds == _NO_BOUNDS:
             return self._by_blocks(q, k, jnp.any(seen, axis=(1, 2)))
-        return self.added_to_rows(q, k)
+        return self.added_to_rows(q, k, seen)
 
     def _by_blocks(self, q: jax.Array, k: jax.Array, used: jax.Array) -> jax.Array:
         """Returns the logits of a rule with `pair`, which reads both coordinates.
@@ -828,7 +915,7 @@ class DenseBias(Rule):
         factor = context.scale if self.scaled else 1.0
         return Lowering(pairs=AllPairs(self.pairs, factor))
 
-    def added_to_rows(self, q, k):
+    def added_to_rows(self, q, k, seen=None):
         return self.pairs.astype(jnp.float32)
 
 
@@ -899,8 +986,14 @@ class LogitsTransform(_FeatureRule):
         return dataclasses.replace(self, k_features=k_features, expand=None)
 
     def transformed_logits(self, logits, seen, q_features, k_features, q, k):
-        over_q = jax.vmap(self.rule, (None, None, 0, None, 1, 1, 0, None), 1)
-        return over_q(self.shared, self.heads, q_features, k_features, logits, seen, q, k)
+        def of_query(q_feature, logits, seen, q):
+            # A rule may be NaN at hidden keys, and 0 * NaN is NaN in its derivative.
+            held = jnp.any(seen, 0)
+            one = jnp.where(jnp.any(held), jnp.take(k, jnp.argmax(held), 0, mode="clip"), q)
+            keys = jnp.where(held.reshape(-1, *(1,) * (k.ndim - 1)), k, one[None])
+            return self.rule(self.shared, self.heads, q_feature, k_features, logits, seen, q, keys)
+
+        return jax.vmap(of_query, (0, 1, 1, 0), 1)(q_features, logits, seen, q)
 
 
 @dataclasses.dataclass(frozen=True)

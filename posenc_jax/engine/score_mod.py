@@ -34,30 +34,40 @@ from posenc_jax.engine.rules import ContentBias, LogitBias, LogitsTransform
 ScoreMod = Callable[..., jax.Array]
 _SCORES = (-1000.0, -30.0, -2.5, -0.7, 1.0, 2.0, 7.0, 60.0, 1000.0)
 """Scores at which a function that adds is tried; the compiler knows the slopes of sums."""
+_PAIRS = (0, 0, 1, 5, 18), (1, 0, 2, 9), (3, 0, 1, 10), (-2, 2, 3, 13)
+"""Distances, each with keys between which a relative function must not tell."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Added:
-    """The number that a function adds to any score, as a rule for pairs; NaN if it adds none.
+    """The number that a function adds to any score, as a rule for pairs; NaN if a claim is false.
 
     If the function reads the row of the batch, the row is a feature of the query.
     """
 
     function: ScoreMod
+    relative: bool
 
     def __call__(self, arrays, head, *features_and_coordinates):
         *features, q, k = features_and_coordinates
         row = features[0] if features else jnp.int32(0)
 
+        def at(score, q, k):
+            return jnp.asarray(self.function(score, row, head, q, k, *arrays), jnp.float32)
+
         def of_score(score):
-            out = self.function(score, row, head, q, k, *arrays)
-            return jnp.asarray(out, jnp.float32)
+            return at(score, q, k)
 
         # The derivative of a sum is one at any score; of 20 tanh(x / 20) it is so at 0 alone.
         added, one, sums = of_score(jnp.float32(0)), jnp.float32(1), True
         for score in _SCORES:
             _, slope = jax.jvp(of_score, (jnp.float32(score),), (one,))
             sums &= slope == 1
+        for distance, *shifts in _PAIRS if self.relative else ():
+            first, *others = (at(jnp.float32(0), distance + n, n) for n in map(jnp.int32, shifts))
+            for other in others:  # NaN and -inf are equal to themselves.
+                same = (other == first) | (jnp.isnan(other) & jnp.isnan(first))
+                sums &= same | (jnp.abs(other - first) <= 1e-3 * (1 + jnp.abs(first)))
         return jnp.where(sums | jnp.isneginf(added), added, jnp.nan)
 
 
@@ -71,6 +81,9 @@ class OfScores:
         def of_key(score, b, h, kv_idx):
             return jnp.asarray(self.function(score, b, h, q_idx, kv_idx, *arrays), jnp.float32)
 
+        # Hidden keys have a score of zero, where a function may have no derivative.
+        one = jnp.take_along_axis(logits, jnp.argmax(seen, 1, keepdims=True), 1)
+        logits = jnp.where(seen, logits, one)
         of_keys = jax.vmap(of_key, (0, None, None, 0))
         return jax.vmap(of_keys, (0, 0, 0, None))(logits, row, heads, k)
 
@@ -88,8 +101,9 @@ def score_mod(
       *arrays: captured arrays, as pytrees. They have gradients.
       adds: whether the function returns the score plus a number that does not depend on it, or
         -inf. Where its slope at one of nine scores from -1000 to 1000 is not one, logits are NaN.
-      relative: whether it adds, and the number goes by q_idx - kv_idx alone. If the claim is false,
-        results are wrong, as with a `LogitBias`.
+      relative: whether it adds, and the number goes by q_idx - kv_idx alone. Where it differs
+        between pairs of equal distance that are tried, up to position 19, logits are NaN; if it
+        does so at others alone, results are wrong, as with a `LogitBias`.
 
     Returns:
       The rule; see the top of the file. `q_idx` and `kv_idx` are coordinates of `attention`, which
@@ -130,5 +144,5 @@ def score_mod(
     of_b = closed.jaxpr.invars[1]
     if any(x is of_b for eqn in closed.jaxpr.eqns for x in eqn.invars):
         require(not relative, "score_mod: a function that reads b is not relative; give adds=True.")
-        return ContentBias(_Added(function), heads, arrays, q_features=rows)
-    return LogitBias(_Added(function), heads, arrays, relative=relative)
+        return ContentBias(_Added(function, False), heads, arrays, q_features=rows)
+    return LogitBias(_Added(function, relative), heads, arrays, relative=relative)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from posenc_jax.engine.mask import add_saturated, differentiable_in_units
 
@@ -92,6 +92,79 @@ def _like(x: Any, aval: Any) -> jax.Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
+_FINITE = frozenset(
+    "abs add and argmax argmin broadcast_in_dim ceil clamp concatenate convert_element_type copy "
+    "cos dot_general dynamic_slice eq erf expand_dims floor gather ge gt iota le logistic lt max "
+    "min mul ne neg not or pad reduce_and reduce_max reduce_min reduce_or reduce_sum reshape rev "
+    "round select_n sign sin slice square squeeze stop_gradient sub tanh transpose".split()
+)
+"""Operations that are finite at finite numbers, and so are their derivatives."""
+
+
+def may_be_infinite(function: Callable, *arguments: Any) -> bool:
+    """Returns whether a function or its derivative may be NaN or infinite at finite numbers.
+
+    Args:
+      function: the function.
+      *arguments: arrays, or their types.
+    """
+    closed = jax.make_jaxpr(function)(*arguments)
+    return not all(map(_is_finite, closed.jaxpr.eqns))
+
+
+_CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"))
+
+
+def inner_jaxpr(eqn: Any) -> Any:
+    """Returns the jaxpr that an equation calls, or None."""
+    if eqn.primitive.name not in _CALLS:
+        return None
+    return eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
+
+
+def _is_finite(eqn: Any) -> bool:
+    """Returns whether an equation is of operations that are finite at finite numbers."""
+    if not any(jnp.issubdtype(x.aval.dtype, jnp.inexact) for x in eqn.outvars):
+        return True  # Integers have no derivative.
+    if (inner := inner_jaxpr(eqn)) is not None:
+        return all(map(_is_finite, inner.jaxpr.eqns))
+    name = eqn.primitive.name
+    if name == "integer_pow":
+        return eqn.params["y"] >= 0
+    if name == "div":  # By a number of the function.
+        return isinstance(eqn.invars[1], Literal) and eqn.invars[1].val != 0
+    return name in _FINITE
+
+
+def of_seen_pairs(seen: jax.Array, q: "Tokens", k: "Tokens") -> tuple["Tokens", "Tokens"]:
+    """Returns the tokens of every pair, leaves [Q, K, ...]; hidden pairs have those of a seen one.
+
+    A rule may be NaN or infinite at pairs that are hidden, and there 0 * NaN would be NaN in the
+    derivative of what all pairs share.
+
+    Args:
+      seen: bool [Q, K].
+      q, k: queries and keys, leaves [Q, ...] and [K, ...].
+    """
+    first = jnp.argmax(seen.reshape(-1))
+    row, column = first // seen.shape[1], first % seen.shape[1]
+
+    def at(tokens, index):
+        return jax.tree.map(lambda x: jnp.take(x, index, 0, mode="clip"), tokens)
+
+    def spread(tokens, one, axis):
+        def of_leaf(x, one):
+            mask = seen.reshape(*seen.shape, *(1,) * (x.ndim - 1))
+            return jnp.where(mask, jnp.expand_dims(x, axis), one[None, None])
+
+        return jax.tree.map(of_leaf, tokens, one)
+
+    query, key = at(q, row), at(k, column)
+    # Where nothing is seen, a query and a key at its own place.
+    place = jnp.where(jnp.any(seen), key.coordinates, query.coordinates)
+    return spread(q, query, 1), spread(k, key._replace(coordinates=place), 0)
+
+
 class Tokens(NamedTuple):
     """Queries or keys of a tile, as a term reads them for one head.
 
@@ -160,6 +233,8 @@ class LoweringContext:
       max_table: distances of the largest tile. Each tile reads its part of a strip in place of a
         table with more distances; 0: no rule has a table where there can be a strip.
       pairs_at_once: pairs of a rule that are differentiated at once.
+      seen: a function of int32 distances between slots; those at which all keys are hidden become
+        one at which some is seen.
     """
 
     length: int
@@ -172,11 +247,17 @@ class LoweringContext:
     drop_constants: bool
     max_table: int
     pairs_at_once: int
+    seen: Callable[[jax.Array], jax.Array]
 
     @property
     def dtype(self) -> Any:
         """The dtype of coordinates."""
         return jnp.int32 if self.integer else jnp.float32
+
+    @property
+    def token(self) -> jax.ShapeDtypeStruct:
+        """The type of the coordinates of a token."""
+        return jax.ShapeDtypeStruct((self.axes,) if self.axes else (), self.dtype)
 
     def horizon(self, high: int | None, by_slot: bool) -> int | None:
         """Returns the distance from which on a rule with this upper bound is constant."""
@@ -227,12 +308,15 @@ class Term(abc.ABC):
     gathers: ClassVar[bool] = False
     by_head: ClassVar[tuple[str, ...]] = ()
 
-    def tile(self, strip: Any, q: Tokens, k: Tokens, *, in_vjp: bool) -> jax.Array:
+    def tile(
+        self, strip: Any, q: Tokens, k: Tokens, seen: jax.Array | None = None, *, in_vjp: bool
+    ) -> jax.Array:
         """Returns float32 [Q, K], by default `pair` of all pairs.
 
         Args:
           strip: the part of `strip` that the tile covers, [F, Q + K - 1], or None.
           q, k: tokens of the tile.
+          seen: bool [Q, K]; other pairs may get any number. None: all are.
           in_vjp: whether `jax.vjp` is applied at once.
         """
         return jax.vmap(jax.vmap(self.pair, (None, 0)), (0, None))(q, k)
@@ -300,6 +384,7 @@ class PairTerm(Term):
       captured: arrays that a traced `rule` reads.
       rule: `rule(shared, head, q, k)`, or with features, `rule(shared, head, row, col, q, k)`.
       of_content: whether the rule reads features.
+      careful: whether the rule `may_be_infinite`, so that hidden pairs are not evaluated.
       horizon: the value at this distance is dropped.
       pairs_at_once: pairs that are differentiated at once.
     """
@@ -309,6 +394,7 @@ class PairTerm(Term):
     captured: tuple[jax.Array, ...] = ()
     rule: Callable = dataclasses.field(metadata=STATIC)
     of_content: bool = dataclasses.field(metadata=STATIC)
+    careful: bool = dataclasses.field(metadata=STATIC)
     pairs_at_once: int = dataclasses.field(metadata=STATIC)
 
     by_head: ClassVar[tuple[str, ...]] = ("heads",)
@@ -329,18 +415,25 @@ class PairTerm(Term):
             out -= self._far(self.heads, q.coordinates.dtype)
         return differentiable_in_units(out, self.factor)
 
-    def tile(self, strip, q, k, *, in_vjp):
+    def tile(self, strip, q, k, seen=None, *, in_vjp):
         length, keys = q.slots.shape[0], k.slots.shape[0]
         size = math.gcd(length, max(self.pairs_at_once // keys, 1))
+        seen = seen if self.careful else None
         if self.of_content or size == length or not in_vjp:
-            return super().tile(strip, q, k, in_vjp=in_vjp)
+            return self._tile(q, k, seen)
 
         @jax.checkpoint
-        def part(q):
-            return super(PairTerm, self).tile(strip, q, k, in_vjp=True)
+        def part(q_and_seen):
+            q, seen = q_and_seen
+            return self._tile(q, k, seen)
 
-        parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), q)
+        parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), (q, seen))
         return jax.lax.map(part, parts).reshape(length, keys)
+
+    def _tile(self, q, k, seen):
+        if seen is None:
+            return super().tile(None, q, k, in_vjp=True)
+        return jax.vmap(jax.vmap(self.pair))(*of_seen_pairs(seen, q, k))
 
     def dropped(self, dtype: Any) -> jax.Array | None:
         """Returns the constant that `tile` drops, [1, 1, N], for coordinates of a dtype."""
@@ -411,7 +504,7 @@ class DotTerm(Term):
     def pair(self, q, k):
         return None
 
-    def tile(self, strip, q, k, *, in_vjp):
+    def tile(self, strip, q, k, seen=None, *, in_vjp):
         # The tokens with the features are in the place of the queries.
         tokens, others = (k, q) if self.of_keys else (q, k)
         if self.distances is None:

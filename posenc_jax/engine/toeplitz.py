@@ -35,11 +35,11 @@ def _toeplitz_forward(values, shape):
 
 
 def _toeplitz_backward(shape, _, tile):
-    sums = jax.lax.platform_dependent(tile, cpu=_row_by_row_sums, default=_skewed_sums)
+    sums = jax.lax.platform_dependent(tile, cpu=_row_by_row_sums, default=diagonal_sums)
     return (sums[::-1],)
 
 
-def _skewed_sums(tile: jax.Array) -> jax.Array:
+def diagonal_sums(tile: jax.Array) -> jax.Array:
     """Sums the diagonals of [R, C], from the last row's first entry on: [R + C - 1].
 
     The rows are padded with R zeros and read again as rows that are shorter by one, which shifts
@@ -51,7 +51,7 @@ def _skewed_sums(tile: jax.Array) -> jax.Array:
 
 
 def _row_by_row_sums(tile: jax.Array) -> jax.Array:
-    """Returns `_skewed_sums` by a loop over rows: faster on CPU, slow on TPU; launches on GPU."""
+    """Returns `diagonal_sums` by a loop over rows: faster on CPU, slow on TPU; launches on GPU."""
     rows, columns = tile.shape
 
     def add_row(r, sums):

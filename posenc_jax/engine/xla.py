@@ -56,6 +56,7 @@ from posenc_jax.engine.problem import (
 from posenc_jax.engine.terms import (
     STATIC,
     AllPairs,
+    PairTerm,
     Term,
     Tokens,
     ValueTable,
@@ -436,7 +437,7 @@ def _backward_tile(
     def added(by_distance, pairs, diff):
         terms, queries, keys = combine(diff, nondiff)
         keys = keys._replace(features=zero_keys(live, keys.features))
-        tile = tiles.added(by_distance, pairs, terms, queries, keys, interior)
+        tile = tiles.added(by_distance, pairs, terms, queries, keys, interior, seen)
         # A rule that reads no array does not vary over a mesh; its cotangent does.
         return vary_over(tile, jax.typeof(x.q).mat.varying)
 
@@ -550,9 +551,19 @@ class Tiles:
         return jax.tree.map(write, grads, tiles)
 
     def added(
-        self, by_distance, pairs, terms, q: TokenArrays, k: TokenArrays, interior: bool
+        self,
+        by_distance,
+        pairs,
+        terms,
+        q: TokenArrays,
+        k: TokenArrays,
+        interior: bool,
+        seen: jax.Array | None = None,
     ) -> jax.Array | None:
-        """Returns the sum of the rules, broadcastable to the tile, or None."""
+        """Returns the sum of the rules, broadcastable to the tile, or None.
+
+        Pairs that are not in `seen` may get any number, and have no gradient.
+        """
         bias, strips = by_distance
         out = None
         if bias is not None:
@@ -569,22 +580,23 @@ class Tiles:
             if interior and not term.has_interior:
                 continue
             tokens = self._tokens(term.gathers, q, n), self._tokens(term.gathers, k, n)
-            value = self._of_term(term, strip, *tokens, interior)
+            value = self._of_term(term, strip, *tokens, seen, interior)
             out = value if out is None else out + value
         return out
 
-    def _of_term(self, term: Term, strip, q: Tokens, k: Tokens, interior: bool) -> jax.Array:
+    def _of_term(self, term: Term, strip, q: Tokens, k: Tokens, seen, interior: bool) -> jax.Array:
         """Evaluates a term for all rows and heads: [B or 1, N or 1, Q, K]."""
+        seen = seen if isinstance(term, PairTerm) and term.careful else None
 
-        def evaluate(arrays, strip, q, k):
+        def evaluate(arrays, strip, q, k, seen):
             of_head = dataclasses.replace(term, **arrays)
             if interior:
                 return of_head.interior(q, k)
-            return of_head.tile(strip, q, k, in_vjp=self.backward)
+            return of_head.tile(strip, q, k, seen, in_vjp=self.backward)
 
         arrays = {name: getattr(term, name) for name in term.by_head}
         arrays, strip = jax.tree.map(lambda x: x[None], (arrays, strip))
-        return vmap_rows_and_heads(evaluate, arrays, strip, q, k)
+        return vmap_rows_and_heads(evaluate, arrays, strip, q, k, seen)
 
     def of_values(
         self, method: Callable, x: jax.Array, q: TokenArrays, k: TokenArrays

@@ -12,14 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.terms import STATIC, PairTerm, Term, Tokens, trace_once
+from posenc_jax.engine.terms import STATIC, PairTerm, Term, Tokens, inner_jaxpr, trace_once
 
 _ELEMENTWISE = frozenset(
     "abs add and clamp convert_element_type div eq exp exp2 floor ge gt integer_pow le log "
     "log1p logistic lt max min mul ne neg not or rem round select_n sign sqrt rsqrt square "
     "stop_gradient sub tanh xor".split()
 )
-_CALLS = frozenset(("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call"))
 
 
 @jax.tree_util.register_dataclass
@@ -33,6 +32,7 @@ class Element:
       k_scalars: float32 arrays [B, K or N, 1, S].
       reads_coordinates: whether the rule reads coordinates.
       everywhere: whether tiles beyond the horizon have it too.
+      careful: whether derivatives may be NaN or infinite, which hidden pairs must not add.
       rule: `rule(scalars, q_scalars, k_scalars, q, k)`, a float32 number of scalars.
     """
 
@@ -42,6 +42,7 @@ class Element:
     reads_coordinates: bool = dataclasses.field(metadata=STATIC)
     rule: Callable = dataclasses.field(metadata=STATIC)
     everywhere: bool = dataclasses.field(default=False, metadata=STATIC)
+    careful: bool = dataclasses.field(default=False, metadata=STATIC)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +108,7 @@ def element_of(
         k_scalars=tuple(_rows(x) for x in k_scalars),
         reads_coordinates=_reads(jaxpr, jaxpr.invars[-2:]),
         rule=functools.partial(rule, ()),
+        careful=isinstance(term, PairTerm) and term.careful,
     )
 
 
@@ -127,13 +129,6 @@ def _rows(x: jax.Array) -> jax.Array:
 def _reads(jaxpr: Any, variables: list) -> bool:
     """Whether an equation reads one of the variables."""
     return any(x in variables for eqn in jaxpr.eqns for x in eqn.invars)
-
-
-def inner_jaxpr(eqn: Any) -> Any:
-    """Returns the jaxpr that an equation calls, or None."""
-    if eqn.primitive.name not in _CALLS:
-        return None
-    return eqn.params["call_jaxpr" if "call_jaxpr" in eqn.params else "jaxpr"]
 
 
 def _missing_operation(jaxpr: Any) -> str | None:
@@ -177,4 +172,11 @@ def evaluate(
     if element.reads_coordinates:
         places = [wide(x) for x in coordinates]
     arrays = jax.tree.map(wide, (tuple(scalars), tuple(q_scalars), tuple(k_scalars)))
-    return jax.vjp(lambda *x: jax.vmap(jax.vmap(element.rule))(*x, *places), *arrays)
+    out, pull = jax.vjp(lambda *x: jax.vmap(jax.vmap(element.rule))(*x, *places), *arrays)
+    if not element.careful:
+        return out, pull
+
+    def pull_seen(ds):  # Hidden pairs have a cotangent of zero, and 0 * NaN is NaN.
+        return jax.tree.map(lambda d: jnp.where(ds == 0.0, 0.0, d), pull(ds))
+
+    return out, pull_seen

@@ -1,0 +1,237 @@
+"""Rules that are NaN or infinite at pairs which are hidden: these pairs have no gradient.
+
+Expected are the numbers of the same rules with a distance that is clipped to those that are seen,
+and for one of them a float64 loop.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import posenc_jax as pe
+from posenc_jax.engine.blocks import Blocks
+from posenc_jax.kernels.tpu.implementation import PallasTPU
+from tests.support import run
+
+B, T, N, H = 2, 40, 2, 8
+RANDOM = np.random.default_rng(0)
+Q, K, V, WEIGHTS = RANDOM.normal(size=(4, B, T, N, H)).astype(np.float32)
+SLOPES = np.array([0.5, 1.5], np.float32)
+SUMS = np.cumsum(RANDOM.uniform(0.1, 1.0, (B, T, N)), 1).astype(np.float32)
+POSITIONS = np.arange(T)
+PADDED = np.where(np.arange(T) < [[3], [0]], -1, 0)
+PACKED = np.broadcast_to(np.arange(T) // 17, (B, T))
+CAUSAL = np.tri(T, dtype=bool)[None, None]
+
+
+def past(shared, slope, q, k):
+    return -slope * jnp.log1p(q - k)
+
+
+def past_clipped(shared, slope, q, k):
+    return -slope * jnp.log1p(jnp.maximum(q - k, 0))
+
+
+def near(shared, slope, q, k):
+    """Infinite from 6 tokens on, and one before the query."""
+    n = (q - k).astype(jnp.float32)
+    return slope * (jnp.sqrt(6 - n) + 1 / jnp.sqrt(n + 1))
+
+
+def near_clipped(shared, slope, q, k):
+    n = jnp.clip((q - k).astype(jnp.float32), 0, 5)
+    return slope * (jnp.sqrt(6 - n) + 1 / jnp.sqrt(n + 1))
+
+
+def of_sums(shared, slope, row, col, q, k):
+    return -slope * jnp.log(row - col + 0.5)
+
+
+def of_sums_clipped(shared, slope, row, col, q, k):
+    return -slope * jnp.log(jnp.where(k <= q, row - col, 0.0) + 0.5)
+
+
+def vector(shared, head, n):
+    return shared * jnp.sqrt(n.astype(jnp.float32))
+
+
+def vector_clipped(shared, head, n):
+    return shared * jnp.sqrt(jnp.maximum(n, 0).astype(jnp.float32))
+
+
+def row_of(shared, heads, q_feature, k_features, logits, seen, q, k):
+    return logits - heads[:, None] * jnp.log1p(q - k)[None]
+
+
+def row_of_clipped(shared, heads, q_feature, k_features, logits, seen, q, k):
+    return logits - heads[:, None] * jnp.log1p(jnp.maximum(q - k, 0))[None]
+
+
+def mod(score, b, h, q, k, slopes):
+    return score - slopes[h] * jnp.log1p(q - k)
+
+
+def mod_clipped(score, b, h, q, k, slopes):
+    return score - slopes[h] * jnp.log1p(jnp.maximum(q - k, 0))
+
+
+def mod_of_b(score, b, h, q, k, slopes):
+    return score - slopes[h] * jnp.log1p(q - k) * jnp.exp2(-b.astype(jnp.float32))
+
+
+def mod_of_b_clipped(score, b, h, q, k, slopes):
+    return score - slopes[h] * jnp.log1p(jnp.maximum(q - k, 0)) * jnp.exp2(-b.astype(jnp.float32))
+
+
+def mod_of_score(score, b, h, q, k, slopes):
+    """The root has no derivative at zero, the score of hidden keys."""
+    return score + slopes[h] * jnp.sqrt(jnp.abs(score))
+
+
+def bias(function, **options):
+    return lambda slopes, sums: pe.LogitBias(function, heads=slopes, **options)
+
+
+def content(function):
+    return lambda slopes, sums: pe.ContentBias(function, slopes, None, sums, sums)
+
+
+def dot(function, **options):
+    return lambda slopes, sums: pe.DotBias(
+        function, shared=slopes, q_features=jnp.asarray(Q)[..., :2] * sums[..., None], **options
+    )
+
+
+def transform(function):
+    return lambda slopes, sums: pe.LogitsTransform(function, heads=slopes)
+
+
+def score_mod(function, **claim):
+    return lambda slopes, sums: pe.score_mod(function, jnp.asarray(Q), slopes, **claim)
+
+
+BOTH = {
+    "relative": (bias(past, relative=True), bias(past_clipped, relative=True)),
+    "of pairs": (bias(past), bias(past_clipped)),
+    "window": (bias(near, relative=True), bias(near_clipped, relative=True)),
+    "content": (content(of_sums), content(of_sums_clipped)),
+    "dot": (dot(vector), dot(vector_clipped)),
+    "dot, bounds": (dot(vector, bounds=(-50, 50)), dot(vector_clipped, bounds=(-50, 50))),
+    "transform": (transform(row_of), transform(row_of_clipped)),
+    "score_mod, relative": (score_mod(mod, relative=True), score_mod(mod_clipped, relative=True)),
+    "score_mod, adds": (score_mod(mod, adds=True), score_mod(mod_clipped, adds=True)),
+    "score_mod, b": (score_mod(mod_of_b, adds=True), score_mod(mod_of_b_clipped, adds=True)),
+    "score_mod": (score_mod(mod), score_mod(mod_clipped)),
+}
+HOW = {
+    "whole": {"is_causal": True},
+    "positions": {"is_causal": True, "q_positions": POSITIONS},
+    "padded": {"is_causal": True, "q_segment_ids": PADDED},
+    "packed": {"is_causal": True, "q_segment_ids": PACKED},
+    "mask": {"mask": CAUSAL},
+    "mask, positions": {"mask": CAUSAL, "q_positions": POSITIONS},
+    "softcap": {"is_causal": True, "softcap": 3.0},
+}
+WORDS = "dense", "xla", "reference"
+CASES = [
+    (name, list(HOW)[(2 * n + m) % 6], WORDS[(n + m) % 3])
+    for n, name in enumerate(BOTH)
+    for m in range(2)
+]
+CASES += [("relative", "mask", word) for word in WORDS]
+CASES += [("of pairs", how, "xla") for how in ("padded", "softcap")]
+
+
+def _loss(make, static, word, arrays):
+    slopes, sums, q, options = arrays
+    rules, static = make(slopes, sums), dict(static)
+    if make in BOTH["window"]:
+        static["window"] = (5, 0)
+    out = pe.attention(q, K, V, rules=rules, implementation=word, **static, **options)
+    return (out * WEIGHTS).sum()
+
+
+def _gradient(make, static, word, slopes, sums, q, options):
+    def loss(slopes, sums, q):
+        return _loss(make, static, word, (slopes, sums, q, options))
+
+    return jax.grad(loss, (0, 1, 2))(slopes, sums, q)
+
+
+def gradients(make, how, word):
+    options = {n: x for n, x in HOW[how].items() if isinstance(x, np.ndarray)}
+    static = tuple((n, x) for n, x in HOW[how].items() if n not in options)
+    return run(_gradient, (make, static, word), SLOPES, SUMS, Q, options)
+
+
+@pytest.mark.parametrize("name, how, word", CASES)
+def test_hidden_pairs_have_no_gradient(name, how, word):
+    got, expected = (gradients(make, how, word) for make in BOTH[name])
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    assert np.abs(got[0]).min() > 1e-4
+
+
+def test_the_gradient_is_that_of_a_loop():
+    def loss(slopes):
+        total = 0.0
+        for b, n in np.ndindex(B, N):
+            for i in range(T):
+                distance = np.log1p(np.arange(i, -1, -1.0))
+                x = K[b, : i + 1, n].astype(np.float64) @ Q[b, i, n] / H**0.5 - slopes[n] * distance
+                p = np.exp(x - x.max())
+                total += (p / p.sum()) @ V[b, : i + 1, n] @ WEIGHTS[b, i, n]
+        return total
+
+    step = 1e-5 * np.eye(2)
+    expected = [(loss(SLOPES + s) - loss(SLOPES - s)) / 2e-5 for s in step]
+    for word in ("dense", "xla", "reference"):
+        got = gradients(BOTH["of pairs"][0], "positions", word)[0]
+        np.testing.assert_allclose(got, expected, rtol=1e-4)
+
+
+def test_forward_mode():
+    """Tangents too, in "dense" and "reference"."""
+    make, clipped = BOTH["of pairs"]
+    for word in ("dense", "reference"):
+
+        def tangent(make, slopes, word=word):
+            def loss(slopes):
+                arrays = slopes, SUMS, Q, {"q_segment_ids": PADDED}
+                return _loss(make, (("is_causal", True),), word, arrays)
+
+            return jax.jvp(loss, (slopes,), (jnp.ones(2),))[1]
+
+        got, expected = (jax.jit(functools.partial(tangent, m))(SLOPES) for m in (make, clipped))
+        np.testing.assert_allclose(got, expected, rtol=1e-4)
+
+
+def test_scores_of_hidden_keys_are_no_zeros():
+    for word in ("dense", "reference"):
+        got = gradients(score_mod(mod_of_score), "padded", word)
+        assert all(np.isfinite(x).all() for x in got)
+
+
+def test_steps_of_a_cache():
+    q, positions = Q[:, -1:], {"q_positions": np.array([T - 2]), "k_positions": POSITIONS}
+
+    def loss(make, slopes):
+        out = pe.attention(q, K, V, rules=make(slopes, SUMS), is_causal=True, **positions)
+        return (out * WEIGHTS[:, -1:]).sum()
+
+    make, clipped = BOTH["relative"]
+    got, expected = (jax.grad(functools.partial(loss, m))(SLOPES) for m in (make, clipped))
+    np.testing.assert_allclose(got, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name, how", [("of pairs", "whole"), ("relative", "padded")])
+def test_elements_of_kernels(name, how):
+    tiles = Blocks(128, 128)
+    kernels = PallasTPU(tiles, tiles, interpret=True)
+    make, clipped = BOTH[name]
+    got, expected = gradients(make, how, kernels), gradients(clipped, how, "reference")
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
