@@ -11,6 +11,7 @@ import argparse
 import json
 import re
 import shutil
+import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from experiments.pages import tables
 from experiments.pages.report import conclusions, render
 from experiments.runs.experiment import Experiment, experiment_of, load, objects_in
 from experiments.runs.files import locked, write_whole
-from experiments.runs.results import PACK
-from experiments.runs.run import Run, RunFolder, known, load_data
+from experiments.runs.results import PACK, mixture
+from experiments.runs.run import Run, commit, known, load_data
 from experiments.runs.run_queue import (
     add_arguments,
     carry_out,
@@ -62,10 +63,11 @@ def compare(experiment: Experiment, options: argparse.Namespace) -> int:
     folder, runs, errors = experiment.folder, experiment.all_runs(), {}
 
     def stages() -> Iterator[list[Run]]:
+        results = known(folder)
         if not options.fresh:
             remedy = "choose another --name, or --fresh"
-            refuse_other_versions(runs, known(folder), str(folder), remedy)
-        waiting = [r for r in runs if options.fresh or RunFolder(folder, r).result() is None]
+            refuse_other_versions(runs, results, str(folder), remedy)
+        waiting = [r for r in runs if options.fresh or results(r) is None]
         tasks = dict.fromkeys(run.task for run in waiting)
         facts = {name: v for task in tasks for name, v in load_data(task).facts.items()}
         if options.fresh:
@@ -74,7 +76,10 @@ def compare(experiment: Experiment, options: argparse.Namespace) -> int:
         for name, text in facts.items():
             say(f"{name}: {text}")
         if before := len(runs) - len(waiting):
-            say(f"{before} of {len(runs)} runs were done before.")
+            commits = {result.commit for run in runs if (result := results(run))}
+            code = f", at commit {', '.join(sorted(commits))}; the others run at {commit()}"
+            mixed = waiting and commits != {commit()}
+            say(f"{before} of {len(runs)} runs were done before{code if mixed else ''}.")
         yield runs
 
     try:
@@ -131,6 +136,8 @@ def write_report(
     command = f"python -m experiments compare {folder / 'config.toml'}"
     settings = experiment.to_tables()
     page = render(experiment.name, results, command, settings, baseline)
+    if mixed := mixture([result for row in results for _, result in row.ended]):
+        print(mixed, file=sys.stderr)
     write_whole(folder / "report.html", page)
     return folder / "report.html"
 

@@ -196,9 +196,11 @@ def curves(results: Results, section: str) -> str:
             curves = [result.curve for _, result in row.ended if result.curve]
             if not curves:
                 continue
+            seeds, name = len(row.ended), tables.label(scheme)
+            name += f" ({len(curves)} of {seeds} seeds)" if len(curves) < seeds else ""
             values = list(zip(*(curve["loss"] for curve in curves), strict=False))
             steps, style = curves[0]["step"][: len(values)], (styles[scheme][0], "")
-            ends.append((*_line(axes, steps, values, style, "", True), tables.label(scheme)))
+            ends.append((*_line(axes, steps, values, style, "", True), name))
         if not ends:
             return ""
         axes.set_xlabel("optimiser steps")
@@ -281,7 +283,8 @@ def _line(axes, x: Sequence[Any], values, look, variant, fitted: bool):
         x, means, style, color=colour, marker=marker, markerfacecolor=face, alpha=alpha, zorder=3
     )
     if any(len(row) > 1 for row in values):
-        low, high = [min(row) for row in values], [max(row) for row in values]
+        scores = np.array(values, float)  # Of NumPy, least and greatest are NaN where a seed's is.
+        low, high = scores.min(1), scores.max(1)
         axes.fill_between(x, low, high, color=colour, alpha=0.16, linewidth=0)
     real = [(a, b) for a, b in zip(x, means, strict=True) if math.isfinite(b)]
     return (*(real[-1] if real else (x[-1], math.nan)), colour, alpha)

@@ -13,6 +13,7 @@ from typing import Any
 from experiments.pages import plots, tables
 from experiments.pages.page import as_html, fill, plain
 from experiments.pages.tables import Results, SchemeResults, in_words, interval, mean
+from experiments.runs.results import mixture
 from experiments.settings.common import Rates
 from experiments.settings.config_io import flatten
 
@@ -50,6 +51,8 @@ def render(
         pictures[f"{name}.svg"] = svg
         return f"{name}.svg" if svg else ""
 
+    tasks = [_section(results, section, draw) for section in sections]
+    rows = [row for task in tasks for view in task["views"] for row in view["rows"]]
     costs = list(_costs(results))
     definitions = [
         f"{row.section}: {row.first.scheme_repr}" for row in results if row.done and row.first
@@ -61,9 +64,10 @@ def render(
         command=command,
         done=sum(len(row.ended) for row in results if row.done),
         missing=missing,
+        mixed=mixture(everything),
         failed=[row for row in results if row.error],
         seeds=seeds,
-        fewest=min((len(row.seeds) for row in results if row.done), default=seeds),
+        averaged=tables.seeds_in_words(results),
         baseline=tables.label(baseline),
         conclusions=conclusions(results, baseline),
         summaries=[
@@ -71,19 +75,18 @@ def render(
             for section in sections
             if seeds > 1 and (summary := _summary(results, section, baseline, draw))
         ],
-        tasks=[_section(results, section, draw) for section in sections],
+        tasks=tasks,
         curves=[
             (s, draw(f"curves-{s}", svg)) for s in sections if (svg := plots.curves(results, s))
         ],
         costs=[_COSTS, *costs] if costs else [],
         processor=environment.get("processor", "an unnamed processor"),
-        untrained=tables.UNTRAINED,
+        untrained=tables.UNTRAINED if any("†" in cell for row in rows for cell in row) else "",
         facts=[
             ("Configuration", _lines(settings or {})),
             ("Environment", _lines(environment)),
             (
-                "Schemes; q . k has the factor 1/sqrt(H) whatever their logit scale is, unless "
-                "layers have another scale",
+                "Schemes; q . k has the factor 1/sqrt(H), unless layers have another scale",
                 definitions,
             ),
         ],
@@ -131,12 +134,13 @@ def _summary(results: Results, section: str, baseline: str, draw: Any) -> dict |
     shown = tables.ordered([trained, lengths[-1]])
     columns = [tables.paired(results, section, mode, length, baseline) for length in shown]
 
-    def order(scheme: str) -> float:
-        return mean(columns[0][scheme][0]) * labels.sign
+    def order(scheme: str) -> tuple[bool, float]:
+        value = mean(columns[0][scheme][0]) * labels.sign
+        return math.isnan(value), value  # Numbers are not in order among NaN.
 
     def cell(values: Sequence[float], sign: str = "") -> str:
-        middle, _, bounds = in_words(values, max(labels.digits, 3), sign).partition(" ")
-        return f"{middle}<br><small>{bounds}</small>" if bounds else middle
+        middle, _, bounds = in_words(values, max(labels.digits, 3), sign).partition(" [")
+        return f"{middle}<br><small>[{bounds}</small>" if bounds else middle
 
     lines, differences = [], {}
     for scheme in sorted(columns[0], key=order):
@@ -153,9 +157,9 @@ def _summary(results: Results, section: str, baseline: str, draw: Any) -> dict |
     if differences:
         file = f"differences-{section}"
         picture = draw(file, plots.differences(differences, unit, f"{section}: {unit}", file))
-    seeds = max((len(values) for values, _ in columns[0].values()), default=0)
+    title = f"{section}: {labels.unit}, {labels.better} is better"
     return dict(
-        title=f"{section}: {labels.unit}, {labels.better} is better, {seeds} seeds",
+        title=", ".join(filter(None, (title, tables.seeds_in_words(rows)))),
         heads=["scheme", *(text for n in shown for text in (str(n), f"minus {name}"))],
         rows=lines,
         picture=picture,

@@ -17,7 +17,9 @@ from experiments.models.schemes import has_table, short
 from experiments.runs.run import Lookup, Result, Run
 from experiments.tasks.base import Labels
 
-UNTRAINED = "† rows of a table beyond the trained length were never trained"
+UNTRAINED = (
+    "† needs rows of a learned table that were never trained; a good score there does without them"
+)
 
 
 def mean(values: Iterable[float | None]) -> float:
@@ -28,6 +30,16 @@ def mean(values: Iterable[float | None]) -> float:
     """
     numbers = [math.nan if x is None or not math.isfinite(x) else float(x) for x in values]
     return sum(numbers) / len(numbers) if numbers else math.nan
+
+
+def in_cell(values: Sequence[float | None], form: str = ".3f") -> str:
+    """Returns the mean as text, or in how many seeds there is no finite score.
+
+    >>> in_cell([1, 2]), in_cell([1, None])
+    ('1.500', 'no finite score in 1 of 2')
+    """
+    lacking = sum(x is None or not math.isfinite(x) for x in values)
+    return f"no finite score in {lacking} of {len(values)}" if lacking else f"{mean(values):{form}}"
 
 
 def interval(
@@ -65,21 +77,19 @@ def in_words(
     """Returns the mean and its interval as text, the mean alone for one value.
 
     Args:
-      values: NaN for seeds that diverged.
+      values: NaN for seeds without a finite score.
       digits: behind the point.
       sign: "+" for differences.
       shifts: as for `interval`.
 
     >>> in_words((1.0, 2.0, 3.0), sign="+"), in_words([0.5]), in_words((math.nan, 1.0))
-    ('+2.000 [-0.484, +4.484]', '0.500', 'diverged in 1 of 2')
+    ('+2.000 [-0.484, +4.484]', '0.500', 'no finite score in 1 of 2')
     """
-    if diverged := sum(map(math.isnan, values)):
-        return f"diverged in {diverged} of {len(values)}"
     form = f"{sign}.{digits}f"
     middle, low, high = interval(values, shifts)
-    return (
-        f"{middle:{form}}" if math.isnan(low) else f"{middle:{form}} [{low:{form}}, {high:{form}}]"
-    )
+    if math.isnan(low):
+        return in_cell(values, form)
+    return f"{middle:{form}} [{low:{form}}, {high:{form}}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,6 +324,14 @@ def paired(
     return {scheme: (values, differences(scheme)) for scheme, values in scores.items()}
 
 
+def seeds_in_words(results: Results) -> str:
+    """Returns the least and the greatest number of seeds that are averaged; nothing for one."""
+    counts = [len(row.seeds) for row in results if row.done]
+    least, most = min(counts, default=1), max(counts, default=1)
+    few = f"{least} to " if least < most else ""
+    return f"{few}{most} seeds" if most > 1 else ""
+
+
 def label(scheme: str, variant: str = "") -> str:
     """Returns the label of a scheme, or of a zero-shot variant of it.
 
@@ -352,7 +370,7 @@ def grid(results: Results, section: str, mode: str) -> Grid:
         for row, variant, scores in lines
     ]
     for column in zip(*(row.cells for row in rows), strict=True):
-        numbers = [x for x in column if x.kind == "value" and x.text != "nan"]
+        numbers = [x for x in column if x.kind == "value"]
         texts = {x.text for x in numbers}  # As printed: ties are all marked.
         best = (max if labels.higher_is_better else min)(texts, key=float, default="")
         for x in numbers:
@@ -365,7 +383,9 @@ def _cell(row: SchemeResults, score: Score | None, digits: int) -> Cell:
         return Cell("failed", "failed")
     if score is None:
         return Cell()
-    text, spread = f"{mean(score.values):.{digits}f}", ""
+    text, spread = in_cell(score.values, f".{digits}f"), ""
+    if math.isnan(mean(score.values)):
+        return Cell("missing", text)
     if len(score.values) > 1:
         spread = f"{min(score.values):.{digits}f}\u2013{max(score.values):.{digits}f}"
     kind = "value" if row.fitted or score.in_distribution else "unfitted"
@@ -401,9 +421,9 @@ def as_text(results: Results) -> str:
             table.append([row.label, *map("".join, zip(texts, marks, strict=True))])
         lines += aligned(table)
         labels = shown.labels
-        seeds = max(len(row.seeds) for row in results if row.section == section)
+        seeds = seeds_in_words([row for row in results if row.section == section])
         text = f"{labels.unit} at each length, {labels.better} is better; * the training length"
-        lines += [text + (f"; means of {seeds} seeds" if seeds > 1 else ""), ""]
+        lines += [text + (f"; means of {seeds}" if seeds else ""), ""]
     unfitted = [row.first for row in results if row.done and not row.fitted]
     if rules := ordered(result.fit_rule for result in unfitted if result):
         lines.append(f"- not fitted: needs {' or '.join(rules)}")

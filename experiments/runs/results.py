@@ -8,6 +8,7 @@ A name ends with a digest of the settings, which is checked when a line is read.
 both, the result that was finished last counts.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -15,7 +16,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,18 @@ class Result:
 def versions_of(environment: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the versions that must be equal where runs are compared."""
     return tuple(f"{name} {environment.get(name)}" for name in VERSIONS)
+
+
+def mixture(results: Iterable[Result], *, commits: bool = True) -> str:
+    """Returns a sentence on the versions, and commits, in which results differ; "" if in none."""
+    rows = [(*result.versions, *[f"commit {result.commit}"] * commits) for result in results]
+    counts = map(collections.Counter, zip(*rows, strict=True))
+    parts = [
+        " and ".join(f"{name} ({n} run{'s' * (n > 1)})" for name, n in each.items())
+        for each in counts
+        if len(each) > 1
+    ]
+    return f"Results are of {'; '.join(parts)}, which may be why they differ." if parts else ""
 
 
 def digest(settings: Mapping[str, Any]) -> str:

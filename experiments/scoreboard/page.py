@@ -9,7 +9,7 @@ from pathlib import Path
 
 from experiments.models.schemes import short
 from experiments.pages.page import as_csv, fill
-from experiments.pages.tables import in_words, mean, ordered
+from experiments.pages.tables import in_cell, in_words, mean, ordered
 from experiments.runs.run import Result
 from experiments.scoreboard.outcomes import Check, Outcome
 
@@ -143,8 +143,9 @@ def _lines(outcome: Outcome) -> Iterator[dict[str, str]]:
 
 
 def _score(values: list) -> str:
-    known = [v for v in values if v is not None]
-    if not known:
+    if all(value is None for value in values):
         return ""
-    text = f"{mean(known):.3f}"
-    return text if len(known) == 1 else f"{text} [{min(known):.3f}, {max(known):.3f}]"
+    text = in_cell(values)
+    if None in values or len(values) == 1:
+        return text
+    return f"{text} [{min(values):.3f}, {max(values):.3f}]"

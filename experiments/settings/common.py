@@ -73,7 +73,7 @@ class Train:
     __pydantic_config__: ClassVar[Any] = STRICT
 
     steps: Steps = 300
-    """Optimiser steps."""
+    """Optimiser steps: a multiple of `steps_per_call`, more than `warmup`."""
     batch: PositiveInt = 32
     """Sequences per step."""
     learning_rate: PositiveFloat = 3e-3

@@ -1,7 +1,7 @@
 """The page of a study with many schemes: a picture, a summary and the best with more seeds."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.pages import plots
 from experiments.pages.page import as_csv, fill
-from experiments.pages.tables import Lookup, in_words, label, mean
+from experiments.pages.tables import Lookup, in_cell, in_words, label, mean
 from experiments.study.clock import Clock
 from experiments.study.comparison import FLAT, holm, t_tests
 from experiments.study.numbers import ratio
@@ -133,18 +133,12 @@ def screen_numbers(rows: Mapping[str, Row]) -> str:
         first, task = row.results[0], row.cell.task
         scores = {n: row.values(task.views[0], n) for n in task.test_lengths}
         line = {"scheme": label(scheme)}
-        line |= {str(n): _mean(x, len(row.results)) for n, x in scores.items()}
+        line |= {str(n): in_cell(x) for n, x in scores.items()}
         line["step"] = ratio(row.step, none.step if none else None)
         line["memory"] = ratio(first.memory_bytes, none.results[0].memory_bytes if none else None)
         line["parameters"] = f"{first.parameters:,}" if first.parameters else ""
         lines.append(line | {"rate": _rate(row)})
     return as_csv(lines)
-
-
-def _mean(scores: Sequence[float], seeds: int) -> str:
-    """Returns the mean of the seeds that did not diverge, and their number if it is not all."""
-    ended = f" ({len(scores)} of {seeds} seeds)" if len(scores) < seeds else ""
-    return f"{mean(scores):.3f}{ended}" if scores else "diverged"
 
 
 def _rate(row: Row) -> str:
@@ -163,8 +157,8 @@ def _finalists(
     lines = []
     for scheme, row in rows.items():
         difference = in_words(row.against()[chose:], 3, "+", row.shifts_against)
-        lines.append([label(scheme), f"{mean(row.at_trained_length):.3f}"])
-        lines[-1] += ["" if scheme == baseline else difference, f"{mean(_longest(row)):.3f}"]
+        lines.append([label(scheme), in_cell(row.at_trained_length)])
+        lines[-1] += ["" if scheme == baseline else difference, in_cell(_longest(row))]
         if curve:
             lines[-1].append(
                 "" if scheme == baseline else _in_time(row, chose, screen[scheme].step, curve)
@@ -207,10 +201,14 @@ def catalogue_picture(study: Study, rows: Rows) -> str:
         if (step := screen[scheme].step)
     }
     points = {scheme: point for scheme, point in points.items() if sign * point[1] <= limit}
+    if not points:
+        return ""
     with mpl.rc_context({**plots.STYLE, "svg.hashsalt": study.name, "axes.grid.axis": "both"}):
         figure, axes = plots.new_figure(0.9 + 0.175 * max(16, len(points)), right=1.8, bottom=0.95)
         axes.set_xscale("log")
         kinds = [(words, colour) for _, words, colour in _RISES]
+        if any(math.isnan(longest) for *_, longest in points.values()):
+            kinds.append(("not known", plots.BASELINE))
         for words, colour in kinds:
             axes.plot([], [], "o", color=colour, label=words)
         for x, y, longest in points.values():
@@ -235,7 +233,7 @@ def catalogue_picture(study: Study, rows: Rows) -> str:
 
 
 def _colour(rise: float) -> str:
-    return next(colour for least, _, colour in _RISES[::-1] if rise > least)
+    return next((colour for least, _, colour in _RISES[::-1] if rise > least), plots.BASELINE)
 
 
 def _longest(row: Row) -> list[float]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from experiments.pages.tables import in_words, label, mean
+from experiments.pages.tables import in_cell, in_words, label, mean
 from experiments.study.plan import Study
 from experiments.study.rows import Bounds, Row, Rows
 from experiments.study.selection import score
@@ -45,11 +45,12 @@ def losses(row: Row) -> dict[str, str]:
 
 
 def _changes(row: Row, view: str, length: int) -> list[float]:
-    """Returns the changes of scores from the trained length to another one, one per seed."""
-    trained = str(row.cell.task.train_length)
-    scores = [result.scores.get(view, {}) for result in row.results]
-    pairs = [(x.get(trained), x.get(str(length))) for x in scores]
-    return [b - a for a, b in pairs if a is not None and b is not None]
+    """Returns the changes of scores from the trained length to another one.
+
+    One per seed, NaN where a score is missing.
+    """
+    trained = row.values(view, row.cell.task.train_length)
+    return [b - a for a, b in zip(trained, row.values(view, length), strict=True)]
 
 
 def is_of_context(task: Task) -> bool:
@@ -66,11 +67,11 @@ def contexts(row: Row) -> dict[str, str]:
     if not is_of_context(task):
         return {}
     lengths = sorted(getattr(task, "sliding_lengths", ()))
-    cells = {f"sliding {n}": f"{mean(row.values('sliding', n)):.3f}" for n in lengths}
+    cells = {f"sliding {n}": in_cell(row.values("sliding", n)) for n in lengths}
     if lengths[-1] <= task.train_length:
         return cells
     changes = _changes(row, "sliding", lengths[-1])
-    if len(changes) < len(row.results):  # A seed diverged.
+    if math.isnan(mean(changes)):
         return cells | {f"beyond {task.train_length}": ""}
     alike = len({change > 0 for change in changes}) == 1 and abs(mean(changes)) >= BEYOND
     words = ("loses" if changes[0] > 0 else "gains") if alike else "flat"
@@ -121,7 +122,7 @@ def side_by_side(study: Study, rows: Rows) -> list[list[str]]:
     On several corpora, the second cell says where a difference is resolved.
     """
     baseline, corpora = study.about.baseline, has_corpora(study)
-    scores = [f"{mean(row[baseline].at_trained_length):.3f}" for row in rows.values()]
+    scores = [in_cell(row[baseline].at_trained_length) for row in rows.values()]
     lines = [[label(baseline), *([""] if corpora else []), *scores]]
     for name, cells in _variants_side_by_side(rows, baseline).items():
         if any(differences := [difference for _, difference, _ in cells]):
@@ -201,15 +202,16 @@ def t_tests(
 
     Returns:
       p values by scheme and the pooled standard deviation; no p values for one seed per scheme,
-      where the deviation is NaN, and where it is zero.
+      where the deviation is NaN, where it is zero, and for a reference without all scores.
     """
     degrees = sum(len(x) - 1 for x in scores.values())
-    if degrees < 1 or not reference:
+    if degrees < 1:
         return {}, math.nan
     squares = sum(float(np.var(x)) * len(x) for x in scores.values())
     spread, p_values = (squares / degrees) ** 0.5, {}
-    if not spread:  # All seeds agree, as at the ceiling of a task.
-        return {}, 0.0
+    # Without a spread all seeds agree, as at the ceiling of a task.
+    if not spread or math.isnan(mean(reference)):
+        return {}, spread
     for scheme, x in scores.items():
         error = spread * (1 / len(x) + 1 / len(reference)) ** 0.5
         t = abs(float(np.mean(x)) - float(np.mean(reference))) / error

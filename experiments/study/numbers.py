@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping
 
 from experiments.pages.page import as_csv
-from experiments.pages.tables import Lookup, in_words, label, mean
+from experiments.pages.tables import Lookup, in_cell, in_words, label
 from experiments.runs.run import Run
 from experiments.study.cell import Cell
 from experiments.study.plan import Study
@@ -17,10 +17,10 @@ def numbers(study: Study, rows: Rows, results: Lookup) -> str:
     """Returns a table as CSV, best schemes first.
 
     The last columns say how settings were chosen. At each rate there is the score of one seed, or
-    the mean and the standard deviation over the selection seeds, in brackets if they are unstable,
-    with * at the best. Relative to the best rate's are the same run with other rounding and the
-    tries, with * if chosen. Those of variants are relative to the same runs' scores at the trained
-    length.
+    the mean and the standard deviation over the selection seeds (of those that have ended, with
+    their number), in brackets if they are unstable, with * at the best. Relative to the best rate's
+    are the same run with other rounding and the tries, with * if chosen. Those of variants are
+    relative to the same runs' scores at the trained length.
     """
     lines = []
     for size, of_size in rows.items():
@@ -48,8 +48,7 @@ def _scores(row: Row, scheme: str, baseline: str, curve: Mapping[float, float]) 
     }
     for view in task.views:
         for length in sorted({int(n) for r in row.results for n in r.scores.get(view, {})}):
-            if values := row.values(view, length):
-                line[f"{view} {length}"] = f"{mean(values):.3f}"
+            line[f"{view} {length}"] = in_cell(row.values(view, length))
     for name, by_length in row.variants.items():
         for length, differences in by_length.items():
             line[f"{label(scheme, name)} {length}"] = in_words(differences, sign="+")
@@ -106,9 +105,11 @@ def _score(run: Run, selection: Selection, results: Lookup) -> str:
     runs = selection.tried.get(run, (run,))
     scores = [selection.score(each) for each in runs if results(each)]
     if not all(map(math.isfinite, scores)):
-        return "diverged"
+        return in_cell(scores)
     text = f"{statistics.fmean(scores):.3f}"
-    if len(scores) == len(runs) > 1:
+    if len(scores) < len(runs):
+        text += f" ({len(scores)} of {len(runs)} seeds)"
+    elif len(runs) > 1:
         text += f" ± {statistics.stdev(scores):.3f}"
     if run in selection.unstable:
         return f"({text})"

@@ -9,13 +9,14 @@ from typing import Any
 
 from experiments.pages import plots
 from experiments.pages.page import fill
-from experiments.pages.tables import Lookup, label, mean, ordered
-from experiments.runs.run import Result
+from experiments.pages.tables import Lookup, in_cell, label, ordered
+from experiments.runs.results import Result, mixture
 from experiments.study import comparison
 from experiments.study.cell import Cell
 from experiments.study.clock import Clock
 from experiments.study.plan import Study
 from experiments.study.rows import Bounds, Row, Rows, curve_of
+from experiments.study.selection import score
 
 _CRITERIA = {
     "sizes": """\
@@ -132,13 +133,15 @@ def settings(
         ],
         "busy": clock is not None and clock.busy(size),
         "rows": [],
+        "unit": labels.unit,
+        "so_far": list(_so_far(study, size, rows, results, clock)),
     }
     if not rows:
         return out
     baseline = rows[about.baseline]
     curve = curve_of(baseline, results)
     diverged = {s: sum(r.status != "done" for r in row.results) for s, row in rows.items()}
-    spread = {s: sorted(row.at_trained_length) for s, row in rows.items()}
+    spread = {s: sorted(filter(math.isfinite, x.at_trained_length)) for s, x in rows.items()}
     losses = {scheme: comparison.losses(row) for scheme, row in rows.items()}
     timed = any(row.timed for row in rows.values())
     heads = ["scheme", labels.unit, f"difference to {label(about.baseline)}"]
@@ -146,11 +149,11 @@ def settings(
     heads += comparison.contexts(baseline)
     lines = []
     for scheme, row in rows.items():
-        score = f"{mean(row.at_trained_length):.3f}"
+        trained = in_cell(row.at_trained_length)
         difference = "" if scheme == about.baseline else row.difference_in_words()
-        lines.append([label(scheme), score, difference, *losses[scheme].values()])
+        lines.append([label(scheme), trained, difference, *losses[scheme].values()])
         if timed:
-            lines[-1].append(f"{mean(row.against(row.timed)):+.3f}" if row.timed else "")
+            lines[-1].append(in_cell(row.against(row.timed), "+.3f") if row.timed else "")
         lines[-1] += comparison.contexts(row).values()
         varied = ([name, *cells] for name, cells in comparison.variant_cells(row).items())
         lines += ([*cells, *[""] * (len(heads) - len(cells))] for cells in varied)
@@ -171,6 +174,27 @@ def settings(
             if len(scores) > 1 and statistics.stdev(scores) > limit
         ],
     }
+
+
+def _so_far(
+    study: Study, size: str, rows: Mapping[str, Row], results: Lookup, clock: Clock | None
+) -> Iterator[list[str]]:
+    """Yields what has ended of schemes without a row: scores with counts, and numbers of runs."""
+    runs = {run.name: run for run in study.runs_of(size, results, clock)}.values()
+    waiting = {s: x for s, x in study.compared(size, results).items() if s not in rows}
+    for scheme, cell in waiting.items() if any(map(results, runs)) else ():
+        ended = [results(run) is not None for run in runs if run.scheme == scheme]
+        selection, finals = cell.selection(results), cell.finals(results)
+        grid = selection.first if cell.source is None else ()
+        tried = {run: selection.score(run) for run in grid if results(run)}
+        scores = [score(result) for run in finals if (result := results(run))]
+        best = min(tried, key=lambda run: cell.task.labels.sign * tried[run], default=None)
+        yield [
+            label(scheme),
+            f"{in_cell([tried[best]])} at {best.task.train.learning_rate:g}" if best else "",
+            f"{in_cell(scores)} ({len(scores)} of {len(finals)} seeds)" if scores else "",
+            f"{sum(ended)} of {len(ended)}",
+        ]
 
 
 def _runs(cell: Cell) -> str:
@@ -256,6 +280,7 @@ def origin(results: Sequence[Result], clock: Clock | None) -> dict[str, Any] | N
             clocks.append(dict(size=size, rounds=rounds, others=others, machine=machine))
     return {
         "processors": "; ".join(ordered(result.processor for result in results)),
+        "mixed": mixture(results, commits=False),
         "runs": len(results),
         "wall": sum(result.train_seconds + result.compile_seconds for result in results),
         "clock": clocks,

@@ -42,20 +42,20 @@ class Row:
     step: float | None
 
     def values(self, view: str, length: int) -> list[float]:
-        """Returns the scores of a view at a length, without missing ones."""
+        """Returns the scores of a view at a length, one per seed, NaN where there is none."""
         scores = (result.scores.get(view, {}).get(str(length)) for result in self.results)
-        return [x for x in scores if x is not None]
+        return [math.nan if x is None else x for x in scores]
 
     @property
     def at_trained_length(self) -> list[float]:
-        """The scores at the trained length, one per seed that did not diverge."""
+        """The scores at the trained length, one per seed, NaN where there is none."""
         return self.values(self.run.task.views[0], self.run.task.train_length)
 
     @property
     def is_stable(self) -> bool:
-        """Whether no seed diverged, and their scores spread by at most the limit for rates."""
+        """Whether all seeds have scores, which spread by at most the limit for rates."""
         scores, limit = self.at_trained_length, self.cell.about.unstable
-        ended = len(scores) == len(self.results)
+        ended = all(map(math.isfinite, scores))
         return ended and (len(scores) < 2 or statistics.stdev(scores) <= limit)
 
     @functools.cached_property

@@ -12,7 +12,7 @@ from scipy import special
 from experiments.models.schemes import short
 from experiments.pages import plots
 from experiments.pages.page import fill
-from experiments.pages.tables import Lookup, mean
+from experiments.pages.tables import Lookup, in_cell, mean
 from experiments.study.comparison import sign, t_tests
 from experiments.study.page import origin, settings, shared
 from experiments.study.plan import Study
@@ -65,8 +65,9 @@ def leads(rows: Mapping[str, Row], thetas: Collection[str] = THETAS) -> tuple[st
         return "", {}
     task = next(iter(rows.values())).run.task
 
-    def validated(name: str) -> float:
-        return mean(by_name[name].values(task.selection_view, task.train_length))
+    def validated(name: str) -> tuple[bool, float]:
+        value = mean(by_name[name].values(task.selection_view, task.train_length))
+        return math.isnan(value), value  # Without a score it is the last.
 
     best = min([name for name in thetas if name in by_name], key=validated)
     scores = {name: row.at_trained_length for name, row in by_name.items()}
@@ -131,7 +132,7 @@ def steps_page(
         if name in THETAS:
             for i, (size, (best, _)) in enumerate(sizes.items()):
                 row = rows[size].get(scheme)
-                value = f"{mean(row.at_trained_length):.3f}" if row else ""
+                value = in_cell(row.at_trained_length) if row else ""
                 texts[i] = f"{value} ({texts[i]})" if texts[i] and name != best else value
         elif first in sizes and last in sizes:
             ends = [sizes[size][1].get(name) for size in (first, last)]

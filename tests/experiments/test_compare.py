@@ -236,6 +236,28 @@ def test_another_configuration_loses_nothing(run):
     assert len(list(run.folder.glob("*/result.json"))) == 1
 
 
+def test_results_of_another_commit_are_named(run, monkeypatch):
+    """A run is added to results of another commit: said before it runs, at the end, and shown."""
+    run.without_training()
+    assert run("compare", "--schemes", "none")[0] == 0
+    for module in ("runs.run", "commands.compare"):
+        monkeypatch.setattr(f"experiments.{module}.commit", lambda: "new")
+    (before,) = {result.commit for result in run.results().values()}
+    mixed = f"commit {before} (1 run) and commit new (1 run)"
+    status, out, err = run("compare", "--schemes", "none,rope")
+    assert (
+        status == 0
+        and f"1 of 2 runs were done before, at commit {before}; the others run at new." in out
+    )
+    assert err == f"Results are of {mixed}, which may be why they differ.\n"
+    assert mixed in (run.folder / "report.html").read_text()
+    assert main(["report", str(run.folder)]) == 0 and mixed in run.errors()
+    out = run("compare", "--schemes", "none,rope")[1]
+    assert "2 of 2 runs were done before." in out
+    status, out, err = run("compare", "--schemes", "none,rope", "--fresh")
+    assert status == 0 and "before" not in out and err == ""
+
+
 def test_results_of_other_code_are_refused(run, own_module, tmp_path, monkeypatch):
     """After each edit, modules are as a new process has them."""
     run.without_training()

@@ -77,7 +77,8 @@ def test_the_page_names_command_and_runs(text):
     assert "python -m experiments compare" in text
     assert "One seed: no ranking follows" in text
     assert "rope 12,345 33.0 1.10 5.0" in text  # Its costs.
-    assert "† rows of a table beyond the trained length were never trained" in text
+    assert "† needs rows of a learned table" in text
+    assert "†" not in words_of(render([make_row("kback", "rope")]))
 
 
 def test_the_summary_has_paired_differences_with_intervals(monkeypatch):
@@ -129,7 +130,7 @@ def test_scores_as_text():
     assert "rope + NTK" in second and "0.735†" in second
     assert rest.splitlines() == [
         "- not fitted: needs accuracy at the training length >= 0.9",
-        "† rows of a table beyond the trained length were never trained",
+        tables.UNTRAINED,
         "kback, none failed: 2 of 2 seeds: the loss is not finite",
         "text, none failed: ValueError: NaN",
     ]
@@ -271,7 +272,61 @@ def test_incomplete_results_render(results):
     assert "How to read this page" in text and "None" not in text and "nan" not in text
 
 
-def test_non_finite_numbers_render_as_nan():
+def test_scores_that_are_not_finite_are_counted():
+    """At 128 the second of three seeds has none: no mean, least, greatest or interval is left."""
     loss = {"step": [100, 200, 300], "loss": [2.0, math.inf, math.nan]}
     results = [make_row("kback", "rope", scores=lambda view, i, n: math.nan, curve=loss)]
-    assert "rope nan nan nan" in words_of(render(results))
+    assert f"rope {' '.join(['no finite score in 1 of 1'] * 3)}" in words_of(render(results))
+    bands = set()
+    for lacking in (0, 1, 2):
+        scores = lambda view, i, n: None if i == 2 and n == lacking else 0.9 - 0.1 * i  # noqa: B023, E731
+        rows = [make_row("kback", "rope", 3), make_row("kback", "none", 3, scores=scores)]
+        cells = tables.grid(rows, "kback", "plain").rows[1].cells
+        assert [cell.text for cell in cells] == ["0.90", "0.80", "no finite score in 1 of 3"]
+        assert [bool(cell.spread) for cell in cells] == [True, True, False]
+        assert tables.grid(rows, "kback", "plain").rows[0].cells[2].kind == "value"
+        line = tables.as_text(rows).splitlines()[2]
+        assert line.split() == "none 0.90 0.80 no finite score in 1 of 3".split()
+        html = render(rows)
+        text = words_of(html)
+        assert "<td>no finite score in 1 of 3</td>" in re.sub(r' style="[^"]*"', "", html)
+        assert "none 0.900 [0.900, 0.900] +0.030 [+0.005, +0.055] no finite score in 1 of 3" in text
+        assert "nan" not in text and "diverged" not in text
+        bands.add(plots.lengths(rows[1:], "kback", "plain"))
+    assert len(bands) == 1  # Bands have no place where a seed has none, whichever it is.
+
+
+def test_schemes_without_all_scores_are_last():
+    levels = {"rope": 0.5, "none": math.nan, "learned": 0.9, "mypkg.mine:MyScheme": 0.7}
+
+    def row(name):
+        return make_row("kback", name, 2, scores=lambda view, i, n: levels[name] if n else 0.5)
+
+    for names in itertools.permutations(levels):
+        summary = words_of(render([row(name) for name in names])).partition("Summary")[2]
+        order = re.findall("(?:learned|rope|none|MyScheme) (?=0|no)", summary)[:4]
+        assert "".join(order) == "learned MyScheme rope none "
+
+
+def test_means_say_how_many_seeds_they_have():
+    rows = [make_row("kback", name, 3) for name in ("rope", "none")]
+    rows[1] = dataclasses.replace(rows[1], results=(*rows[1].results[:2], None))
+    assert "means of 2 to 3 seeds" in tables.as_text(rows)
+    text = words_of(render(rows))
+    assert "means of 2 to 3 seeds, with" in text and "higher is better, 2 to 3 seeds" in text
+    svg = plots.curves([make_row("kback", "rope", 2)], "kback")
+    assert ">rope<" in svg
+    row = make_row("kback", "rope", 2)
+    diverged = dataclasses.replace(row.results[1], status="diverged", scores={}, curve={})
+    row = dataclasses.replace(row, results=(row.results[0], diverged))
+    assert ">rope (1 of 2 seeds)<" in plots.curves([row], "kback")
+
+
+def test_results_of_other_versions_and_commits_are_named():
+    rows = [make_row("kback", "rope", 3), make_row("kback", "none", 2)]
+    assert "Results are of" not in words_of(render(rows))
+    old = make_row("kback", "none", 2, environment={"jax": "0.4.1"}, commit="old")
+    words = (
+        "jax 0.10.2 (3 runs) and jax 0.4.1 (2 runs); commit abc (3 runs) and commit old (2 runs)"
+    )
+    assert f"Results are of {words}, which may be why" in words_of(render([rows[0], old]))

@@ -384,6 +384,7 @@ def test_outcomes(tmp_path, rope, none, word):
             )
     outcome = judge(claim, tmp_path)
     assert outcome.word == word and not outcome.mixed
+    assert ("no finite score in 1 of 3" in numbers([outcome])) == (None in rope)
     assert outcome.seeds == (4, 5, 6)[: len(rope)]
     (check,) = outcome.criteria
     pairs = [a - b for a, b in zip(rope, none, strict=True) if a is not None]

@@ -220,7 +220,7 @@ def test_unstable_rates_are_not_chosen(study_of, reason):
         return
     assert selection.chosen.task.train.learning_rate == 2e-3
     row = rows_by_size(study, results)[1]["small"]["rope"]
-    words = {"spread": "(0.900 ± 0.173)", "diverged": "diverged"}[reason]
+    words = {"spread": "(0.900 ± 0.173)", "diverged": "no finite score in 3 of 3"}[reason]
     assert (row["rate 0.002"], row["rate 0.004"]) == ("0.803 ± 0.006 *", words)
 
 
@@ -281,12 +281,49 @@ def test_remarks_on_seeds(study_of):
     assert rows["none"]["difference to rope"].startswith("-0.901 [")
     results = answers(diverges=lambda run: (run.scheme, run.seed) == ("none", 1))
     rows = rows_by_size(study, results)[1]["small"]
-    assert rows["none"]["difference to rope"] == "diverged in 1 of 2"
+    assert rows["none"]["difference to rope"] == "no finite score in 1 of 2"
     assert "Seeds that diverged: none in 1 of 2." in page_of(study, results)
     apart = {"rope": 0.3, "none": 0.1}
     results = answers(lambda run: measured(run) + apart.get(run.scheme, 0.0) * (run.seed == 1))
     words = "Seeds with a standard deviation above 0.1: rope (0.90, 1.20)."
     assert words in page_of(study, results)
+
+
+def test_an_unfinished_page_has_what_has_ended(study_of):
+    """Before the second reported seed of RoPE; of KERPLE alone; of all but RoPE; of all."""
+    study, every = study_of(), answers()
+
+    def page_without(waits):
+        return page_of(study, lambda run: None if waits(run) else every(run))
+
+    text = page_without(lambda run: (run.scheme, run.seed) == ("rope", 1))
+    assert "48 of 51 runs known so far have ended" in text
+    lines = "| none | 0.300 at 0.002 | 0.300 (2 of 2 seeds) | 15 of 15 |"
+    assert f"{lines} | rope | 0.900 at 0.004 | 0.900 (1 of 2 seeds) | 16 of 19 |" in text
+    assert "* **Small**: as above. The best rate lies at the edge of the grid for kerple." in text
+    text = page_without(lambda run: (run.scheme, run.seed) == ("kerple", 1))
+    assert "| rope | 0.901 | | +0.30 | | none | 0.300 |" in text
+    assert (
+        "| kerple | 0.400 at 0.008 | 0.409 (1 of 2 seeds) |" in text and "rope | 0.900" not in text
+    )
+    assert "| kerple | | | 0 of 4 |" in page_without(lambda run: run.scheme != "rope")
+    assert ", so far" not in page_without(lambda run: True)
+    assert "so far" not in page_of(study, every)
+    # The numbers: the second of three selection seeds of RoPE, and the third, have not ended.
+    rows = rows_by_size(study, lambda run: None if run.seed in (101, 102) else every(run))[1]
+    assert rows["small"]["rope"]["rate 0.004"] == "0.900 (1 of 3 seeds)"
+
+
+def test_results_of_other_versions_are_named(study_of):
+    study, results, versions = study_of(), answers(), ("0.4", "0.12")
+    assert "Results are of" not in page_of(study, results)
+
+    def mixed(run):
+        return dataclasses.replace(
+            results(run), environment={"jax": versions[run.scheme == "rope"]}
+        )
+
+    assert re.search(r"are of jax 0.12 \(\d+ runs\) and jax 0.4 \(", page_of(study, mixed))
 
 
 def test_compute_gains(study_of):
@@ -478,6 +515,11 @@ def test_leads_of_speed_and_of_the_limit(study_of):
         assert steps_picture(study, of_spread)
     svg = steps_picture(study, rows)
     assert svg.count(">rope, best theta<") == 1 and ">none<" not in svg
+    # A theta whose seeds have not all a score on validation text is not the best one.
+    first, other = rows["few"]["rope"].results
+    lost = dataclasses.replace(first, scores=first.scores | {"validation": {"128": None}})
+    lost = dataclasses.replace(rows["few"]["rope"], results=[lost, other])
+    assert leads(rows["few"] | {"rope": lost})[0] == "rope_100"
     of_two = {scheme: row for scheme, row in rows["many"].items() if scheme != names[1]}
     assert leads(of_two) == ("", {})  # The third theta may be the best one.
     assert ">2.550<" in svg and ">2.100<" in svg  # Of the best RoPE after 100 and 1,600 steps.
@@ -533,10 +575,56 @@ def test_a_catalogue_is_one_table(study_of):
     results = answers(diverges=lambda run: (run.scheme, run.seed) == ("kerple", 1))
     rows, _ = rows_by_size(study, results)
     text = " ".join(catalogue_page(study, rows, results, None, {}, **PLACES).split())
-    assert "0 of 2 have a better mean" in text and "Not tested, as a seed diverged" in text
+    assert "0 of 2 have a better mean" in text and "Not tested, as a seed has no finite" in text
     lines = csv.DictReader(screen_numbers(rows["small"]).splitlines())
     scores = {line["scheme"]: line["32"] for line in lines}
-    assert scores["kerple"] == "0.409 (1 of 2 seeds)" and scores["none"] == "0.300"
+    assert scores["kerple"] == "no finite score in 1 of 2" and scores["none"] == "0.300"
+
+
+@pytest.mark.parametrize("lacking", ["scores", "a score beyond"])
+def test_no_mean_leaves_out_a_seed(study_of, lacking):
+    """The second seed of one scheme diverged, or has no finite score at 48."""
+
+    def with_lack(scheme):
+        complete = answers(diverges=lambda run: lacking == "scores" and is_lacking(run, scheme))
+
+        def results(run):
+            result = complete(run)
+            if lacking == "scores" or not is_lacking(run, scheme):
+                return result
+            return dataclasses.replace(result, scores={"plain": result.scores["plain"] | beyond})
+
+        return results
+
+    def is_lacking(run, scheme):
+        return (run.scheme, run.seed) == (scheme, 1)
+
+    beyond, words = {"48": None}, "no finite score in 1 of 2"
+    study, results = study_of(), with_lack("kerple")
+    rows, table = rows_by_size(study, results)
+    line = table["small"]["kerple"]
+    assert line["plain 48"] == words and table["small"]["none"]["plain 48"] == "0.200"
+    at_trained = [line["score"], line["plain 32"], line["difference to rope"]]
+    assert [text == words for text in at_trained] == [lacking == "scores"] * 3
+    trained = words if lacking == "scores" else "0.409"
+    assert re.search(rf"\| kerple \| {trained} \| [^|]+ \| \|", page_of(study, results))
+
+    # In a catalogue: the table, the schemes that lose little, finalists and the picture.
+    more = '[sizes.finalists]\nrates_of = "small"\nbest = 2\nseeds = 2\nalways = ["kerple"]\n'
+    study = study_of(CATALOGUE + more)
+    rows, _ = rows_by_size(study, results, CLOCK)
+    (line,) = [
+        x
+        for x in csv.DictReader(screen_numbers(rows["small"]).splitlines())
+        if x["scheme"] == "kerple"
+    ]
+    assert (line["32"], line["48"]) == (trained, words)
+    text = catalogue_page(study, rows, results, CLOCK, {}, **PLACES)
+    assert re.search(rf"\| kerple \| {trained} \|.*\| {words} \|", text)
+    for scheme, shown in (("rope", lacking != "scores"), ("kerple", True)):
+        rows, _ = rows_by_size(study, with_lack(scheme), CLOCK)
+        svg = catalogue_picture(study, rows)
+        assert bool(svg) == shown and (">not known<" in svg) == (scheme == "rope" and shown)
 
 
 def test_leads_are_corrected_for_their_number():
@@ -556,6 +644,7 @@ def test_leads_are_corrected_for_their_number():
     rejected = {str(i) for i in order[adjusted <= 0.05]}
     assert holm(p_values) == rejected and len(rejected) == 4 and (expected <= 0.05).sum() == 5
     assert t_tests({"a": [1.0]}, reference)[0] == {}
+    assert t_tests(scores, [*reference, np.nan]) == ({}, spread)
 
 
 def test_the_best_run_with_more_seeds(study_of):
@@ -665,6 +754,13 @@ def test_a_size_takes_the_rates_of_another(study_of):
     fixed = study_of(SIZES.replace('rates_of = "a"', 'rates_of = "a"\nrate = 3e-3'))
     assert rates(fixed.cells["b"]["rope"].finals(by_steps)) == {3e-3}
     assert "the settings of the size a, at the rate 0.003." in page_of(fixed, by_steps)
+
+    def without(run):
+        is_last = (run.scheme, run.seed, run.task.model.model_dim) == ("t5", 1, 32)
+        return None if is_last else by_steps(run)
+
+    assert "## B, so far" in page_of(study, without)  # No rate was chosen there.
+    assert "| t5 | | 0.750 (1 of 2 seeds) | 1 of 2 |" in page_of(study, without)
     # Of b: two seeds of two schemes and two budgets.
     assert len({run.name for run in study.runs_of("b", by_steps, None)}) == 2 * 2 + 2 * 2
     # One program for the choice, the seeds and all budgets.
