@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import posenc_jax as pe
-from examples.decoder import MLP, ModelConfig
+from examples.decoder import MLP, ModelConfig, embed_tokens
 from examples.weights import Config, State, Weights, fill
 from posenc_jax.nnx import PositionEncoding
 
@@ -46,7 +46,9 @@ class BERT(nnx.Module):
           types: integers [B, T]: the sentence of a pair that a token is in. Default: the first.
         """
         positions, segment_ids = pe.positions.from_padding_mask(mask)
-        x = self.embedding(tokens) + self.token_types(jnp.broadcast_to(types, tokens.shape))
+        types = jnp.broadcast_to(types, tokens.shape)
+        x = embed_tokens("BERT", self.embedding, tokens, segment_ids)
+        x += embed_tokens("BERT", self.token_types, types, segment_ids, "types")
         x = self.embedding_norm(self.position(x, positions))
         for block in self.blocks:
             x = block(x, positions=positions, segment_ids=segment_ids)

@@ -13,19 +13,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 import posenc_jax as pe
-from examples.decoder import ACTIVATIONS, ModelConfig
+from examples.decoder import ACTIVATIONS, ModelConfig, embed_tokens
 from examples.weights import Config, State, Weights, fill
 
 
 class DisentangledAttention(nnx.Module):
     """Attention with terms by content and distance."""
 
-    def __init__(self, config: ModelConfig, scheme: pe.DeBERTa, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: pe.LayerSpec, rngs: nnx.Rngs):
         heads = config.num_heads, config.head_dim
         project = functools.partial(nnx.LinearGeneral, rngs=rngs)
         self.query, self.key, self.value = (project(config.model_dim, heads) for _ in range(3))
         self.out = project(heads, config.model_dim, axis=(-2, -1))
-        self.scheme = scheme
+        assert isinstance(layer.scheme, pe.DeBERTa), layer.scheme
+        self.scheme, self.scale = layer.scheme, layer.scale
 
     def __call__(self, x, table, **tokens):
         """Returns [B, T, D].
@@ -41,15 +42,15 @@ class DisentangledAttention(nnx.Module):
         if self.scheme.position_to_content:
             params["queries"] = self.query(table)
         q, k, v = self.query(x), self.key(x), self.value(x)
-        out, _ = pe.scheme_attention(self.scheme, params, q, k, v, **tokens)
+        out, _ = pe.scheme_attention(self.scheme, params, q, k, v, scale=self.scale, **tokens)
         return self.out(out)
 
 
 class Block(nnx.Module):
     """Attention and MLP, each followed by a norm of the sum."""
 
-    def __init__(self, config: ModelConfig, scheme: pe.DeBERTa, rngs: nnx.Rngs):
-        self.attention = DisentangledAttention(config, scheme, rngs)
+    def __init__(self, config: ModelConfig, layer: pe.LayerSpec, rngs: nnx.Rngs):
+        self.attention = DisentangledAttention(config, layer, rngs)
         self.attention_norm, self.mlp_norm = config.new_norm(rngs), config.new_norm(rngs)
         self.up = nnx.Linear(config.model_dim, config.mlp_dim, rngs=rngs)
         self.down = nnx.Linear(config.mlp_dim, config.model_dim, rngs=rngs)
@@ -70,7 +71,7 @@ class DeBERTa(nnx.Module):
         self.embedding = nnx.Embed(config.vocabulary, config.model_dim, rngs=rngs)
         self.distances = nnx.Embed(2 * scheme.span, config.model_dim, rngs=rngs)
         self.embedding_norm, self.distance_norm = config.new_norm(rngs), config.new_norm(rngs)
-        self.blocks = nnx.List(Block(config, scheme, rngs) for _ in config.layers)
+        self.blocks = nnx.List(Block(config, layer, rngs) for layer in config.layers)
         self.transform = nnx.Linear(config.model_dim, config.model_dim, rngs=rngs)
         self.transform_norm = config.new_norm(rngs)
         self.output_bias = nnx.Param(jnp.zeros((config.vocabulary,)))
@@ -84,7 +85,7 @@ class DeBERTa(nnx.Module):
           mask: bool [B, T], true for tokens.
         """
         positions, segment_ids = pe.positions.from_padding_mask(mask)
-        x = self.embedding_norm(self.embedding(tokens))
+        x = self.embedding_norm(embed_tokens("DeBERTa", self.embedding, tokens, segment_ids))
         table = self.distance_norm(self.distances.embedding[...])
         for block in self.blocks:
             x = block(x, table, positions=positions, segment_ids=segment_ids)

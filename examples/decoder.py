@@ -65,6 +65,68 @@ def dot_general(
     return jax.lax.platform_dependent(x, w, cpu=by_elements, default=plain)
 
 
+def check_tokens(
+    caller: str, name: str, tokens: Any, vocabulary: int, is_padding: Any = False
+) -> None:
+    """Raises `ValueError` for tokens outside [0, vocabulary), where they are known.
+
+    Args:
+      caller, name: of the argument, for messages.
+      tokens: integers.
+      vocabulary: V.
+      is_padding: bool, true for tokens that may be any number.
+    """
+    if isinstance(tokens, Tracer) or isinstance(is_padding, Tracer):
+        return
+    known = np.asarray(tokens)
+    outside = known[((known < 0) | (known >= vocabulary)) & np.logical_not(is_padding)]
+    if outside.size:
+        raise ValueError(
+            f"{caller}: {name} must be in [0, {vocabulary}), the vocabulary, got {outside[0]}."
+        )
+
+
+def embed_tokens(
+    caller: str,
+    embedding: nnx.Embed,
+    tokens: jax.Array,
+    segment_ids: jax.Array | None = None,
+    name: str = "tokens",
+) -> jax.Array:
+    """Returns token embeddings [B, T, D].
+
+    Args:
+      caller, name: of the argument, for messages.
+      embedding: of the vocabulary.
+      tokens: integers [B, T]; under `jit`, those outside the vocabulary have embeddings of NaN.
+      segment_ids: integers [B, T], below zero for padding, which may be any number.
+
+    Raises:
+      ValueError: for known tokens outside the vocabulary, and segment ids of another shape.
+    """
+    is_padding, size = False, embedding.num_embeddings
+    if segment_ids is not None:
+        if segment_ids.shape != tokens.shape:
+            got = segment_ids.shape
+            raise ValueError(f"{caller}: segment_ids must be [B, T] = {tokens.shape}, got {got}.")
+        known = segment_ids if isinstance(segment_ids, Tracer) else np.asarray(segment_ids)
+        is_padding = known < 0
+    check_tokens(caller, name, tokens, size, is_padding)
+    # NaN of padding would reach the gradients of parameters.
+    tokens = jnp.where(is_padding, jnp.zeros_like(tokens), tokens)
+    x = embedding(tokens)  # It counts numbers below zero from the end.
+    return jnp.where(((tokens < 0) | (tokens >= size))[..., None], jnp.nan, x)
+
+
+def choose_tokens(logits: jax.Array, key: jax.Array | None = None) -> jax.Array:
+    """Returns the likeliest tokens [B] for logits [B, V], or samples; -1 where a logit is NaN.
+
+    With -1 as the next token, all later logits of a row are NaN, too.
+    """
+    tokens = jnp.argmax(logits, -1) if key is None else jax.random.categorical(key, logits)
+    return jnp.where(jnp.isnan(logits).any(-1), -1, tokens)
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Settings of a transformer.
@@ -276,9 +338,10 @@ class Decoder(nnx.Module):
         options |= {"tokens_per_call": tokens_per_call}
         return [block.attention.new_cache(batch, capacity, **options) for block in self.blocks]
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """Returns token embeddings [B, T, D], before positions and norms."""
-        return self.embedding(tokens) * self.config.embedding_scale
+    def embed(self, tokens: jax.Array, segment_ids: jax.Array | None = None) -> jax.Array:
+        """Returns token embeddings [B, T, D], before positions and norms; see `embed_tokens`."""
+        x = embed_tokens("Decoder", self.embedding, tokens, segment_ids)
+        return x * self.config.embedding_scale
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Returns logits, float32 [B, T, V], for the result of a call with `hidden=True`."""
@@ -305,7 +368,7 @@ class Decoder(nnx.Module):
         """Returns logits [B, T, V], and with caches also the new caches.
 
         Args:
-          tokens: integers [B, T].
+          tokens: integers [B, T]; see `embed_tokens` for those outside the vocabulary.
           caches: caches of earlier tokens; see `new_caches`.
           inputs: [B, T, D] instead of `embed(tokens)`, as with images in the text.
           positions: integers [B, T]. Default: 0, 1, ... after the tokens in the caches.
@@ -314,7 +377,7 @@ class Decoder(nnx.Module):
             them, a part at a time where T logits would be too large.
           **options: `segment_ids` and `coordinates`, as in `posenc_jax.scheme_attention`.
         """
-        x = self.embed(tokens) if inputs is None else inputs
+        x = self.embed(tokens, options.get("segment_ids")) if inputs is None else inputs
         if self.position is not None:
             x = self.position(x, positions, cache=None if caches is None else caches[0])
         if self.embedding_norm is not None:
@@ -382,12 +445,14 @@ def generate(
       **options: `inputs` and `coordinates` of the prompts, as calls of a `Decoder` take them.
 
     Returns:
-      The new tokens [B, steps]. With logits also the prompt's logits and the ones that
+      The new tokens [B, steps]; -1 from where the logits of a row are NaN, as they are under `jit`
+      for tokens outside the vocabulary. With logits also the prompt's logits and the ones that
       chose the tokens, [B, T + steps - 1, V].
 
     Raises:
       ValueError: for no steps, settings of samples without a key, a temperature of 0 or less,
-        top_k below 1, padding on the right, and more tokens than a table of positions holds.
+        top_k below 1, padding on the right, tokens outside the vocabulary, and more tokens than
+        a table of positions holds.
     """
     if steps < 1:
         raise ValueError(f"generate: steps must be at least 1, got {steps}.")
@@ -416,13 +481,13 @@ def generate(
 
     def choose(logits, step):
         if key is None:
-            return jnp.argmax(logits, -1)
+            return choose_tokens(logits)
         if temperature is not None:
             logits /= temperature
         if top_k is not None:
             least = jax.lax.top_k(logits, top_k)[0][:, -1:]
             logits = jnp.where(logits < least, -jnp.inf, logits)
-        return jax.random.categorical(jax.random.fold_in(key, step), logits)
+        return choose_tokens(logits, jax.random.fold_in(key, step))
 
     def advance(carry, step):
         token, caches = carry

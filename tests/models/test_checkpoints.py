@@ -73,6 +73,7 @@ def test_llama_3_has_the_settings_of_its_releases(tmp_path):
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     config, state = small(max_position_embeddings=131072, rope_parameters=rope)
     gguf_files.write(tmp_path / "file", config, state)
+    rope["partial_rotary_factor"] = 1.0
     assert read(tmp_path / "file").config["rope_scaling"] == rope
 
 
