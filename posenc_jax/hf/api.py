@@ -1,20 +1,21 @@
 """`from_hf` and `to_hf`: configs of transformers to schemes, and back to rotary parameters."""
 
-import contextlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from posenc_jax.checks import did_you_mean, require
 from posenc_jax.hf.attention_options import attention_options, with_attention_settings
 from posenc_jax.hf.config_reader import TrackedConfig, file_of, model_type_defaults
 from posenc_jax.hf.model_types import MODEL_TYPES, NOT_READ
-from posenc_jax.hf.rope import RopeSettings, write_rope
+from posenc_jax.hf.rope import write_rope
 from posenc_jax.schemes.layer_spec import LayerSpec
 from posenc_jax.schemes.rotary.layouts import rotary_dims
 from posenc_jax.schemes.rotary.mrope import MRoPE
 from posenc_jax.schemes.rotary.per_sequence_scaling import RoPEByLength
 from posenc_jax.schemes.rotary.rope import RoPE
 from posenc_jax.schemes.scheme import Scheme
+
+_Reader = Callable[[TrackedConfig], Any]
 
 
 class HasToDict(Protocol):
@@ -49,7 +50,7 @@ def from_hf(
 
     Args:
       config: `config.json` as a dict, or a config object of transformers. Of a config of several
-        parts the `text_config` is read.
+        parts the `text_config` is read; the same key beside it must mean the same.
       decoder: whether to read the decoder of a model with an encoder and a decoder (T5, mT5,
         UMT5, Whisper, BART, mBART, MVP, PLBart, Blenderbot, Marian, Pegasus). Required for these,
         refused for others.
@@ -68,8 +69,7 @@ def from_hf(
     >>> pe.from_hf({"model_type": "llama", "head_dim": 64, "rope_theta": 5e5})[0].scheme.theta
     500000.0
     """
-    with _reading("from_hf", config, decoder) as tracked:
-        return _layers(tracked)
+    return _read("from_hf", config, decoder, _layers)
 
 
 def _layers(tracked: TrackedConfig) -> tuple[LayerSpec, ...]:
@@ -113,8 +113,12 @@ def attention_options_from_hf(
     >>> options["num_kv_heads"], options["head_dim"], options["use_bias"]["out"]
     (2, 16, False)
     """
-    with _reading("attention_options_from_hf", config, decoder) as tracked:
-        return attention_options(tracked, _layers(tracked))
+    return _read(
+        "attention_options_from_hf",
+        config,
+        decoder,
+        lambda tracked: attention_options(tracked, _layers(tracked)),
+    )
 
 
 def scheme_from_hf(config: Mapping[str, Any] | HasToDict, *, decoder: bool | None = None) -> Scheme:
@@ -169,22 +173,25 @@ def _as_dict(label: str, config: Any) -> Mapping[str, Any]:
     return values
 
 
-@contextlib.contextmanager
-def _reading(function: str, config: Any, decoder: bool | None = None) -> Generator[TrackedConfig]:
-    """Yields the config; errors of readers and schemes become a `ValueError` of the function."""
+def _read(function: str, config: Any, decoder: bool | None, read: _Reader) -> Any:
+    """Returns what is read; errors of readers and schemes become a `ValueError` of the function."""
     values = _as_dict(f"{function}: config", config)
     try:
-        yield _tracked(values, decoder)
+        return _read_text_model(values, decoder, read)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{function}: {error}") from error
 
 
 # Names in released configs, which transformers replaces.
 _RENAMED = {"exaone4_5_text": "exaone4", "kimi_k2": "deepseek_v3"}
+# Keys that mean another thing beside a text_config: hidden_size in Ovis 2 and PaliGemma 2.
+_OF_THE_WHOLE = {"hidden_size", "is_decoder", "is_encoder_decoder", "model_type", "pad_token_id"}
+_OF_THE_WHOLE |= {"text_config", "transformers_version"}
+_OF_OTHER_PARTS = {"musicflamingo": {"max_position_embeddings", "rope_parameters"}}  # Of sounds.
 
 
-def _tracked(config: Mapping[str, Any], decoder: bool | None) -> TrackedConfig:
-    """Returns the config of the text model, under a supported model type."""
+def _read_text_model(config: Mapping[str, Any], decoder: bool | None, read: _Reader) -> Any:
+    """Returns what is read from the config of the text model, under a supported model type."""
     kind, inner = config.get("model_type"), config.get("text_config")
     require(
         kind is None or isinstance(kind, str),
@@ -196,7 +203,7 @@ def _tracked(config: Mapping[str, Any], decoder: bool | None) -> TrackedConfig:
     if kind not in MODEL_TYPES and inner is not None:
         inner = _as_dict(f"the text_config of the {kind} config", inner)
         outer = TrackedConfig(config, f"the {kind} config beside its text_config")
-        outer.read.update(inner)
+        outer.read.update(inner)  # Compared below.
         outer.finish()
         require(
             "model_type" in inner or f"{kind}_text" in MODEL_TYPES,
@@ -204,7 +211,15 @@ def _tracked(config: Mapping[str, Any], decoder: bool | None) -> TrackedConfig:
         )
         version = config.get("transformers_version")
         inner = {"model_type": f"{kind}_text", "transformers_version": version, **inner}
-        return _tracked(inner, decoder)
+        out = _read_text_model(inner, decoder, read)
+        skipped = _OF_THE_WHOLE | _OF_OTHER_PARTS.get(str(kind), set())
+        for key in (key for key in config if key in inner and key not in skipped):
+            require(
+                config[key] == inner[key] or _agrees(inner, key, config[key], decoder, read, out),
+                f"the {kind} config has {key}={config[key]!r} and its text_config "
+                f"{key}={inner[key]!r}.",
+            )
+        return out
     if kind not in MODEL_TYPES and f"{kind}_text" in MODEL_TYPES:
         kind = f"{kind}_text"  # Keys of the text model at the top, as in transformers 4.
     if kind not in MODEL_TYPES:
@@ -213,7 +228,15 @@ def _tracked(config: Mapping[str, Any], decoder: bool | None) -> TrackedConfig:
     kind = str(kind)
     defaults = model_type_defaults().get(kind)
     config = {**config, "model_type": kind}
-    return TrackedConfig(config, f"the {kind} config", defaults, decoder)
+    return read(TrackedConfig(config, f"the {kind} config", defaults, decoder))
+
+
+def _agrees(config, key, value, decoder, read, out):
+    """Returns whether a config with another value of a key is read alike."""
+    try:
+        return _read_text_model({**config, key: value}, decoder, read) == out
+    except (TypeError, ValueError):
+        return False
 
 
 def to_hf(
@@ -231,10 +254,11 @@ def to_hf(
         each kind, None where layers have no positions. None: all layers are alike.
 
     Raises:
-      ValueError: for schemes without such parameters, and for layers of one kind that differ.
+      ValueError: for schemes without such parameters, for a rotation inside a head, and for layers
+        of one kind that differ.
 
     >>> pe.to_hf(pe.RoPE(head_dim=64, theta=5e5, scaling=pe.PI(4.0)))
-    {'rope_type': 'linear', 'rope_theta': 500000.0, 'factor': 4.0}
+    {'rope_type': 'linear', 'rope_theta': 500000.0, 'partial_rotary_factor': 1.0, 'factor': 4.0}
     """
     layers = scheme if isinstance(scheme, Sequence) else [scheme]
     schemes = [x.scheme if isinstance(x, LayerSpec) else x for x in layers]
@@ -260,9 +284,15 @@ def to_hf(
 def _parameters(scheme: Scheme) -> dict[str, Any]:
     if not isinstance(scheme, RoPE | RoPEByLength | MRoPE):
         raise ValueError(f"to_hf: only RoPE and MRoPE have rope parameters, got {scheme!r}.")
-    dim = rotary_dims("to_hf", scheme.head_dim, scheme.rotary_dim, scheme.rotary_start)
-    fraction = 1.0 if scheme.rotary_start else dim / scheme.head_dim
-    out = write_rope(RopeSettings(scheme.theta, fraction, scheme.scaling))
+    start = scheme.rotary_start
+    dim = rotary_dims("to_hf", scheme.head_dim, scheme.rotary_dim, start)
+    require(
+        start in (0, scheme.head_dim - dim),
+        f"to_hf: transformers rotates the start or the end of a head, got rotary_start={start} and "
+        f"{dim} rotary dimensions of {scheme.head_dim}.",
+    )
+    # If the end rotates, the model type has sizes for both parts of a head.
+    out = write_rope(scheme.theta, None if start else dim / scheme.head_dim, scheme.scaling)
     if isinstance(scheme, MRoPE):
         out["mrope_section"] = [scheme.axes.count(axis) for axis in range(3)]
         if scheme.order == "alternating":

@@ -82,7 +82,8 @@ def _qk_norm(config: TrackedConfig, model_type: ModelType) -> QKNorm | None:
 
 
 def _logit_scale(config: TrackedConfig, model_type: ModelType, layer: int) -> float | None:
-    """Returns the factor on q . k in a layer, counted from 0; None: the scheme's own."""
+    """Returns the factor on q . k in a layer, counted from 0; None: 1/sqrt(H)."""
+    scale = None if model_type.scale is None else model_type.scale(config, layer)
     for key, power in SCALE_POWERS.items():
         value = config.get(key)
         used = key in config.defaults or key == model_type.scale_key
@@ -90,8 +91,8 @@ def _logit_scale(config: TrackedConfig, model_type: ModelType, layer: int) -> fl
             value is None or used or key == model_type.unused_scale_key, f"{key}={value}"
         )
         if value is not None and used:
-            return float(value) ** power
-    return None if model_type.scale is None else model_type.scale(config, layer)
+            scale = float(value) ** power
+    return scale
 
 
 def attention_options(

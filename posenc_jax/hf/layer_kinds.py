@@ -48,8 +48,11 @@ def all_global(config: TrackedConfig) -> list[str]:
 
 def all_windowed(config: TrackedConfig) -> list[str]:
     """Returns sliding attention for every layer as `all_global`, if there is a window."""
+    if window_of(config) is not None:
+        config.implied("max_window_layers", 0)
+        return _undeclared(config, LOCAL)
     config.ignore("max_window_layers")  # In Qwen3-MoE's configs.
-    return _undeclared(config, LOCAL if window_of(config) is not None else FULL)
+    return _undeclared(config, FULL)
 
 
 def _undeclared(config, kind):

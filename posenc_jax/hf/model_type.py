@@ -33,7 +33,7 @@ class ModelType:
       scale_key: the key for the factor on q . k, see `SCALE_POWERS`, beside those that the config
         class has.
       unused_scale_key: a key of `SCALE_POWERS` that releases have without effect.
-      scale: reads the factor of a layer in another way; None: the scheme's own.
+      scale: reads the factor of a layer in another way; None: 1/sqrt(H).
       causality: "causal"; "bidirectional"; "is_decoder", causal with this key; or "decoder", causal
         in the decoder of an encoder and a decoder.
       key_heads: reads the number of key heads.

@@ -58,7 +58,8 @@ def table(*, width: str = "hidden_size", offset: int = 0, reserved: bool = False
 
     def read(config):
         kind = config.get("position_embedding_type", "absolute")
-        config.ignore("sinusoidal_pos_embds")  # DistilBERT: how the table starts.
+        if config.model_type == "distilbert":
+            config.ignore("sinusoidal_pos_embds")  # How the table starts.
         config.check(
             kind == "absolute",
             f"position_embedding_type={kind!r}, which transformers 5 does not read any more",
@@ -112,6 +113,7 @@ def _whisper(config: TrackedConfig) -> Layers:
 
 def _gpt_neo(config: TrackedConfig) -> Layers:
     """Reads a table of positions, and a window in local layers."""
+    config.implied("layer_types")
     layers, kinds = table()(config), config.explicit("attention_layers")
     if kinds is None:
         groups: Any = config.get("attention_types") or [[["global", "local"], 12]]
@@ -143,6 +145,8 @@ def _mpt(config: TrackedConfig) -> Layers:
     for name, read in {"alibi": True, "rope": False}.items():
         part.check_ignored(part.get(name, read) == read, f"{name}={not read}")
     part.only("alibi_bias_max", 8)
+    part.ignore("rope_theta", "rope_impl", "rope_dail_config", "rope_hf_config")  # Of rope=True.
+    part.finish()
     return _alibi(config)
 
 
@@ -154,13 +158,18 @@ def _falcon(config: TrackedConfig) -> Layers:
     return Rotating()(config)
 
 
+def _deberta_terms(config: TrackedConfig) -> set[str]:
+    """Returns the terms beside q . k."""
+    terms = config.get("pos_att_type") or ()
+    return {*(terms.lower().split("|") if isinstance(terms, str) else terms)}
+
+
 def _deberta_v2(config: TrackedConfig) -> Layers:
     """Reads disentangled attention, after a learned table at the input if the config has one."""
     relative = config.get("relative_attention", False)
     config.check(relative, f"relative_attention={relative}")
-    terms = config.get("pos_att_type") or ()
-    terms = terms.lower().split("|") if isinstance(terms, str) else terms
-    config.check(set(terms) <= {"c2p", "p2c"}, f"pos_att_type={terms}")
+    terms = _deberta_terms(config)
+    config.check(terms <= {"c2p", "p2c"}, f"pos_att_type={config.get('pos_att_type')}")
     longest = config.get("max_relative_positions", -1)
     longest = longest if longest >= 1 else config.need("max_position_embeddings")
     buckets = config.get("position_buckets", -1)
@@ -217,16 +226,18 @@ def _wav2vec2_bert(config: TrackedConfig) -> Layers:
     return uniform(config, scheme)
 
 
+def _inkling_kinds(config: TrackedConfig) -> list[str]:
+    count, local_ids = layer_count(config), config.get("local_layer_ids")
+    local_ids = {i for i in range(count) if (i + 1) % 6} if local_ids is None else {*local_ids}
+    kinds = ["hybrid_sliding" if i in local_ids else "hybrid" for i in range(count)]
+    return declared(config) or kinds
+
+
 def _inkling(config: TrackedConfig) -> Layers:
     """Reads biases by distance: in a window, and over all tokens with a temperature.
 
     Inkling-2 has the same keys, and one for the norm to which weights of the biases are clipped.
     """
-    count, local_ids = layer_count(config), config.get("local_layer_ids")
-    local_ids = {i for i in range(count) if (i + 1) % 6} if local_ids is None else {*local_ids}
-    kinds = declared(config)
-    if kinds is None:
-        kinds = ["hybrid_sliding" if i in local_ids else "hybrid" for i in range(count)]
     common: dict[str, Any] = {"model_dim": config.need("hidden_size")}
     common["rank"] = config.need("d_rel")
     if "rel_l2_clip_threshold" in config.defaults:
@@ -241,7 +252,7 @@ def _inkling(config: TrackedConfig) -> Layers:
         slope=config.need("log_scaling_alpha"),
         **common,
     )
-    schemes = {"hybrid_sliding": local, "hybrid": far}
+    schemes, kinds = {"hybrid_sliding": local, "hybrid": far}, _inkling_kinds(config)
     unknown = sorted(set(kinds) - set(schemes))
     config.check(not unknown, f"layer_types {unknown}")
     return layers_of(config, kinds, (schemes[kind] for kind in kinds), window)
@@ -287,7 +298,7 @@ def grid(**settings: Any) -> LayersReader:
     return read
 
 
-# Factors on q . k of a layer, counted from 0 (None: the scheme's own), and numbers of key heads.
+# Factors on q . k of a layer, counted from 0 (None: 1/sqrt(H)), and numbers of key heads.
 
 
 def _gpt2_scale(config: TrackedConfig, layer: int) -> float | None:
@@ -295,6 +306,15 @@ def _gpt2_scale(config: TrackedConfig, layer: int) -> float | None:
     if config.get("scale_attn_by_inverse_layer_idx", False):
         return (head_size(config) ** -0.5 if scaled else 1.0) / (layer + 1)
     return None if scaled else 1.0
+
+
+def _deberta_scale(config: TrackedConfig, layer: int) -> float:
+    return ((1 + len(_deberta_terms(config))) * head_size(config)) ** -0.5
+
+
+def _inkling_scale(config: TrackedConfig, layer: int) -> float:
+    local = _inkling_kinds(config)[layer] == "hybrid_sliding"
+    return 1 / (config.need("swa_head_dim") if local else head_size(config))
 
 
 def _bigcode_scale(config: TrackedConfig, layer: int) -> float | None:
@@ -333,7 +353,9 @@ ROWS: dict[str, ModelType] = {
     "gpt_bigcode": ModelType(
         table(), ALL, key_heads=_bigcode_key_heads, ignores_head_dim=True, scale=_bigcode_scale
     ),
-    "gpt_neo": multi_head(_gpt_neo, (False, False, False, True), scale=unscaled),
+    "gpt_neo": multi_head(
+        _gpt_neo, (False, False, False, True), scale=unscaled, only={"use_sliding_window": (True,)}
+    ),
     # In an encoder and a decoder.
     "bart mbart mvp plbart": multi_head(
         _halves(lambda config: _learned(config, offset=2)),
@@ -345,7 +367,9 @@ ROWS: dict[str, ModelType] = {
     ),
     "marian pegasus": multi_head(_halves(_sinusoidal), causality="decoder", only=_STATIC),
     "whisper": multi_head(_whisper, (True, False, True, True), causality="decoder"),
-    "mt5 t5 umt5": ModelType(_halves(_t5), causality="decoder", key_heads=as_many_key_heads),
+    "mt5 t5 umt5": ModelType(
+        _halves(_t5), causality="decoder", key_heads=as_many_key_heads, scale=unscaled
+    ),
     # Sines and cosines.
     "ctrl": multi_head(lambda config: uniform(config, _sinusoidal(config))),
     # Biases and terms of the logits.
@@ -357,10 +381,15 @@ ROWS: dict[str, ModelType] = {
         clips_projections=True,
     ),
     "falcon": ModelType(_falcon, key_heads=_falcon_key_heads),
-    "deberta-v2": multi_head(_deberta_v2, causality="bidirectional"),
+    "deberta-v2": multi_head(_deberta_v2, causality="bidirectional", scale=_deberta_scale),
     "xlnet": ModelType(_xlnet, "two streams"),
     "wav2vec2-bert": ModelType(_wav2vec2_bert, "a table that ends earlier in the future"),
-    "inkling_text": ModelType(_inkling, "convolutions of keys and values", qk_norm=RMS),
+    "inkling_text": ModelType(
+        _inkling,
+        "convolutions of keys and values",
+        qk_norm=RMS,
+        scale=_inkling_scale,
+    ),
     "inkling2_text": ModelType(
         _inkling,
         "convolutions of keys and values, a norm of values, and a gate on its output",

@@ -158,6 +158,11 @@ def _yarn(part, config):
     factor = _factor(part, config, length)
     mscale, mscale_all_dim = part.get("mscale", 0.0), part.get("mscale_all_dim", 0.0)
     if not (mscale and mscale_all_dim):  # transformers reads both or none.
+        part.check_ignored(mscale in (0.0, 1.0), f"mscale={mscale} without mscale_all_dim")
+        part.check_ignored(
+            not mscale_all_dim or "qk_rope_head_dim" in config.defaults,  # Of `latent_scale`.
+            f"mscale_all_dim={mscale_all_dim} without mscale",
+        )
         mscale, mscale_all_dim = 1.0, 0.0
     attention_factor = part.get("attention_factor")
     part.ignore("finetuned")  # Of the code of the YaRN paper's models.
@@ -169,6 +174,10 @@ def _yarn(part, config):
         truncate=part.truth("truncate", True),
     )
     if attention_factor is not None:
+        part.check_ignored(
+            mscale_all_dim in (0.0, mscale),
+            f"mscale={mscale} and mscale_all_dim={mscale_all_dim} beside attention_factor",
+        )
         return dataclasses.replace(yarn, attention_factor=float(attention_factor))
     return dataclasses.replace(yarn, mscale=float(mscale), mscale_all_dim=float(mscale_all_dim))
 
@@ -237,16 +246,24 @@ _THEIR_NAMES = {
 }
 
 
-def write_rope(settings: RopeSettings) -> dict[str, Any]:
+def write_rope(
+    theta: float, fraction: float | None, scaling: FrequencyMap | tuple[FrequencyMap, ...]
+) -> dict[str, Any]:
     """Returns the dict that `read_rope` reads, as in transformers 5.
+
+    Args:
+      theta: the base.
+      fraction: the fraction of a head that rotates; None: it is not written. 1.0 is: the default of
+        some model types is a part.
+      scaling: the frequency map.
 
     Raises:
       ValueError: for frequency maps that transformers does not have.
     """
-    maps = tuple(m for m in as_tuple(settings.scaling) if m != FrequencyMap())
-    out = {"rope_type": "default", "rope_theta": settings.theta}
-    if settings.fraction != 1.0:
-        out["partial_rotary_factor"] = settings.fraction
+    maps = tuple(m for m in as_tuple(scaling) if m != FrequencyMap())
+    out: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    if fraction is not None:
+        out["partial_rotary_factor"] = fraction
     if not maps:
         return out
     first, *others = maps
@@ -261,8 +278,12 @@ def write_rope(settings: RopeSettings) -> dict[str, Any]:
     if isinstance(first, Proportional) and others and isinstance(others[0], PI):
         more["factor"] = others.pop(0).factor
     require(
-        kind != "" and not others and not {*more} & {*out} and _in_transformers(first),
+        kind != "" and not others and _in_transformers(first),
         f"to_hf: transformers has no rope_type for {maps}.",
+    )
+    require(
+        kind != "proportional" or fraction in (None, 1.0),
+        f"to_hf: transformers has no rope_type for {maps} on {fraction} of a head.",
     )
     more = {n: list(x) if isinstance(x, tuple) else x for n, x in more.items() if x is not None}
     return out | {"rope_type": kind} | more

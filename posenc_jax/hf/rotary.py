@@ -104,8 +104,8 @@ class Rotating:
         else:
             config.ignore("rope_parameters", "rope_scaling")
             settings = {}
-        # If no layer rotates.
-        config.ignore("rope_theta", "partial_rotary_factor", *(key for _, key in self.bases))
+        # Of layers that the model lacks.
+        config.ignore(*(key for _, key in self.bases), *(() if settings else _FLAT))
         instead = self.instead if isinstance(self.instead, Scheme) else self.instead(config)
         schemes = [instead] * len(kinds)
         for i, (kind, head_dim) in enumerate(zip(kinds, _head_sizes(config, kinds), strict=True)):
@@ -120,19 +120,21 @@ class Rotating:
         rope = rope_dict(config)
         known = {FULL, LOCAL} | kinds
         full = (rope or {}).get(FULL)
-        same = full if isinstance(full, dict) else {}
-        flat = [n for n in _FLAT if config.explicit(n) not in (None, same.get(n))]
-        config.check_ignored(
-            self.by_kind != "required" or (not flat and not known.isdisjoint(rope or {})),
-            f"{flat or 'one dict'}, not rope parameters for kinds of layers",
-        )
+        full = full if isinstance(full, dict) else {}
+        if self.by_kind == "required":
+            same = full if FULL in kinds else {}  # Not the default of layers that it lacks.
+            flat = [n for n in _FLAT if config.explicit(n) not in (None, same.get(n))]
+            config.check_ignored(
+                not flat and not known.isdisjoint(rope or {}),
+                f"{flat or 'one dict'}, not rope parameters for kinds of layers",
+            )
         if self.by_kind != "refused" and rope is not None and known & rope.keys():
             config.check(
                 not config.explicit("rope_scaling"),
                 "rope_scaling for kinds of layers; the key is 'rope_parameters'",
             )
             length = "original_max_position_embeddings"  # Laguna's repeat it here.
-            extra = {length} if rope.get(length) == same.get(length) else set()
+            extra = {length} if rope.get(length) == full.get(length) else set()
             written = {"rope_type": "default", "rope_theta": None}  # By 5.0 to 5.15.
             extra |= {n for n, x in written.items() if rope.get(n) == x}
             other = sorted(rope.keys() - known - extra, key=str)
@@ -181,11 +183,11 @@ class Rotating:
 
     def _check_theta(self, config):
         """Checks that transformers 4 and 5 give layers with a window the same base."""
+        if self.by_kind != "read" or self.bases:
+            return
         theta = config.get("rope_theta")
         config.check(
-            self.by_kind != "read"
-            or bool(self.bases)
-            or theta in (None, config.defaults["rope_theta"]),
+            theta in (None, config.defaults["rope_theta"]),
             f"rope_theta={theta}, which transformers 5 gives full attention alone and "
             "transformers 4 all layers; give rope_parameters for each kind",
         )
@@ -269,6 +271,7 @@ class Multimodal:
 
     def __call__(self, config: TrackedConfig) -> tuple[LayerSpec, ...]:
         """Returns M-RoPE in every layer."""
+        config.only("use_mrope", True)
         names = "mrope_section", "mrope_interleaved"
         rope, (sections, interleaved) = pop_keys(config, *names, default="mrope")
         sections = self.sections if sections is None else tuple(sections)

@@ -253,7 +253,8 @@ def _alpha(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeSettin
     if not (alpha and rope.get("rope_type", rope.get("type")) == "dynamic"):
         config.check_ignored(not alpha, f"alpha={alpha}")
         return read_rope(config, rope)
-    settings = read_rope(config, {n: x for n, x in rope.items() if n == "rope_theta"})
+    names = "alpha", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"  # Releases'.
+    settings = read_rope(config, pop_keys(config, *names, default="dynamic")[0])
     return dataclasses.replace(settings, scaling=NTK(factor=float(alpha)))
 
 
@@ -306,7 +307,9 @@ def _both_parts(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeS
 
 def _dbrx(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeSettings:
     """Reads the base in `attn_config`."""
-    theta, other = config.part("attn_config").get("rope_theta"), rope.get("rope_theta")
+    part = config.part("attn_config")
+    theta, other = part.get("rope_theta"), rope.get("rope_theta")
+    part.finish()
     config.check(
         theta is None or other in (None, theta),
         f"rope_theta={theta} in attn_config, and {other} in its rope parameters",
@@ -327,9 +330,8 @@ def _ministral3(config: TrackedConfig) -> Layers:
     """Reads RoPE with YaRN, and a temperature on queries."""
     head_dim = head_size(config)
     scheme = with_temperature(config, lambda settings: rotation(config, settings, head_dim))
-    count, window = layer_count(config), window_of(config)
-    kinds = [FULL if window is None else LOCAL] * count
-    return layers_of(config, kinds, [scheme] * count, window)
+    kinds = all_windowed(config)
+    return layers_of(config, kinds, [scheme] * len(kinds), window_of(config))
 
 
 # Settings of attention.
@@ -419,8 +421,9 @@ def _recurrent_gemma(config: TrackedConfig) -> list[str]:
     """Reads sliding attention or RG-LRU, by the pattern in `block_types`."""
     blocks, count = config.need("block_types"), layer_count(config)
     config.check({*blocks} <= {"attention", "recurrent"}, f"block_types {sorted({*blocks})}")
-    kinds = {"attention": LOCAL, "recurrent": STATE_SPACE}
-    return [kinds[blocks[i % len(blocks)]] for i in range(count)]
+    names = [blocks[i % len(blocks)] for i in range(count)]
+    config.implied("layer_types", names)
+    return [LOCAL if name == "attention" else STATE_SPACE for name in names]
 
 
 def _minimax(config: TrackedConfig) -> list[str]:
@@ -444,16 +447,15 @@ def _kimi_linear(config: TrackedConfig) -> list[str]:
     count, kinds = layer_count(config), declared(config)
     part = config.part("linear_attn_config")
     full, linear = part.explicit("full_attn_layers"), part.explicit("kda_layers")
-    if kinds is None and (full is None or linear is None):
-        kinds = [FULL if i and i % 4 == 0 else LINEAR for i in range(count)]
-    if kinds is None:
-        part.check(
-            sorted([*full, *linear]) == [*range(1, count + 1)],
-            f"full_attn_layers={full} and kda_layers={linear}, which are not {count} layers from "
-            "1 on",
-        )
-        kinds = [FULL if i + 1 in full else LINEAR for i in range(count)]
-    return kinds
+    if full is None or linear is None:
+        return kinds or [FULL if i and i % 4 == 0 else LINEAR for i in range(count)]
+    part.check(
+        sorted([*full, *linear]) == [*range(1, count + 1)],
+        f"full_attn_layers={full} and kda_layers={linear}, which are not {count} layers from 1 on",
+    )
+    by_lists = [FULL if i + 1 in full else LINEAR for i in range(count)]
+    config.check(kinds in (None, by_lists), f"layer_types={kinds} and linear_attn_config")
+    return by_lists
 
 
 def _unless_nope(config: TrackedConfig, kinds: list[str]) -> list[bool]:
@@ -488,19 +490,26 @@ def _zamba2(config: TrackedConfig) -> Layers:
         not config.get("use_long_context", False),
         "use_long_context, for which transformers 4 changes the base and transformers 5 does not",
     )
-    dim, heads = config.need("hidden_size"), config.need("num_attention_heads")
-    config.implied("attention_head_dim", 2 * dim // heads)
+    head_dim = _zamba_head_size(config)
+    config.implied("attention_head_dim", head_dim)
     if not config.get("use_mem_rope", False):
         config.ignore("rope_parameters", "rope_scaling", "rope_theta")
         return without_positions(lambda _: kinds)(config)
-    scheme = rotation(config, read_rope(config), 2 * dim // heads)
+    scheme = rotation(config, read_rope(config), head_dim)
     return layers_of(config, kinds, [scheme] * len(kinds))
 
 
 def _zamba_scale(config: TrackedConfig, layer: int) -> float:
     """Returns the factor on q . k, of half of the head dim."""
-    dim, heads = config.need("hidden_size"), config.need("num_attention_heads")
-    return (config.get("attention_head_dim", 2 * dim // heads) / 2) ** -0.5
+    head_dim = config.explicit("attention_head_dim") or _zamba_head_size(config)
+    return (head_dim / 2) ** -0.5
+
+
+def _zamba_head_size(config: TrackedConfig) -> int:
+    """Returns the head dim of queries and keys, whose input has twice the hidden size."""
+    dim, heads = 2 * config.need("hidden_size"), config.need("num_attention_heads")
+    config.check(dim % heads == 0, f"{heads} heads, which do not divide {dim}, twice hidden_size")
+    return dim // heads
 
 
 # Multi-head latent attention.
@@ -631,6 +640,8 @@ _MODERNBERT = Rotating(
     scaled=(FULL, LOCAL),
     by_kind="read",
 )
+_NEVER_USED = {"position_embedding_type": ("absolute", "sans_pos")}  # mmBERT has the second.
+_COHERE2 = {"position_embedding_type": ("rope_gptj",), "rotary_pct": (1.0,)}
 _LINEAR_BUT_4TH = cycle("NNNF", "full_attention_interval")
 _QWEN3_5 = Multimodal("interleaved", kinds=_LINEAR_BUT_4TH, sections=(11, 11, 10), partial=True)
 _TWICE_AS_WIDE = "inputs of twice the width of its outputs"
@@ -695,7 +706,9 @@ ROWS: dict[str, ModelType] = {
     "ernie4_5 ernie4_5_moe": ModelType(_INTERLEAVED),
     "helium": ModelType(_INTERLEAVED, QKV_BY_KEY),
     "roformer": multi_head(_roformer, causality="is_decoder", only={"rotary_value": (False,)}),
-    "codegen gptj": multi_head(lambda config: _roformer(config, config.get("rotary_dim")), NONE),
+    "codegen gptj": multi_head(
+        lambda config: _roformer(config, config.get("rotary_dim")), NONE, only={"rotary": (True,)}
+    ),
     # A window in some or all layers.
     "mistral mixtral phimoe starcoder2": ModelType(_WINDOWED),
     "phi3 phi4_multimodal": ModelType(windowed(all_windowed, partial=True)),
@@ -752,14 +765,11 @@ ROWS: dict[str, ModelType] = {
         sinks=True,
         sinks_windowed_only=True,
     ),
-    "modernbert": multi_head(
-        _MODERNBERT,
-        BY_KEY,
-        causality="bidirectional",
-        only={"position_embedding_type": ("absolute", "sans_pos")},  # mmBERT's; never used.
-    ),
+    "modernbert": multi_head(_MODERNBERT, BY_KEY, causality="bidirectional", only=_NEVER_USED),
     "modernbert-decoder": multi_head(
-        dataclasses.replace(_MODERNBERT, window=_modernbert_decoder_window), BY_KEY
+        dataclasses.replace(_MODERNBERT, window=_modernbert_decoder_window),
+        BY_KEY,
+        only=_NEVER_USED,
     ),
     # Rotation in some layers.
     "afmoe": ModelType(
@@ -775,9 +785,12 @@ ROWS: dict[str, ModelType] = {
         qk_norm=RMS,
     ),
     "cohere2": ModelType(
-        windowed(cycle("LLLF", "sliding_window_pattern"), layout="interleaved", unrotated=(FULL,))
+        windowed(cycle("LLLF", "sliding_window_pattern"), layout="interleaved", unrotated=(FULL,)),
+        only=_COHERE2,
     ),
-    "cohere2_moe": ModelType(windowed(_cohere2_moe, layout="interleaved", rotates=_dense_ones)),
+    "cohere2_moe": ModelType(
+        windowed(_cohere2_moe, layout="interleaved", rotates=_dense_ones), only=_COHERE2
+    ),
     "exaone4 exaone_moe": ModelType(windowed(_exaone4, rotates=_windowed_ones), qk_norm=RMS),
     "flint": ModelType(
         windowed(cycle("LFLL", first="F", last="F"), unrotated=(FULL,)), qk_norm=RMS, sinks=True
@@ -846,6 +859,9 @@ ROWS: dict[str, ModelType] = {
     "longcat_flash": _latent(_longcat_flash),
     "mistral_large4_text": _latent(_mistral_large4),
     "deepseek_v4": ModelType(
-        _deepseek_v4, "one array for keys and values, and compressed entries", sinks=True
+        _deepseek_v4,
+        "one array for keys and values, and compressed entries",
+        sinks=True,
+        only={"use_sliding_window": (True,)},
     ),
 }

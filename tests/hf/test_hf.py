@@ -242,6 +242,19 @@ def test_logit_scales_of_model_types():
     assert of(model_type="gpt2", scale_attn_weights=False) == 1.0
     layers = pe.from_hf({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True})
     assert [layer.scale for layer in layers] == [0.125 / (i + 1) for i in range(12)]
+    for kind in ("t5", "mt5", "umt5"):
+        halves = [pe.from_hf({"model_type": kind}, decoder=decoder) for decoder in (False, True)]
+        assert {layer.scale for half in halves for layer in half} == {1.0}
+    deberta = {"model_type": "deberta-v2", "hidden_size": 64, "num_attention_heads": 4}
+    deberta |= {"relative_attention": True}
+    for terms, number in (("c2p|p2c", 3), (["p2c"], 2), (["c2p", "c2p"], 2)):
+        assert of(**deberta, pos_att_type=terms) == (number * 16) ** -0.5
+    sizes = {"head_dim": 64, "swa_head_dim": 32, "num_hidden_layers": 6}
+    layers = pe.from_hf({"model_type": "inkling_text"} | sizes)
+    assert [layer.scale for layer in layers] == [1 / 32] * 5 + [1 / 64]
+    layers = pe.from_hf({"model_type": "inkling2_text", "head_dim": 64, "num_hidden_layers": 6})
+    assert {layer.scale for layer in layers} == {None}
+    assert of(model_type="swinv2") is of(model_type="xlnet") is None
 
 
 SCHEMES = {
@@ -273,6 +286,24 @@ def test_from_hf_inverts_to_hf(name):
 
 
 @pytest.mark.parametrize(
+    "kind", ["glm", "glm4", "gpt_neox", "nemotron", "persimmon", "phi", "stablelm", "llama"]
+)
+def test_from_hf_inverts_to_hf_where_the_default_is_a_part(kind):
+    rope = {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 1.0}
+    config = {"model_type": kind, "rope_parameters": rope}
+    layers = pe.from_hf(config)
+    assert layers[0].scheme.rotary_dim is None and pe.to_hf(layers) == rope
+    assert pe.from_hf(config | {"rope_parameters": pe.to_hf(layers)}) == layers
+
+
+def test_a_rotated_end_belongs_to_the_sizes_of_the_model_type():
+    config = {"model_type": "deepseek_v3", "qk_nope_head_dim": 8, "qk_rope_head_dim": 4}
+    layers = pe.from_hf(config | {"rope_theta": 5e3})
+    assert pe.to_hf(layers) == {"rope_type": "default", "rope_theta": 5e3}
+    assert pe.from_hf(config | {"rope_parameters": pe.to_hf(layers)}) == layers
+
+
+@pytest.mark.parametrize(
     "kind, order, layout",
     [
         ("qwen2_vl_text", "contiguous", "half"),
@@ -297,7 +328,8 @@ def test_from_hf_inverts_to_hf_for_layers_that_differ():
     assert isinstance(layers[1].scheme, pe.QueryTemperature)
     bare = pe.layer_pattern(2, pe.RoPE(head_dim=16, theta=10.0), pe.NoPE())
     written = pe.to_hf(bare, kinds)
-    assert written == {kinds[0]: {"rope_type": "default", "rope_theta": 10.0}, kinds[1]: None}
+    rope = {"rope_type": "default", "rope_theta": 10.0, "partial_rotary_factor": 1.0}
+    assert written == {kinds[0]: rope, kinds[1]: None}
     assert pe.from_hf(config | {"rope_parameters": written}) == layers
 
 
@@ -311,6 +343,16 @@ OTHER_SCALINGS = [
 TWO = (pe.RoPE(head_dim=8), pe.RoPE(head_dim=8, theta=2.0))
 ERRORS = [
     (pe.to_hf, {"scheme": pe.ALiBi(num_heads=4)}, "only RoPE and MRoPE have rope parameters"),
+    (
+        pe.to_hf,
+        {"scheme": pe.RoPE(16, rotary_dim=8, rotary_start=2)},
+        "the start or the end of a head, got rotary_start=2 and 8 rotary dimensions of 16",
+    ),
+    (
+        pe.to_hf,
+        {"scheme": pe.RoPE(16, rotary_dim=8, scaling=pe.Proportional(0.5))},
+        r"no rope_type for \(Proportional.* on 0.5 of a head",
+    ),
     (pe.to_hf, {"scheme": TWO}, "schemes that differ need layer_types"),
     (pe.to_hf, {"scheme": TWO, "layer_types": ["a"] * 2}, "layers of type 'a' differ"),
     (pe.to_hf, {"scheme": TWO, "layer_types": ["a"] * 3}, "3 layer_types need as many schemes"),

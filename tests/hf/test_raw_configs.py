@@ -130,7 +130,7 @@ def test_kinds_of_keys():
 
 
 DICTS = {"rope_parameters", "rope_scaling", "attn_config", "per_layer_config"}
-DICTS |= {"linear_attn_config"}
+DICTS |= {"linear_attn_config", "rope_dail_config", "rope_hf_config"}
 # Keys of several types, and keys that change nothing.
 FREE = {"sliding_window_pattern", "pos_att_type"}
 FREE |= {"max_source_positions", "pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"}

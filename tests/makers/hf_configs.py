@@ -63,6 +63,7 @@ KEYS_OF = {
     "cohere2_moe": ("mlp_layer_types",),
     "granitemoehybrid": ("layers_block_type",),
     "rembert": ("input_embedding_size",),
+    "inkling_text": ("swa_head_dim",),
     "inkling2_text": ("qk_l2_clip_threshold", "rel_l2_clip_threshold"),
     "jamba": ("layers_block_type", "attn_layer_period", "attn_layer_offset"),
     "bamba": ("layers_block_type", "attn_layer_indices"),
