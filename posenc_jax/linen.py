@@ -22,12 +22,10 @@ class AttentionFn(nn.Module):
 
     Attributes:
       scheme: any scheme whose `features` does not read the layer's input.
-      scale: the factor on q . k, for schemes such as T5 whose logit scale is not the layer's.
-        Default: the layer's, 1/sqrt(H).
+      scale: the factor on q . k, such as 1.0 for the weights of T5. Default: 1/sqrt(H).
 
     Raises:
-      ValueError: for schemes that act on the token embedding alone or read the layer's input, and
-        for one of another logit scale than 1/sqrt(H) without `scale`.
+      ValueError: for schemes that act on the token embedding alone or read the layer's input.
 
     >>> import posenc_jax as pe
     >>> layer = nn.MultiHeadDotProductAttention(

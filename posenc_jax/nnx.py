@@ -47,14 +47,13 @@ class AttentionFn(nnx.Module):
         Args:
           position: a scheme, unless there is a `shared_encoding`.
           shared_encoding: a scheme with parameters that layers share.
-          scale: the factor on q . k, for schemes such as T5 whose logit scale is not the layer's.
-            Default: the layer's, 1/sqrt(H).
+          scale: the factor on q . k, such as 1.0 for the weights of T5. Default: 1/sqrt(H).
           rngs: for the parameters of `position`, if it has any.
 
         Raises:
           TypeError: for a `LayerSpec`.
           ValueError: for schemes that act on the token embedding alone or read the layer's input;
-            with parameters, without `rngs`; of another logit scale than 1/sqrt(H), without `scale`.
+            with parameters, without `rngs`.
         """
         if isinstance(position, LayerSpec):
             raise TypeError(

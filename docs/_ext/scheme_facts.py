@@ -16,7 +16,7 @@ import posenc_jax as pe
 from experiments.models.schemes import with_sizes
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.kernels.tpu.implementation import PallasTPU
-from posenc_jax.schemes.scheme import param_axes, scale_words
+from posenc_jax.schemes.scheme import param_axes
 
 ROOT = Path(__file__).resolve().parents[2]
 ALWAYS = ("reference", "dense", "xla")
@@ -76,8 +76,6 @@ def _of_scheme(cls: type[pe.Scheme]) -> list[Fact]:
         ("Learned", _learned(scheme)),
         ("Relative", relative),
     ]
-    if words := scale_words(scheme):
-        rows.append(("Logit scale", f"{words}, unless attention is given `scale`; not 1/sqrt(H)"))
     if traits.causal_only:
         rows.append(("In an encoder", f"refused by layers: {traits.causal_only}"))
     elif cls.__name__ not in CHAINED:

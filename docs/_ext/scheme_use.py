@@ -8,7 +8,6 @@ import inspect
 from pathlib import Path
 
 import posenc_jax as pe
-from posenc_jax.schemes.scheme import scale_words
 
 DOCS = Path(__file__).resolve().parents[1]
 SIZES = {
@@ -39,7 +38,7 @@ WHEN = {
     "T5": "for a model that has it, such as UMT5, or where you can tune its learning rate",
     "TUPE": "for encoders of up to `max_length` tokens with [CLS]",
     # Position and content.
-    "CABLE": "as `FoX`, whose gates it has with another logit scale",
+    "CABLE": "as `FoX`, whose gates it has",
     "CoPE": "to count by content, such as sentences, in causal models",
     "DeBERTa": "for encoders, or a model that has it",
     "FoX": "for text beyond the trained length, where content decides what is forgotten",
@@ -172,8 +171,6 @@ def score(cls: type) -> str:
     row, column = study.get(name), "nonoverlapping "
     if row is None:
         row, column, source = screen[name], "", "two seeds, [catalogue](../study_catalogue.md)"
-    if scale_words(cls(**_sizes(cls))):
-        how += ", with `scale=head_dim**-0.5`,"
     text = f"After training on 128 bytes it has{how} {row[f'{column}128']} bits per byte at 128"
     text += f" and {row[f'{column}1024']} at 1024"
     if row is not rope:

@@ -206,7 +206,7 @@ def _attend(scheme, is_causal, params, q, k, v, x, coordinates):
     q, k, _, _ = scheme.mix(params, q, k, k, None, None)
     rows, cols, _ = scheme.features(params, x, q, k, places, None, None)
 
-    call = _LogitsOnly(is_causal=is_causal, scale=scheme.logit_scale(q.shape[-1]))
+    call = _LogitsOnly(is_causal=is_causal, scale=q.shape[-1] ** -0.5)
     if coordinates is not None:
         call = call.replace(q_coordinates=places, k_coordinates=places)
     q, k = scheme.query(params, q, places, rows), scheme.key(params, k, places, cols)

@@ -57,40 +57,37 @@ def rope_500(head_dim: int) -> pe.Scheme:
     return pe.RoPE(head_dim=head_dim, theta=500.0)
 
 
-def t5_own_scale(num_heads: int, head_dim: int, trained_length: int) -> tuple[pe.LayerSpec, ...]:
-    """Returns layers with T5's bias and logit scale, where the model has 1/sqrt(H)."""
-    return _own_scale(pe.T5(num_heads=num_heads, max_distance=trained_length), head_dim)
+def t5_own_scale(num_heads: int, trained_length: int) -> tuple[pe.LayerSpec, ...]:
+    """Returns layers with T5's bias and the scale of its checkpoints, in place of 1/sqrt(H)."""
+    return (pe.LayerSpec(pe.T5(num_heads=num_heads, max_distance=trained_length), scale=1.0),)
 
 
-def cable_own_scale(num_heads: int, head_dim: int, model_dim: int) -> tuple[pe.LayerSpec, ...]:
-    """Returns layers with CABLE and its logit scale."""
-    return _own_scale(pe.contrib.CABLE(num_heads, model_dim), head_dim)
+def cable_own_scale(num_heads: int, model_dim: int) -> tuple[pe.LayerSpec, ...]:
+    """Returns layers with CABLE and the scale of its released code."""
+    return (pe.LayerSpec(pe.contrib.CABLE(num_heads, model_dim), scale=1.0),)
 
 
 def tupe_own_scale(
     num_heads: int, head_dim: int, model_dim: int, max_length: int
 ) -> tuple[pe.LayerSpec, ...]:
-    """Returns layers with TUPE and its logit scale."""
-    return _own_scale(pe.TUPE(num_heads, head_dim, model_dim, max_length), head_dim)
+    """Returns layers with TUPE and the scale of its paper."""
+    scheme = pe.TUPE(num_heads, head_dim, model_dim, max_length)
+    return (pe.LayerSpec(scheme, scale=(2 * head_dim) ** -0.5),)
 
 
 def deberta_own_scale(
     num_heads: int, head_dim: int, model_dim: int, trained_length: int
 ) -> tuple[pe.LayerSpec, ...]:
-    """Returns layers with DeBERTa, in buckets up to the trained length, and its logit scale.
+    """Returns layers with DeBERTa, in buckets up to the trained length, and its own scale.
 
     >>> deberta_own_scale(2, 12, 24, 128)[0].scale == 36**-0.5
     True
     """
     span, farthest = trained_length // 2, trained_length
     scheme = pe.DeBERTa(num_heads, head_dim, model_dim, span=span, max_distance=farthest)
-    return _own_scale(scheme, head_dim)
+    return (pe.LayerSpec(scheme, scale=(3 * head_dim) ** -0.5),)
 
 
 def inkling_own_scale(num_heads: int, head_dim: int, model_dim: int) -> tuple[pe.LayerSpec, ...]:
-    """Returns layers with Inkling and its logit scale."""
-    return _own_scale(pe.Inkling(num_heads, model_dim), head_dim)
-
-
-def _own_scale(scheme: pe.Scheme, head_dim: int) -> tuple[pe.LayerSpec, ...]:
-    return (pe.LayerSpec(scheme, scale=scheme.logit_scale(head_dim)),)
+    """Returns layers with Inkling and the scale of its models."""
+    return (pe.LayerSpec(pe.Inkling(num_heads, model_dim), scale=1.0 / head_dim),)

@@ -70,8 +70,6 @@ class Block(nnx.Module):
         self.convs = nnx.List(
             [ShortConv(width, sizes.conv_size, rngs) for _ in range(2 if sizes.conv_size else 0)]
         )
-        if layer.scale is None:
-            layer = dataclasses.replace(layer, scale=sizes.head_dim**-0.5)
         self.attention = pnnx.Attention(  # Last: schemes draw different numbers of parameters.
             width,
             sizes.num_heads,

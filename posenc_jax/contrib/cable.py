@@ -3,9 +3,9 @@ r"""CABLE: a bias per token and head that accumulates along the sequence.
     logits[n, i, j] = q_i . k_j - |c[n, i] - c[n, j]|
     c[n, t] = -sum_{s <= t} softplus(w_n . x_s + b_n)
 
-As log sigmoid(z) = -softplus(-z), this is FoX with the signs of w and b flipped, and with the logit
-scale of the released code, which divides q . k by sqrt(C / C) = 1. The file of FoX describes sums,
-padding, and attention in both directions, which the authors' code does not have.
+As log sigmoid(z) = -softplus(-z), this is FoX with the signs of w and b flipped. The file of FoX
+describes sums, padding, and attention in both directions, which the authors' code does not have.
+The released code divides q . k by sqrt(C / C) = 1: its checkpoints need scale=1.0.
 
 Paper: Veisi et al. Context-aware Biases for Length Extrapolation. 2025.
 https://arxiv.org/abs/2503.08067
@@ -19,14 +19,14 @@ import jax
 
 from posenc_jax.checks import positive_fields
 from posenc_jax.schemes.content.fox import FoX
-from posenc_jax.schemes.scheme import Scheme, Traits, repr_with_scale
+from posenc_jax.schemes.scheme import Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
 class CABLE(Scheme):
     """Context-aware biases (Veisi et al. 2025).
 
-    Attention multiplies q . k by 1, and not by 1/sqrt(H), unless it is given `scale`.
+    Checkpoints of the released code need a layer with scale=1.0.
 
     Attributes:
       num_heads: the number of query heads, N.
@@ -39,7 +39,6 @@ class CABLE(Scheme):
     num_heads: int
     model_dim: int
     name: ClassVar[str] = "cable"
-    __repr__ = repr_with_scale
     param_axes: ClassVar = FoX.param_axes
     traits: ClassVar = Traits(relative=True, order_only=True, reads_x=True)
 
@@ -57,10 +56,6 @@ class CABLE(Scheme):
 
     def rules(self, params, q_features=None, k_features=None):
         return self._fox.rules(params, q_features, k_features)
-
-    def logit_scale(self, head_dim):
-        """Returns 1, as released."""
-        return 1.0
 
     @property
     def _fox(self) -> FoX:

@@ -174,7 +174,7 @@ def scheme_attention(
       norms: functions of q and of k after the scheme's `query` and `key`. Default: none.
       contiguous: as in `attention`, without a cache. With `segment_ids` rules, windows and
         prefixes need it to be evaluated by slot: padding may lie between tokens.
-      scale: the factor on q . k. Default: the scheme's own.
+      scale: the factor on q . k. Default: 1/sqrt(H), for every scheme.
       mask, is_causal, window, prefix_length, softcap, sinks, dropout_rate, dropout_key,
         implementation: as in `attention`. With a cache, S is its capacity: the slots of a row hold
         its tokens in their order, without padding; a ring takes no mask. All tokens of a prefix go
@@ -245,7 +245,7 @@ def self_attention(
         by_slot &= call.window is None and call.prefix_length is None
         by_slot &= not scheme.acts & _BY_COORDINATES
     if call.scale is None:
-        call = call.replace(scale=pipeline.scale(tokens.q.shape[-1]))
+        call = call.replace(scale=tokens.q.shape[-1] ** -0.5)  # Hooks may widen q and k.
     segment_ids, coordinates = call.q_segment_ids, call.q_coordinates
     if segment_ids is not None:
         segment_ids = token_integers(caller, "segment_ids", segment_ids, shape)

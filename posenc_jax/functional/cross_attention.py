@@ -60,7 +60,7 @@ def scheme_cross_attention(
       segment_ids, k_segment_ids: integers [T] or [B, T], and [S] or [B, S], below zero for padding.
         Tokens see their own segment, and all but padding where one sequence has none.
       norms: functions of q and of k after the scheme's `query` and `key`. Default: none.
-      scale: the factor on q . k. Default: the scheme's own.
+      scale: the factor on q . k. Default: 1/sqrt(H), for every scheme.
       mask, is_causal, window, prefix_length, softcap, sinks, dropout_rate, dropout_key,
         implementation: as in `attention`. Causality and windows compare positions.
 
@@ -159,7 +159,7 @@ def cross_attention(
         q_segment_ids=q_ids,
         k_segment_ids=k_ids,
         contiguous=False,
-        scale=pipeline.scale(q.shape[-1]) if call.scale is None else call.scale,
+        scale=q.shape[-1] ** -0.5 if call.scale is None else call.scale,
     )
     return pipeline.attend(queries, keys, call)
 

@@ -115,11 +115,6 @@ class Pipeline:
             state=None if mixed is None and state is None else (mixed, state),
         )
 
-    def scale(self, head_dim: int) -> float:
-        """Returns the factor on q . k by default, for q as projected."""
-        scale = self.scheme.logit_scale(head_dim)
-        return head_dim**-0.5 if scale is None else scale
-
     def query(self, tokens: Projections) -> jax.Array:
         """Returns q with positions encoded, normalised."""
         q = self._call(self.scheme.query, tokens, tokens.q, tokens.q_features)

@@ -14,7 +14,6 @@ from posenc_jax.schemes.scheme import (
     Scheme,
     check_direction,
     check_scheme,
-    scale_words,
 )
 
 
@@ -55,7 +54,7 @@ def attention_fn(
       scheme: any scheme whose `features` does not read `x`.
       params: its parameters.
       query, key, value: [..., T, N, H], [..., S, K, H] and [..., S, K, V].
-      scale: the factor on q . k. Default: 1/sqrt(H), as Flax's layers have it.
+      scale: the factor on q . k. Default: 1/sqrt(H).
       mask: bool, broadcast to [..., 1 or N, T, S]. Schemes with a running state (short
         convolutions, Partial Key Offset) and `RoPEByLength` ignore it: they read a row as one
         sequence without padding.
@@ -70,8 +69,7 @@ def attention_fn(
 
     Raises:
       ValueError: for several queries and another number of keys, a decode step without a mask
-        or with `input_positions`, and schemes that act on the token embedding alone or read x;
-        without `scale`, for a scheme of another logit scale than 1/sqrt(H).
+        or with `input_positions`, and schemes that act on the token embedding alone or read x.
       NotImplementedError: for quantized products, `sow_weights=True`, and a decode step with a
         scheme that mixes tokens.
     """
@@ -144,7 +142,7 @@ def attention_fn(
 
 
 def check_fits_flax(caller: str, scheme: Scheme, scale: float | None) -> None:
-    """Raises for a scheme whose place, inputs or logit scale Flax's layers do not have."""
+    """Raises for a scheme whose place or inputs Flax's layers do not have."""
     check_acts_in_attention(caller, scheme)
     require(
         not scheme.traits.reads_x,
@@ -153,14 +151,6 @@ def check_fits_flax(caller: str, scheme: Scheme, scale: float | None) -> None:
     )
     if scale is not None:
         finite(caller, scale=scale)
-        return
-    words = scale_words(scheme)
-    require(
-        not words,
-        f"{caller}: the logit scale of the layer is 1/sqrt(H), and that of {type(scheme).__name__} "
-        f"is {words}; give scale=head_dim**-0.5 to keep the layer's, or "
-        f"scale=scheme.logit_scale(head_dim).",
-    )
 
 
 def check_acts_in_attention(caller: str, scheme: Scheme) -> None:

@@ -53,7 +53,7 @@ class Attention(AttentionLayer, nn.Module):
       shared_encoding: parameters of the scheme that layers share. Default: the layer's own.
       num_kv_heads: K, a divisor of N. Default: N.
       is_causal, window, softcap, implementation: as in `posenc_jax.attention`.
-      scale: the factor on q . k. Default: the scheme's own.
+      scale: the factor on q . k. Default: 1/sqrt(H).
       qk_norm: the norm of queries and keys. Default: none.
       sinks: whether each head has a logit without a value: True, a learned one (gpt-oss), or
         "projected", one that is projected from the input of each query (Inkling-2).
@@ -110,7 +110,7 @@ class Attention(AttentionLayer, nn.Module):
 
     def __post_init__(self):
         spec = self.spec()
-        check_use(spec.scheme, spec, self.is_causal, self.head_dim)
+        check_use(spec.scheme, spec, self.is_causal)
         super().__post_init__()
 
     def spec(self) -> LayerSpec:

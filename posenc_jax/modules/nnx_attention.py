@@ -35,7 +35,7 @@ from posenc_jax.modules.shared import (
 )
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.layer_spec import LayerSpec, Sinks
-from posenc_jax.schemes.scheme import Scheme, check_sizes
+from posenc_jax.schemes.scheme import Scheme, check_direction, check_sizes
 
 _kernel_init = nnx.initializers.lecun_normal()
 _Inits = nnx.Initializer | Mapping[str, nnx.Initializer]
@@ -114,7 +114,7 @@ class Attention(AttentionLayer, nnx.Module):
           head_dim: the head dim, H. Default: D / N.
           in_kv_features: width of `inputs_k` and `inputs_v`. Default: D.
           is_causal, window, softcap, implementation: as in `posenc_jax.attention`.
-          scale: the factor on q . k. Default: the scheme's own.
+          scale: the factor on q . k. Default: 1/sqrt(H).
           qk_norm: the norm of queries and keys. Default: none.
           sinks: whether each head has a logit without a value: True, a learned one (gpt-oss), or
             "projected", one that is projected from the input of each query (Inkling-2).
@@ -190,7 +190,7 @@ class Attention(AttentionLayer, nnx.Module):
         )
         scheme = spec.scheme
         check_acts_in_attention("Attention", scheme)
-        check_use(scheme, spec, is_causal, head_dim)
+        check_use(scheme, spec, is_causal)
         kv_heads = {"num_kv_heads": self.num_kv_heads, "head_dim": head_dim}
         check_sizes("Attention", scheme, num_heads=num_heads, model_dim=model_dim, **kv_heads)
         if shared_encoding is None:
@@ -287,13 +287,13 @@ class Attention(AttentionLayer, nnx.Module):
             `k_positions`, `k_coordinates` and `k_segment_ids`.
 
         Raises:
-          ValueError: for arguments that do not fit, dropout without `deterministic` or rngs,
-            decoding without a cache, and an encoding of another logit scale than the layer's.
+          ValueError: for arguments that do not fit, dropout without `deterministic` or rngs, and
+            decoding without a cache.
         """
         inputs = self.inputs(inputs_q, inputs_k, inputs_v)
         encoding = self.encoding if shared_encoding is None else shared_encoding
         check_acts_in_attention("Attention", encoding.scheme)
-        check_use(encoding.scheme, self.spec(), self.is_causal, self.head_dim)
+        check_direction("Attention", encoding.scheme, self.is_causal, self.window)
         stored = None
         if self.decode if decode is None else decode:
             require(cache is None, "Attention: decode=True has its own cache; give no cache=.")

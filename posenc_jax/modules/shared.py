@@ -1,5 +1,6 @@
 """Common parts of the modules of NNX and Linen: arguments, settings and caches."""
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -23,7 +24,7 @@ from posenc_jax.engine.problem import Implementation
 from posenc_jax.functional.arguments import TokenOptions, token_positions
 from posenc_jax.functional.attention import scheme_embedding, scheme_tables
 from posenc_jax.functional.new_cache import CacheOptions, new_cache
-from posenc_jax.functional.pipeline import Norm, Norms, Pipeline
+from posenc_jax.functional.pipeline import Norm, Norms
 from posenc_jax.schemes.additive.none import NoPE
 from posenc_jax.schemes.layer_spec import LayerSpec, in_chunks
 from posenc_jax.schemes.scheme import Params, Scheme, call_hint, check_direction
@@ -139,22 +140,25 @@ def layer_spec(caller: str, position: Any, shared_encoding: Any, **settings: Any
     return position
 
 
-def check_use(scheme: Scheme, spec: LayerSpec, is_causal: bool, head_dim: int | None) -> None:
-    """Raises `ValueError` for a scheme that does not suit the settings of a layer.
+def check_use(scheme: Scheme, spec: LayerSpec, is_causal: bool) -> None:
+    """Checks a scheme against the direction of a new layer.
 
-    Args:
-      scheme: the scheme of the layer, or one that was assigned or given in its place.
-      spec: the settings of the layer.
-      is_causal: whether the layer is causal; a scheme for causal attention needs it.
-      head_dim: the head dim; another scheme must not change the logit scale.
+    Raises:
+      ValueError: for a scheme for causal attention in another layer.
+
+    Warns:
+      UserWarning: for a scheme that is the same in both directions, in a layer that sees both.
     """
     check_direction("Attention", scheme, is_causal, spec.window)
-    if spec.scale is None and scheme != spec.scheme and head_dim is not None:
-        before, after = (Pipeline(s, None).scale(head_dim) for s in (spec.scheme, scheme))
-        require(
-            before == after,
-            f"Attention: the logit scale of the layer is {before:.6g}, and that of {scheme!r}, in "
-            f"place of {spec.scheme!r}, is {after:.6g}; give the layer one of them as scale.",
+    sides = window_sides(spec.window)
+    one_sided = is_causal or (sides is not None and sides[1] == 0)
+    if scheme.traits.mirrored and scheme.acts_in_attention and not one_sided:
+        warnings.warn(
+            f"Attention: without is_causal, {scheme!r} has the same logits for a key before the "
+            "query and one as far behind it, so that the layer cannot tell left from right. For an "
+            'encoder take RoPE, T5(..., bidirectional=True) or ALiBi(..., symmetry="split"), or '
+            "chain one of them with it; for a decoder give is_causal=True.",
+            stacklevel=4,
         )
 
 

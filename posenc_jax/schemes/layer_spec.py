@@ -49,7 +49,7 @@ class LayerSpec:
       window: sliding window, as in `attention`; None: all tokens.
       chunk_size: number of positions in a chunk, if tokens attend within their chunk only. None:
         no chunks.
-      scale: the factor on q . k; None: the scheme's own.
+      scale: the factor on q . k; None: 1/sqrt(H).
       softcap: as in `attention`; None: no cap.
       sinks: whether the softmax includes a logit of each head without a value: True, one that is
         learned (gpt-oss); "projected", one that is projected from each query's token (Inkling-2).

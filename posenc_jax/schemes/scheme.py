@@ -329,15 +329,6 @@ class Scheme:
             )
         return attention(q, k, v, rules)
 
-    def logit_scale(self, head_dim: int) -> float | None:
-        """Returns the factor on q . k that the scheme was published with.
-
-        None: the scheme works with any, and 1/sqrt(H) is used. The default is 1/sqrt(H) for
-        schemes that add to the logits, and None for the others. H is the head dim of projections,
-        also where `query` and `key` append dimensions.
-        """
-        return head_dim**-0.5 if Acts.LOGITS in self.acts else None
-
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some settings changed."""
         return dataclasses.replace(self, **changes)
@@ -417,29 +408,6 @@ def check_direction(
         prefix_length is None,
         f"{caller}: prefix_length shows keys after the query, and for {name} {reason}.",
     )
-
-
-def scale_words(scheme: Scheme) -> str:
-    """Returns the logit scale of a scheme as a formula of H; empty for 1/sqrt(H) and for None.
-
-    >>> import posenc_jax as pe
-    >>> scale_words(pe.TUPE(num_heads=2, head_dim=4, model_dim=8, max_length=9))
-    '1/sqrt(2H)'
-    """
-    one, four = scheme.logit_scale(1), scheme.logit_scale(4)
-    if one is None or four is None or (one, four) == (1.0, 0.5):
-        return ""
-    if one == four:
-        return f"{one:g}"
-    number = "" if one == 1.0 else f"{one**-2:.3g}"
-    return f"1/sqrt({number}H)" if round(one / four) == 2 else "1/H"
-
-
-def repr_with_scale(scheme: Scheme) -> str:
-    """Returns the settings of a scheme and its logit scale, where that is not 1/sqrt(H)."""
-    fields = (f"{f.name}={getattr(scheme, f.name)!r}" for f in dataclasses.fields(scheme))
-    words = scale_words(scheme)
-    return f"{type(scheme).__name__}({', '.join(fields)}{words and f'; logit scale {words}'})"
 
 
 def check_sizes(caller: str, scheme: Scheme, **sizes: int | None) -> None:

@@ -18,7 +18,7 @@ SCHEME = contrib.CABLE(num_heads=6, model_dim=24)
 
 
 def test_matches_the_layer_of_the_authors():
-    out = attend(SCHEME, PARAMS, Q, K, V, x=X, is_causal=True, implementation="xla")
+    out = attend(SCHEME, PARAMS, Q, K, V, x=X, is_causal=True, scale=1.0, implementation="xla")
     close(out[0], ARRAYS["out"], 2e-6)
 
 

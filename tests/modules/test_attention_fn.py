@@ -173,9 +173,9 @@ ERRORS = [
 
 def test_parameters_need_rngs():
     with pytest.raises(ValueError, match=r"AttentionFn: T5\(.* has parameters, so it needs rngs"):
-        pn.AttentionFn(pe.T5(num_heads=6), scale=1.0)
+        pn.AttentionFn(pe.T5(num_heads=6))
     rngs = nnx.Rngs(0)
-    first, second = (pn.AttentionFn(pe.T5(num_heads=6), scale=1.0, rngs=rngs) for _ in range(2))
+    first, second = (pn.AttentionFn(pe.T5(num_heads=6), rngs=rngs) for _ in range(2))
     tables = [f.encoding.values()["table"] for f in (first, second)]
     assert np.abs(tables[0] - tables[1]).max() > 1e-3
 
@@ -190,22 +190,9 @@ def test_schemes_that_flax_layers_cannot_have_are_refused_when_they_are_given():
                 make(scheme)
 
 
-SCALED = {
-    "t5": (pe.T5(6, stddev=0.0, bidirectional=True), "is 1;"),
-    "tupe": (pe.TUPE(6, 4, 24, max_length=9), r"is 1/sqrt\(2H\);"),
-    "chain": (pe.chain(pe.RoPE(4), pe.T5(6)), "of Chain is 1;"),
-}
-
-
-@pytest.mark.parametrize("name", SCALED)
-def test_the_scale_of_a_layer_is_kept_unless_it_is_given(name):
-    """A bias of zeros changes nothing; another scale is named, in NNX and in Linen."""
-    scheme, message = SCALED[name]
-    for make in (functools.partial(pn.AttentionFn, rngs=nnx.Rngs(0)), pl.AttentionFn):
-        with pytest.raises(ValueError, match=rf"AttentionFn: .* layer is 1/sqrt\(H\).* {message}"):
-            make(scheme)
-    if name != "t5":
-        return
+def test_the_scale_of_a_layer_is_kept_unless_it_is_given():
+    """A bias of zeros changes nothing, in NNX with a scale and in Linen without."""
+    scheme = pe.T5(6, stddev=0.0, bidirectional=True)
     x, rngs = np.random.default_rng(0).normal(size=(2, 7, 24)).astype(np.float32), nnx.Rngs(1)
     plain = nnx.MultiHeadAttention(6, 24, decode=False, rngs=rngs)
     fn = pn.AttentionFn(scheme, scale=4 * 4**-0.5, rngs=rngs)
@@ -213,7 +200,7 @@ def test_the_scale_of_a_layer_is_kept_unless_it_is_given(name):
     for part in ("query", "key", "value", "out"):
         nnx.update(getattr(layer, part), nnx.state(getattr(plain, part)))
     layer.query.kernel[...] /= 4
-    module = nn.MultiHeadDotProductAttention(6, attention_fn=pl.AttentionFn(scheme, scale=0.5))
+    module = nn.MultiHeadDotProductAttention(6, attention_fn=pl.AttentionFn(scheme))
     stock = nn.MultiHeadDotProductAttention(6)
 
     @jax.jit

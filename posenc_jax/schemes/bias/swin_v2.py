@@ -8,7 +8,7 @@ into [-1.06, 1.06], so that a model fine-tuned with a larger window extrapolates
 l are then the sizes of the window in training (`pretrained_window`).
 
 cos(q, k) is the dot product of unit vectors, and g[n] = exp(min(tau[n], ln 100)) is learned,
-initially 10. The logit scale is therefore 1.
+initially 10. q has length g[n] sqrt(H), so that the factor 1/sqrt(H) of layers leaves g[n].
 
 Coordinates are as for Swin. f runs once per offset of the window, not once per pair.
 
@@ -29,7 +29,7 @@ from posenc_jax.checks import positive_fields, require
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.ops.init import torch_uniforms
 from posenc_jax.schemes.bias.swin import WindowEntry, check_window
-from posenc_jax.schemes.scheme import Scheme, Traits, repr_with_scale
+from posenc_jax.schemes.scheme import Scheme, Traits
 
 
 def log_offsets(window: tuple[int, int], pretrained: tuple[int, int]) -> np.ndarray:
@@ -71,7 +71,6 @@ class SwinV2(Scheme):
     pretrained_window: tuple[int, int] | None = None
     width: int = 512
     name: ClassVar[str] = "swin_v2"
-    __repr__ = repr_with_scale
     param_axes: ClassVar = {"out": "num_heads width", "tau": "num_heads"}
     traits: ClassVar = Traits(num_axes=2, norm_after=False)
 
@@ -100,8 +99,9 @@ class SwinV2(Scheme):
         return torch_uniforms(jax.random.split(key, 3), network) | {"tau": tau}
 
     def query(self, params, q, coordinates, features=None, tables=None):
-        """Returns q [B, T, N, H] normalised to length g[n]."""
+        """Returns q [B, T, N, H] normalised to length g[n] sqrt(H)."""
         gain = jnp.exp(jnp.minimum(params["tau"].astype(jnp.float32), math.log(100.0)))
+        gain *= math.sqrt(q.shape[-1])
         return _normalise(q, gain[None, None, :, None])
 
     def key(self, params, k, coordinates, features=None, tables=None):
@@ -114,7 +114,3 @@ class SwinV2(Scheme):
         hidden = jax.nn.relu(hidden + params["in_bias"][None])
         table = jnp.einsum("nw,rw->nr", params["out"], hidden, precision="highest")
         return LogitBias(WindowEntry(self.window), heads=16.0 * jax.nn.sigmoid(table))
-
-    def logit_scale(self, head_dim):
-        """Returns 1: g, the length of q, is the scale."""
-        return 1.0

@@ -13,8 +13,9 @@ computed on the host with exact arithmetic: distance n is past boundary j when
 
     (n / exact)^L >= (max_distance / exact)^j,      L = buckets - exact
 
-T5 does not divide q . k by sqrt(H), which its initialisation compensates; `logit_scale` is 1.
-The layers of a stack share one table; umT5 has one per layer.
+T5 does not divide q . k by sqrt(H), which its initialisation compensates: its checkpoints need
+scale=1.0, which `from_hf` gives. A new layer trains with the default, 1/sqrt(H). The layers of a
+stack share one table; umT5 has one per layer.
 
 Paper: Raffel et al. Exploring the Limits of Transfer Learning with a Unified Text-to-Text
 Transformer. 2019. https://arxiv.org/abs/1910.10683
@@ -37,7 +38,7 @@ from posenc_jax.checks import (
     require,
 )
 from posenc_jax.engine.rules import LogitBias
-from posenc_jax.schemes.scheme import Scheme, Traits, repr_with_scale
+from posenc_jax.schemes.scheme import Scheme, Traits
 
 
 @functools.cache
@@ -84,6 +85,7 @@ def t5_bucket(
     Array([ 0, 15, 16, 17, 30, 31, 31], dtype=int32)
     """
     distance = integer_positions("t5", distance, "distance")
+    distance = jnp.maximum(distance, -jnp.iinfo(jnp.int32).max)  # Whose negative fits int32.
     check_buckets(num_buckets, max_distance, bidirectional)
     return Bucket(num_buckets, max_distance, bidirectional)(distance)
 
@@ -137,7 +139,7 @@ class _Rule:
 class T5(Scheme):
     """T5's bucketed relative bias (Raffel et al. 2019).
 
-    Attention multiplies q . k by 1, and not by 1/sqrt(H), unless it is given `scale`.
+    Checkpoints of T5 need a layer with scale=1.0.
 
     Attributes:
       num_heads: the number of query heads, N.
@@ -161,7 +163,6 @@ class T5(Scheme):
     stddev: float = 0.02
     name: ClassVar[str] = "t5"
     param_axes: ClassVar = {"table": "num_heads num_buckets"}
-    __repr__ = repr_with_scale
 
     @property
     def traits(self):
@@ -190,7 +191,3 @@ class T5(Scheme):
             bounds=(low, last),
             drop_far=True,
         )
-
-    def logit_scale(self, head_dim):
-        """Returns 1: T5 does not divide by sqrt(H)."""
-        return 1.0

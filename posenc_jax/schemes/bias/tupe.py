@@ -4,7 +4,8 @@ r"""TUPE: attention between words plus attention between positions, with separat
     p_i = LayerNorm(table[i + 1])
 
 The product of two sums of word and position is replaced by the sum of two products, without cross
-terms, hence sqrt(2H). All layers share the table, its LayerNorm and the projections (with biases).
+terms, hence sqrt(2H): give layers scale=(2 * head_dim) ** -0.5 for the first product. All layers
+share the table, its LayerNorm and the projections (with biases).
 TUPE-R adds T5's bidirectional bias (`num_buckets=32`).
 
 The first token of a sequence, at coordinate 0, is [CLS], which has no meaningful position.
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 from posenc_jax.checks import in_table, integer_positions, positive_fields
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.schemes.bias.t5 import T5, Bucket, check_buckets
-from posenc_jax.schemes.scheme import Scheme, Traits, repr_with_scale
+from posenc_jax.schemes.scheme import Scheme, Traits
 
 
 def _lookup(table, position):
@@ -64,7 +65,7 @@ class _Buckets:
 class TUPE(Scheme):
     """Untied positional encoding (Ke et al. 2020).
 
-    Attention multiplies q . k by 1/sqrt(2H), and not by 1/sqrt(H), unless it is given `scale`.
+    Published with scale=(2 * head_dim) ** -0.5, which the term of positions has by itself.
 
     Attributes:
       num_heads: the number of query heads, N.
@@ -93,7 +94,6 @@ class TUPE(Scheme):
     max_distance: int = 128
     stddev: float = 0.02
     name: ClassVar[str] = "tupe"
-    __repr__ = repr_with_scale
     traits: ClassVar = Traits(shared_over_layers=True)
     param_axes: ClassVar = {
         "norm": {"scale": "model_dim", "bias": "model_dim"},
@@ -146,7 +146,7 @@ class TUPE(Scheme):
             + params[f"{name}_bias"][:, None]
             for name in ("query", "key")
         )
-        q_table = q_table * self.logit_scale(self.head_dim)
+        q_table = q_table * (2 * self.head_dim) ** -0.5
         heads = q_table, k_table
         if self.untie_cls:
             cls_logits = (q_table[:, :2] * k_table[:, :2]).sum(-1)
@@ -158,7 +158,3 @@ class TUPE(Scheme):
         if not self.untie_cls:
             return products, T5(self.num_heads, *sizes).rules({"table": params["buckets"]})
         return products, LogitBias(_Buckets(Bucket(*sizes)), heads=params["buckets"])
-
-    def logit_scale(self, head_dim):
-        """Returns 1 / sqrt(2H)."""
-        return (2 * head_dim) ** -0.5

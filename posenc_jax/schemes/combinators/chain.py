@@ -145,20 +145,6 @@ class Chain(Scheme):
                 return s.attend(p, q, k, v, *coordinates, f, g, attention)
         return attention(q, k, v, self.rules(params, q_features, k_features))
 
-    def logit_scale(self, head_dim):
-        """Returns the logit scale of the schemes that have one, else None.
-
-        Raises:
-          ValueError: if two scales differ.
-        """
-        scales = {s.logit_scale(head_dim) for s in self.schemes} - {None}
-        require(
-            len(scales) < 2,
-            f"chain: the schemes were published with different logit scales {scales}; "
-            "chain schemes that agree, or give attention a scale of your own.",
-        )
-        return scales.pop() if scales else None
-
 
 def chain(*schemes: Scheme) -> Scheme:
     """Returns a scheme that applies all of `schemes`, in this order.

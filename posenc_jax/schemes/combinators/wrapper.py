@@ -86,9 +86,6 @@ class Wrapper(Scheme):
             attention = attention.replace(contiguous=False)
         return self.scheme.attend(params, q, k, v, *both, q_features, k_features, attention)
 
-    def logit_scale(self, head_dim):
-        return self.scheme.logit_scale(head_dim)
-
 
 def refuse_streaming(caller: str, scheme: Scheme) -> None:
     """Raises for `streaming`, whose coordinates must be positions."""

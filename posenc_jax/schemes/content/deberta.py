@@ -5,8 +5,8 @@ r"""DeBERTa: disentangled content-to-position and position-to-content terms.
 
 K are the keys of the content-to-position term and Q the queries of the position-to-content term.
 Both are projections, different in each layer, of one table of 2 span rows that all layers share; Q
-has a bias. 3 is the number of terms: with one of the two the divisor is sqrt(2 H). The last row of
-the table is for the furthest past.
+has a bias. 3 is the number of terms: with one of the two the divisor is sqrt(2 H). This is the
+`scale` of layers, which `from_hf` gives. The last row of the table is for the furthest past.
 
 The third term uses the row of i - j, as both implementations do; the paper writes j - i. Buckets
 are as in DeBERTa-v2, with boundaries computed exactly in integers: distances up to span / 2 have
@@ -31,7 +31,7 @@ from posenc_jax.checks import positive_fields, require
 from posenc_jax.engine.rules import DotBias
 from posenc_jax.ops.init import normals
 from posenc_jax.ops.take import take_row
-from posenc_jax.schemes.scheme import Scheme, Traits, repr_with_scale
+from posenc_jax.schemes.scheme import Scheme, Traits
 
 
 @functools.cache
@@ -78,8 +78,7 @@ class _TableRow:
 class DeBERTa(Scheme):
     """Disentangled attention (He et al. 2020).
 
-    Attention multiplies q . k by 1/sqrt(3H), and not by 1/sqrt(H), unless it is given `scale`; with
-    one of the two terms by 1/sqrt(2H).
+    Checkpoints need a layer with scale=(3 * head_dim) ** -0.5; with one of the two terms, 2.
 
     Attributes:
       num_heads: the number of query heads, N.
@@ -111,7 +110,6 @@ class DeBERTa(Scheme):
     projected: bool = False
     stddev: float = 0.02
     name: ClassVar[str] = "deberta"
-    __repr__ = repr_with_scale
     traits: ClassVar = Traits(relative=True)
 
     def __post_init__(self):
@@ -174,11 +172,6 @@ class DeBERTa(Scheme):
                 DotBias(row, heads=queries, k_features=k_features, bounds=bounds, scaled=True)
             )
         return tuple(terms)
-
-    def logit_scale(self, head_dim):
-        """Returns 1 / sqrt(H * the number of terms)."""
-        terms = 1 + self.content_to_position + self.position_to_content
-        return (terms * head_dim) ** -0.5
 
     def with_projections(self, params):
         """Returns the scheme and parameters with K and Q in place of the table, for decoding.

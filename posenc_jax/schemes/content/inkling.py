@@ -5,8 +5,9 @@ r"""Inkling: a bias that each query mixes from a few learned functions of the di
 
 The bias is zero at other distances, and the model has no rotation. All heads of a layer share
 the bank; W, which projects the same x as q, is different for each head. The model
-RMS-normalises q and k per head, hence 1 / H. Layers with global attention have the log scaling
-t; without `log_scaling_start`, t is 1. In layers with a window, the extent is the window.
+RMS-normalises q and k per head, hence 1 / H, the `scale` of its layers. Layers with global
+attention have the log scaling t; without `log_scaling_start`, t is 1. In layers with a window, the
+extent is the window.
 
 The model also convolves k and v over 4 tokens, before k is normalised, and the outputs of
 attention and MLP: `posenc_jax.short_convolution`, added to its input.
@@ -35,7 +36,7 @@ from posenc_jax.engine.rules import DotBias
 from posenc_jax.ops.init import normals
 from posenc_jax.ops.take import take_row
 from posenc_jax.qk_norm import QKNorm
-from posenc_jax.schemes.scheme import Acts, Scheme, Traits, repr_with_scale
+from posenc_jax.schemes.scheme import Acts, Scheme, Traits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +55,7 @@ class _BankColumn:
 class Inkling(Scheme):
     """Relative logits from a bank of learned functions of the distance (Inkling, 2026).
 
-    Attention multiplies q . k by 1/H, and not by 1/sqrt(H), unless it is given `scale`, or the
-    scheme has `clip`.
+    Checkpoints without `clip` need a layer with scale=1 / head_dim and `QKNorm()`.
 
     Attributes:
       num_heads: the number of query heads, N.
@@ -65,8 +65,8 @@ class Inkling(Scheme):
       log_scaling_start: number of tokens from which on logits are scaled by t > 1; None for
         no log scaling.
       slope: increase of t when the position grows by a factor of e.
-      clip: the largest norm of the weights r of a head, after a learned scale (Inkling-2); the
-        logit scale is then 1 / sqrt(H). None: no scale and no clip.
+      clip: the largest norm of the weights r of a head, after a learned scale (Inkling-2). None:
+        no scale and no clip.
       stddev: standard deviation of the initial parameters.
 
     Raises:
@@ -86,7 +86,6 @@ class Inkling(Scheme):
     stddev: float = 0.02
     clip: float | None = None
     name: ClassVar[str] = "inkling"
-    __repr__ = repr_with_scale
     param_axes: ClassVar = {"project": "model_dim num_heads rank", "scale": "num_heads rank"}
 
     def __post_init__(self):
@@ -142,10 +141,6 @@ class Inkling(Scheme):
             q_features=q_features,
             bounds=(-1, self.extent),
         )
-
-    def logit_scale(self, head_dim):
-        """Returns 1 / H, for q and k that are RMS-normalised; with `clip`, 1 / sqrt(H)."""
-        return 1.0 / head_dim if self.clip is None else head_dim**-0.5
 
     def _log_scaling(self, coordinates):
         """Returns t, float32 [B or 1, T or 1, 1, 1]."""

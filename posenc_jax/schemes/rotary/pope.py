@@ -8,7 +8,7 @@ for each of the d rotated dimensions c, not for pairs: there are d frequencies, 
 keys become twice as wide. The angle between q and k depends on content and position in RoPE, and on
 position alone in PoPE. delta is a learned phase per head and dimension, clipped to [-2 pi, 0], with
 no gradient outside. The reference adds it to the angle of k; subtracting it from the angle of q
-gives the same logits for any number of key heads. The logit scale is 1/sqrt(H).
+gives the same logits for any number of key heads. The factor is 1/sqrt(H) for the H of projections.
 
 Paper: Gopalakrishnan et al. Decoupling the "What" and "Where" With Polar Coordinate
 Positional Embeddings. 2025. https://arxiv.org/abs/2509.10534
@@ -98,10 +98,6 @@ class PoPE(Scheme):
         """Returns k [B, S, K, H + d] in polar form."""
         check_heads(self.name, k, self.head_dim)
         return self._polar(k, *self._per_head(params, coordinates, tables))
-
-    def logit_scale(self, head_dim):
-        """Returns 1/sqrt(H), for any width of q and k."""
-        return head_dim**-0.5
 
     @property
     def _dim(self):

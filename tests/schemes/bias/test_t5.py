@@ -46,9 +46,8 @@ def test_attention_matches_the_paper(bidirectional):
         lambda q, k, n, i, j: q @ k + table[n, bucket[i - j + 600]],
         sees=lambda i, j: j <= i or bidirectional,
     )
-    out = attend(scheme, params, *ARRAYS, is_causal=not bidirectional)
+    out = attend(scheme, params, *ARRAYS, is_causal=not bidirectional, scale=1.0)
     np.testing.assert_allclose(out, expected, atol=2e-5)
-    assert scheme.logit_scale(8) == scheme.logit_scale(64) == 1.0
 
 
 def test_the_bias_at_far_positions():
@@ -58,6 +57,14 @@ def test_the_bias_at_far_positions():
     dense = scheme.rules(params).dense(positions, positions)
     bucket = np.array([[0, 0, 0], [31, 0, 0], [31, 31, 0]])
     np.testing.assert_array_equal(dense, np.asarray(params["table"])[:, bucket])
+
+
+def test_the_bucket_of_the_least_distance():
+    """Its negative does not fit int32."""
+    least, last = np.array([-(2**31)]), np.array([1 - 2**31])
+    for options in ({}, {"bidirectional": True}):
+        got, expected = (pe.t5_bucket(x, **options) for x in (least, last))
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_boundaries_of_a_long_context_are_found_at_once():

@@ -85,7 +85,7 @@ def test_attention_matches_the_paper(untied):
     params = parameters(scheme)
     bias = np.array([[reference(params, i, j, untied) for j in range(21)] for i in range(21)])
     expected = softmax_attention(*ARRAYS, lambda q, k, n, i, j: q @ k / 4.0 + bias[i, j, n])
-    out = attend(scheme, params, *ARRAYS, is_causal=True)
+    out = attend(scheme, params, *ARRAYS, is_causal=True, scale=0.25)
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
@@ -96,7 +96,7 @@ def test_with_tied_cls_equals_a_chain_with_t5():
     plain = small(untie_cls=False)
     both = pe.chain(plain, pe.T5(num_heads=6, bidirectional=True))
     others = {n: leaf for n, leaf in params.items() if n != "buckets"}
-    chained = attend(both, (others, {"table": params["buckets"]}), *ARRAYS, scale=0.25)
+    chained = attend(both, (others, {"table": params["buckets"]}), *ARRAYS)
     np.testing.assert_allclose(attend(scheme, params, *ARRAYS), chained, atol=1e-5)
 
 

@@ -10,7 +10,7 @@ import pytest
 import posenc_jax as pe
 from tests import oracle
 from tests.oracle import qkv, softmax_attention
-from tests.support import build, parameters
+from tests.support import parameters
 
 ARRAYS = qkv(length=21)
 
@@ -108,26 +108,6 @@ def test_a_chain_joins_the_traits_of_its_schemes():
     assert hash(pe.chain(rope, t5)) == hash(pe.chain(rope, t5))
 
 
-def test_a_chain_of_different_scales_needs_an_explicit_one():
-    both = pe.chain(pe.T5(num_heads=6), pe.ALiBi(num_heads=6))
-    with pytest.raises(ValueError, match=r"chain: .* different logit scales .*1\.0"):
-        attend(both)
-    t5, rope = pe.T5(num_heads=6), pe.RoPE(head_dim=8)
-    assert pe.chain(t5, t5).logit_scale(8) == 1.0
-    assert pe.chain(rope, pe.QueryTemperature(), t5).logit_scale(8) == 1.0
-    assert pe.chain(rope, pe.ALiBi(num_heads=6)).logit_scale(16) == 0.25
-    assert pe.chain(rope, rope).logit_scale(8) is None
-
-
-@pytest.mark.parametrize("name", pe.SCHEMES)
-def test_schemes_that_add_to_the_logits_have_a_scale(name):
-    """A term is of the size that its paper's scale of q . k calls for; others work with any."""
-    scheme = build(pe.SCHEMES[name])
-    widens_heads = name == "pope"  # Attention's default would be 1/sqrt of the widened head.
-    has = scheme.logit_scale(16) is not None
-    assert has == (pe.Acts.LOGITS in scheme.acts or widens_heads)
-
-
 @pytest.mark.parametrize("wrap", [lambda s: s, lambda s: pe.chain(pe.RoPE(8), s)])
 def test_refusals_reach_wrapped_attention_calls(wrap):
     """A copy of a call keeps the options that a scheme refuses; a function has none to read."""
@@ -174,7 +154,7 @@ def test_the_outer_of_two_transforms_applies_first():
 def test_transformed_positions_keep_traits_except_relative():
     t5 = pe.T5(num_heads=6)
     wrapped = pe.with_positions(t5, grouped)
-    assert wrapped.logit_scale(8) == 1.0 and wrapped.traits.shared_over_layers
+    assert wrapped.traits.shared_over_layers
     assert wrapped.traits.cache_transformed_keys and not wrapped.traits.relative
     bias = wrapped.rules(parameters(wrapped))[0]
     assert not bias.relative and bias.bounds == (None, None)  # 3 // 4 - 4 // 4 is not -1 // 4.

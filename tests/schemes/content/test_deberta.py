@@ -109,7 +109,11 @@ def test_matches_the_code_of_the_authors(options, is_causal, far, implementation
     expected = np.einsum("nij,jnv->inv", weights, np.asarray(v[0], np.float64))
     places = {"positions": jnp.asarray(positions)} if far else {}
     out = oracle.attend(
-        scheme, params, q, k, v, is_causal=is_causal, implementation=implementation, **places
+        *(scheme, params, q, k, v),
+        is_causal=is_causal,
+        scale=(8 * (1 + scheme.content_to_position + scheme.position_to_content)) ** -0.5,
+        implementation=implementation,
+        **places,
     )
     np.testing.assert_allclose(out[0], expected, atol=1e-5)
 
@@ -146,11 +150,6 @@ def test_buckets_are_those_of_the_authors(span, last):
 
 def test_boundaries_of_a_long_context_are_found_at_once():
     assert deberta_boundaries(8, 2**30)[-2:] == (1664511, 2**30)
-
-
-def test_the_scale_counts_the_terms():
-    scales = [make(**options)[0].logit_scale(8) for options in ({}, {"position_to_content": False})]
-    assert scales == [24**-0.5, 0.25]
 
 
 ERRORS = [
