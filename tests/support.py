@@ -132,7 +132,8 @@ def forward(scheme, params, tokens, *, cache=None, **options):
 
     Projections are linear: what the scheme adds to x is projected and added to q, k and v.
     """
-    where = {name: options.get(name) for name in ("positions", "coordinates")}
+    names = "positions", "coordinates", "segment_ids"
+    where = {name: options.get(name) for name in names}
     x = pe.scheme_embedding(scheme, params, tokens.x, cache=cache, **where)
 
     def projected(y):

@@ -56,7 +56,7 @@ class KVCache:
       length: int32 [B], the number of tokens.
       written: int32 [B], the greatest length since `reset`; `rewind` does not lower it.
       rewindable: int32 [B], the number of tokens that `past_states` can take back.
-      next_positions: int32 [B], the default position of the next token.
+      next_positions: int32 [B], the default position of the next token, in the last one's segment.
       next_segment_ids: int32 [B], its default segment, which is the last token's; 0 in empty rows.
       tied: bool [B], rows of a ring where tokens of a sequence have equal positions.
       lost: bool [B], rows that recover in `reset` only; see `overflowed`.
@@ -262,8 +262,10 @@ class KVCache:
                 lambda state, past, new: appended_states(state, past, added, new),
                 *(self.state, self.past_states, _as(self.state, past_states)),
             )
-        after = _after(positions, tokens)
-        after = jnp.where(self.length > 0, jnp.maximum(after, self.next_positions), after)
+        last = jnp.where(added > 0, _last(segment_ids, index, tokens), self.next_segment_ids)
+        after = _after(positions, tokens & (segment_ids == last[:, None]))
+        continues = (self.length > 0) & (self.next_segment_ids == last)
+        after = jnp.where(continues, jnp.maximum(after, self.next_positions), after)
         features = functools.partial(write_slots, "k_features", slots=slots)
         # Caches are also made of zeros, from their shapes alone.
         unused = jnp.arange(self.capacity, dtype=jnp.int32)[None] >= self.written[:, None]
@@ -282,9 +284,7 @@ class KVCache:
             written=jnp.maximum(self.written, length),
             rewindable=jnp.minimum(self.rewindable + added, limit),
             next_positions=jnp.where(length > 0, after, self.next_positions),
-            next_segment_ids=jnp.where(
-                added > 0, _last(segment_ids, index, tokens), self.next_segment_ids
-            ),
+            next_segment_ids=last,
         )
         if window is None or isinstance(self.storage, Slots):
             return new
@@ -292,13 +292,13 @@ class KVCache:
         # overwrite the last one.
         before = self if count == self.capacity - sinks else new
         slot = self.storage.slots(jnp.maximum(self.length - 1, 0)[:, None], self.capacity)
-        last = (
+        newest = (
             jnp.take_along_axis(before.positions, slot, 1),
             jnp.take_along_axis(before.segment_ids, slot, 1),
         )
         cached, appended = (new.positions, new.segment_ids), (positions, segment_ids)
         counts = self.length, new.written, self.tied
-        lost, tied = self.storage.loses_visible(cached, last, appended, *counts, window)
+        lost, tied = self.storage.loses_visible(cached, newest, appended, *counts, window)
         # Keys at one position are in the order of slots, in which a ring turns.
         lost |= tied & reads_order(self.scheme)
         return dataclasses.replace(new, tied=tied, lost=new.lost | lost)
@@ -403,8 +403,8 @@ class KVCache:
           count: number of tokens to take back, without padding: an integer or integers [B].
 
         Raises:
-          ValueError: for more tokens than the row is known to hold, and for a scheme with a
-            running state for more than `max_rewind`. Under `jit` such rows are lost.
+          ValueError: for more tokens than the row is known to hold, all that a ring holds, and for
+            a scheme with a running state more than `max_rewind`. Under `jit` such rows are lost.
         """
         self._check_one_layer("rewind")
         require(
@@ -431,9 +431,17 @@ class KVCache:
         tokens = self.storage.tokens(self.length, self.capacity)
         segment_ids = jnp.where(tokens < length[:, None], self.segment_ids, -1)
         held = segment_ids >= 0
-        lost |= (length > 0) & ~held.any(1)
-        after = jnp.where(length > 0, _after(self.positions, held), 0)
+        empty = (length > 0) & ~held.any(1)
+        if not isinstance(empty, Tracer) and empty.any():
+            row = int(empty.argmax())
+            raise ValueError(
+                f"KVCache.rewind: {int(count[row])} tokens are all of row {row} in the ring, "
+                "and nothing then tells the position of the next one; make the ring larger."
+            )
+        lost |= empty
         last = _last(self.segment_ids, tokens, held)
+        after = _after(self.positions, held & (segment_ids == last[:, None]))
+        after = jnp.where((length > 0) & ~empty, after, 0)
         state, past_states = self.state, self.past_states
         if self.max_rewind:
             counts = count[:, None] + jnp.arange(self.max_rewind + 1, dtype=jnp.int32)[None]
@@ -452,6 +460,32 @@ class KVCache:
             next_segment_ids=jnp.where(count > 0, last, self.next_segment_ids),
             lost=self.lost | lost,
         )
+
+    def positions_after(self, segment_ids: jax.Array, ids_per_segment: int = 1) -> jax.Array:
+        """Returns the position after the last token of each segment in the cache, int32 [B, T].
+
+        It is 0 for segments that the cache does not hold.
+
+        Args:
+          segment_ids: int32 [B, T].
+          ids_per_segment: the number of consecutive ids that the cache has for a segment.
+        """
+        written = jnp.arange(self.capacity, dtype=jnp.int32)[None] < self.written[:, None]
+        held = jnp.where(written, self.segment_ids // ids_per_segment, -1)
+        last = jnp.where(self.length > 0, self.next_segment_ids // ids_per_segment, -1)
+        after = jnp.where(segment_ids == last[:, None], self.next_positions[:, None], 0)
+        others = (segment_ids >= 0) & (segment_ids != last[:, None])
+        others &= segment_ids <= held.max(1, keepdims=True)
+
+        def of_others():  # Rows that go back to an earlier segment are rare.
+            def of_token(ids):
+                same = held == ids[:, None]
+                return jnp.where(jnp.any(same, 1), _after(self.positions, same), 0)
+
+            of_tokens = jax.lax.map(of_token, jnp.moveaxis(segment_ids, 1, 0))
+            return jnp.where(others, jnp.moveaxis(of_tokens, 0, 1), after)
+
+        return jax.lax.cond(jnp.any(others), of_others, lambda: after)
 
     @property
     def overflowed(self) -> jax.Array:

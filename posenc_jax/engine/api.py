@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any, Literal, Self, TypedDict, Unpack, overload
 
 import jax
@@ -16,6 +17,7 @@ from posenc_jax.checks import (
     floating,
     integer_positions,
     require,
+    segments,
     token_coordinates,
     token_integers,
 )
@@ -31,6 +33,7 @@ from posenc_jax.engine.problem import (
     LogSumExp,
     Problem,
     platform_of,
+    vary_over,
     with_sinks,
     zero_where,
 )
@@ -39,6 +42,14 @@ from posenc_jax.engine.rules import Rule, as_tuple
 from posenc_jax.engine.score_mod import OfScores
 from posenc_jax.engine.splash import Splash
 from posenc_jax.engine.xla import XLA
+from posenc_jax.positions.packing import (
+    are_consecutive,
+    are_grouped,
+    are_restarting,
+    count_up,
+    grouping,
+    restarting,
+)
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     x.name: x for x in (Reference(), Dense(), XLA(), Pallas(), Splash(), JaxNN(), CuDNN())
@@ -52,7 +63,6 @@ _KERNEL_PAIRS = 2**18
 class CommonOptions(TypedDict, total=False):
     """Options of `attention` and of `scheme_attention`."""
 
-    contiguous: bool | None
     is_causal: bool
     window: Window
     scale: float | None
@@ -73,6 +83,7 @@ class AttentionArguments(CommonOptions, total=False):
     k_coordinates: jax.Array | None
     q_segment_ids: jax.Array | None
     k_segment_ids: jax.Array | None
+    contiguous: bool | None
     prefix_length: jax.Array | None
     sinks: jax.Array | None
 
@@ -135,9 +146,10 @@ def attention(
         At most one may transform whole rows of logits, and at most one add to values.
       mask: bool [B or 1, N or 1, T, S], true where the query may see the key; a query sees
         the keys that neither it nor another argument hides.
-      q_positions: integers [T] or [B, T], the order of tokens. Default 0 .. T - 1. Where T = S,
-        positions, coordinates or segment ids of one side serve both.
-      k_positions: integers [S] or [B, S]. Default 0 .. S - 1.
+      q_positions: integers [T] or [B, T], the order of tokens. Default: 0, 1, ... in every segment,
+        without padding (`positions.from_segment_ids`). Where T = S, positions, coordinates or
+        segment ids of one side serve both.
+      k_positions: integers [S] or [B, S]. Default: as for queries.
       q_coordinates: coordinates for the rules, integers or float32 [T], [B, T], or
         [A, B, T] for A axes. Default: the positions.
       k_coordinates: [S], [B, S] or [A, B, S].
@@ -145,7 +157,10 @@ def attention(
       k_segment_ids: integers [B, S]. Default for T = S: `q_segment_ids`.
       contiguous: promise that q and k have the same positions and coordinates and that both grow
         by one per slot inside a segment: slots then order the tokens, and rules are evaluated once
-        per distance. Default: true exactly where neither positions nor coordinates were given.
+        per distance. Default: true where neither positions nor coordinates were given, or the
+        positions are known while tracing to be such, as those of `positions.from_segment_ids` and
+        `from_padding_mask` are. Without given positions, tokens of a segment that do not lie side
+        by side are moved together first.
       is_causal: hide keys at later positions.
       window: W, the query's own token and W - 1 on either side, which are W tokens if `is_causal`
         and 2 W - 1 if not; or `(left, right)`, both inclusive, negative for no limit.
@@ -249,6 +264,21 @@ class AttentionCall:
         out, lse = run(problem, self.implementation)
         return (out, lse.value) if self.return_lse else out
 
+    def positions(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns positions of queries and keys, int32 [B, T] and [B, S], with their defaults."""
+
+        def of_side(x, positions, segment_ids):
+            if positions is None and segment_ids is None:
+                return count_up(*x.shape[:2])
+            if positions is None:
+                return restarting(segments("attention", segment_ids, x.shape[:2]))
+            return token_integers("attention", "positions", positions, x.shape[:2])
+
+        return (
+            of_side(q, self.q_positions, self.q_segment_ids),
+            of_side(k, self.k_positions, self.k_segment_ids),
+        )
+
     def replace(self, **changes: Any) -> Self:
         """Returns the call with some arguments changed."""
         return dataclasses.replace(self, **changes)
@@ -312,11 +342,50 @@ def _run(implementation: Implementation, problem: Problem) -> tuple[jax.Array, L
         return out[..., :0], lse
     problem = problem.without_padding_queries()
     sharding = jax.typeof(problem.q).sharding
-    if not any(sharding.spec):
-        out, lse = implementation(problem)
-    else:
-        out, lse = implementation.on_mesh(problem, sharding.mesh, sharding.spec)
+
+    def attend(problem):
+        if not any(sharding.spec):
+            return implementation(problem)
+        return implementation.on_mesh(problem, sharding.mesh, sharding.spec)
+
+    out, lse = _in_groups(attend, problem) if problem.regroup else attend(problem)
     return out, LogSumExp.of(lse)
+
+
+def _in_groups(attend: Callable, problem: Problem) -> tuple[jax.Array, Any]:
+    """Computes a problem after the tokens of each segment were moved side by side.
+
+    Where they are, which rows usually are, nothing is moved.
+    """
+    p = vary_over(dataclasses.replace(problem, regroup=False))
+    ids: Any = p.q_segment_ids
+    grouped = are_grouped(ids)
+
+    def moved(tree, order_of):
+        """Returns arrays [B, T, ...] in another order; sinks of one row are alike for all T."""
+
+        def move(ids, tree):
+            order = order_of(ids)
+
+            def of_leaf(x):
+                index = order.reshape(*order.shape, *(1,) * (x.ndim - 2))
+                return jnp.take_along_axis(x, index, 1) if len(x) == len(order) else x
+
+            return jax.tree.map(of_leaf, tree)
+
+        def select(grouped, ids, tree):
+            return jax.lax.cond(grouped, lambda _, x: x, move, ids, tree)
+
+        specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
+        if any(map(any, jax.tree.leaves(specs))):  # An explicit mesh.
+            select = jax.sharding.auto_axes(select, out_sharding=specs)
+        return select(grouped, ids, tree)
+
+    for side in "qk":
+        tokens = p.tokens(side)
+        slots = {f"{side}_slots": tokens.pop(f"{side}_slots")}
+        p = p.with_tokens(side, moved(tokens, grouping) | slots)
+    return moved(attend(p), lambda ids: jnp.argsort(grouping(ids), axis=1).astype(jnp.int32))
 
 
 def find(implementation: str | Implementation) -> Implementation:
@@ -397,7 +466,7 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
             call.is_causal or call.window is not None,
             "attention: prefix_length does nothing without is_causal or a window.",
         )
-    tokens = _tokens(batch, length, keys, bool(rules), call)
+    tokens = _tokens(batch, length, keys, rules, call)
     window = window_sides(call.window)
     same_sinks = False
     if sinks is not None:
@@ -577,9 +646,10 @@ def _check_numbers(call: AttentionCall) -> None:
 
 
 def _tokens(
-    batch: int, length: int, keys: int, has_rules: bool, call: AttentionCall
+    batch: int, length: int, keys: int, rules: tuple[Rule, ...], call: AttentionCall
 ) -> dict[str, Any]:
     """Returns positions, coordinates and segments of queries and keys, [B, ...]."""
+    has_rules = bool(rules)
 
     def arguments(kind: str) -> dict[str, str]:
         """Returns the name of the argument for each side; one serves both where T = S."""
@@ -596,6 +666,12 @@ def _tokens(
         len(segments) != 1,
         "attention: q_segment_ids and k_segment_ids go together where T and S differ.",
     )
+
+    def raw(names: dict[str, str], side: str) -> Any:
+        return getattr(call, names[side]) if side in names else None
+
+    if positions and all(are_restarting(raw(positions, s), raw(segments, s)) for s in "qk"):
+        positions = {}
     default = not (positions or coordinates)
     has_order = call.is_causal or call.window is not None
     order_matters = has_rules or has_order
@@ -605,7 +681,20 @@ def _tokens(
         f"attention: {length} queries and {keys} keys need q_positions and k_positions: "
         "which key is the first query's own cannot be guessed.",
     )
-    contiguous = default if call.contiguous is None else call.contiguous
+    contiguous, regroup = call.contiguous, False
+    if contiguous is None:
+        ids = raw(segments, "q")
+        same = all(raw(x, "q") is raw(x, "k") for x in (positions, segments))
+        contiguous = same and length == keys and not coordinates
+        by_distance = any(not rule.whole_rows for rule in rules)
+        by_distance |= call.window is not None or call.prefix_length is not None
+        if contiguous and positions:
+            contiguous = are_consecutive(raw(positions, "q"), ids)
+        elif contiguous and segments and by_distance:
+            # Slots always have the order of tokens; not their distances where segments lie apart.
+            arrays = call.mask is not None or any(rule.pairs is not None for rule in rules)
+            regroup = isinstance(ids, Tracer) and not arrays
+            contiguous = regroup or are_consecutive(np.arange(length), ids)
     require(
         not contiguous or length == keys or not order_matters,
         f"attention: contiguous=True needs as many queries as keys, got {length} and {keys}.",
@@ -614,6 +703,10 @@ def _tokens(
     for side, count in (("q", length), ("k", keys)):
         shape, ids = (batch, count), None
         x = jnp.arange(count, dtype=jnp.int32)[None]
+        if name := segments.get(side):
+            ids = token_integers("attention", name, getattr(call, name), shape)
+            x = restarting(ids)
+            ids = jnp.broadcast_to(ids, shape)
         if name := positions.get(side):
             x = token_integers("attention", name, getattr(call, name), shape)
         out[f"{side}_positions"] = x = jnp.broadcast_to(x, shape)
@@ -621,9 +714,6 @@ def _tokens(
             x = token_coordinates("attention", name, getattr(call, name), shape)
             x = jnp.moveaxis(x, 0, -1) if x.ndim == 3 else jnp.broadcast_to(x, shape)
         out[f"{side}_coordinates"] = x
-        if name := segments.get(side):
-            ids = token_integers("attention", name, getattr(call, name), shape)
-            ids = jnp.broadcast_to(ids, shape)
         out[f"{side}_segment_ids"] = ids
     q_axes, k_axes = out["q_coordinates"].shape[2:], out["k_coordinates"].shape[2:]
     require(
@@ -633,10 +723,12 @@ def _tokens(
     )
     if has_rules and not default:
         _check_reach(out)
-    shapes = [jnp.shape(getattr(call, n)) for n in (*positions.values(), *coordinates.values())]
+    places = (*positions.values(), *coordinates.values()) or tuple(segments.values())
+    shapes = [jnp.shape(getattr(call, name)) for name in places]
     return out | {
         "same_rows": all(len(s) == 1 or (len(s) == 2 and s[0] == 1) for s in shapes),
         "contiguous": bool(contiguous) and length == keys,
+        "regroup": bool(regroup and contiguous),
     }
 
 

@@ -60,6 +60,7 @@ class Problem:
       q_slots, k_slots: int32 [1, T], [1 or B, S], the slots that dropout hashes.
       contiguous: T = S, q and k have the same positions and coordinates, which grow by
         one per slot inside a segment.
+      regroup: tokens of a segment may lie in any slots, and have to be moved for `contiguous`.
       same_rows: all rows of the batch have the same coordinates.
       same_sinks: all queries have the same sinks.
       finite_values: v is finite, also where no query sees it.
@@ -96,6 +97,7 @@ class Problem:
     dropout_rate: float = dataclasses.field(metadata=STATIC)
     platform: str = dataclasses.field(metadata=STATIC)
     needs_lse: bool = dataclasses.field(default=True, metadata=STATIC)
+    regroup: bool = dataclasses.field(default=False, metadata=STATIC)
 
     @property
     def length(self) -> int:

@@ -1,5 +1,6 @@
 """Arguments of functions of schemes: their types, checks and defaults."""
 
+import dataclasses
 import functools
 from typing import Any, TypedDict
 
@@ -10,7 +11,7 @@ from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import require, token_coordinates, token_integers
 from posenc_jax.engine.api import AttentionCall, CommonOptions
 from posenc_jax.functional.pipeline import Norms, Pipeline
-from posenc_jax.positions import count_up, from_padding_mask
+from posenc_jax.positions.packing import count_up, restarting
 from posenc_jax.schemes.scheme import (
     Acts,
     Params,
@@ -31,6 +32,7 @@ class TokenOptions(TypedDict, total=False):
     mask: jax.Array | None
     prefix_length: jax.Array | None
     sinks: jax.Array | None
+    contiguous: bool | None
 
 
 class AttentionOptions(TokenOptions, CommonOptions, total=False):
@@ -40,10 +42,19 @@ class AttentionOptions(TokenOptions, CommonOptions, total=False):
     norms: Norms | None
 
 
-def check_params(caller: str, scheme: Scheme, params: Params) -> None:
-    """Raises unless a scheme is valid and `params` are its parameters, of their shapes."""
+def checked_params(caller: str, scheme: Scheme, params: Params) -> Params:
+    """Returns the parameters of a scheme in the structure that `init` gives them.
+
+    They may have another one with the same names, such as {} for a chain without parameters.
+
+    Raises:
+      TypeError: for anything but a scheme.
+      ValueError: for parameters with other names or shapes.
+    """
     check_scheme(caller, scheme)
-    expected, shapes = _shapes_of_params(scheme), _shapes(params)
+    leaves = _by_path(params)
+    expected, structure = _shapes_of_params(scheme)
+    shapes = {path: jnp.shape(leaf) for path, leaf in leaves.items()}
     for names, message in (
         (expected.keys() - shapes, "lack {} of {!r}; make them with scheme.init(key)."),
         (shapes.keys() - expected, "have {}, and {!r} has no such parameters."),
@@ -54,24 +65,31 @@ def check_params(caller: str, scheme: Scheme, params: Params) -> None:
             raise ValueError(
                 f"{caller}: params{path} must be {shape} for {scheme!r}, got {shapes[path]}."
             )
+    return jax.tree.unflatten(structure, [leaves[path] for path in expected])
 
 
-def check_pipeline(caller: str, pipeline: Pipeline, q: jax.Array, k: jax.Array) -> None:
-    """Raises unless the scheme, its parameters, the norms, q and k fit together."""
+def checked(caller: str, pipeline: Pipeline, q: jax.Array, k: jax.Array) -> Pipeline:
+    """Returns a pipeline whose scheme, parameters and norms fit together, and q and k.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: unless they do.
+    """
     scheme = pipeline.scheme
-    check_params(caller, scheme, pipeline.params)
+    params = checked_params(caller, scheme, pipeline.params)
+    pipeline = dataclasses.replace(pipeline, params=params)
     (num_heads, head_dim), num_kv_heads = q.shape[-2:], k.shape[-2]
     sizes = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     check_sizes(caller, scheme, **sizes)
     norms = pipeline.norms
     if norms is None:
-        return
+        return pipeline
     if not (isinstance(norms, tuple) and len(norms) == 2 and all(map(callable, norms))):
         raise TypeError(f"{caller}: norms must be two functions, (of q, of k), got {norms!r:.100}.")
     in_attention = Acts.ATTENTION in scheme.acts
     if in_attention or not scheme.traits.norm_after:
         how = "rotates q and k within its attention" if in_attention else "scales q or k"
         raise NotImplementedError(f"{caller}: {scheme!r} {how}, so that no norm can come after it.")
+    return pipeline
 
 
 def check_order(caller: str, scheme: Scheme, call: AttentionCall, length: int) -> None:
@@ -81,15 +99,16 @@ def check_order(caller: str, scheme: Scheme, call: AttentionCall, length: int) -
 
 
 @functools.lru_cache(256)
-def _shapes_of_params(scheme: Scheme) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a scheme's parameters by their paths."""
-    return _shapes(jax.eval_shape(scheme.init, jax.random.key(0)))
+def _shapes_of_params(scheme: Scheme) -> tuple[dict[str, tuple[int, ...]], Any]:
+    """Returns the shapes of a scheme's parameters by their paths, and their structure."""
+    params = jax.eval_shape(scheme.init, jax.random.key(0))
+    shapes = {path: leaf.shape for path, leaf in _by_path(params).items()}
+    return shapes, jax.tree.structure(params)
 
 
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the leaves of a tree by their paths."""
-    leaves = jax.tree.leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}
+def _by_path(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a tree by their paths."""
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(tree)}
 
 
 def token_positions(
@@ -98,8 +117,14 @@ def token_positions(
     cache: KVCache | None,
     shape: tuple[int, ...],
     segment_ids: jax.Array | None = None,
+    ids_per_segment: int = 1,
 ) -> jax.Array:
-    """Returns positions as int32 [B, T]; by default they count tokens, after those in the cache."""
+    """Returns positions as int32 [B, T].
+
+    By default they count the tokens of each segment, after those in the cache; tokens without
+    `segment_ids` continue the last segment there. A layer with chunks has `ids_per_segment` of
+    them in the cache.
+    """
     if cache is not None:
         require(
             cache.length.shape == shape[:1],
@@ -107,10 +132,12 @@ def token_positions(
             f"{cache.length.shape}; give layers their own by scan, vmap or indexing.",
         )
     if positions is None:
-        start = 0 if cache is None else cache.next_positions
         if segment_ids is None:
-            return count_up(shape[0], shape[1], start)
-        return from_padding_mask(segment_ids >= 0, start)[0]
+            return count_up(shape[0], shape[1], 0 if cache is None else cache.next_positions)
+        positions = restarting(segment_ids)
+        if cache is None:
+            return positions
+        return positions + cache.positions_after(segment_ids, ids_per_segment)
     return jnp.broadcast_to(token_integers(caller, "positions", positions, shape), shape)
 
 

@@ -1,5 +1,6 @@
 """Embedding and attention with a scheme as pure functions, which the Flax layers call."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Unpack, overload
 
@@ -22,12 +23,13 @@ from posenc_jax.engine.problem import Implementation
 from posenc_jax.functional.arguments import (
     AttentionOptions,
     check_order,
-    check_params,
-    check_pipeline,
+    checked,
+    checked_params,
     scheme_coordinates,
     token_positions,
 )
 from posenc_jax.functional.pipeline import Norms, Pipeline, Projections, an_array
+from posenc_jax.positions.packing import are_consecutive, are_restarting
 from posenc_jax.schemes.scheme import Acts, Params, Scheme
 
 _BY_COORDINATES = Acts.LOGITS | Acts.VALUES | Acts.ATTENTION
@@ -41,6 +43,7 @@ def scheme_embedding(
     *,
     positions: jax.Array | None = None,
     coordinates: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
     cache: KVCache | None = None,
 ) -> jax.Array:
     """Returns token embeddings [B, T, D] with positions encoded, if the scheme acts there.
@@ -49,9 +52,11 @@ def scheme_embedding(
       scheme: the position encoding.
       params: its parameters.
       x: token embeddings [B, T, D], or [T, D] without a cache.
-      positions: integers [T] or [B, T]. Default: 0, 1, ... after the tokens in the cache.
+      positions: integers [T] or [B, T]. Default: 0, 1, ... in every segment, after its tokens in
+        the cache; padding does not count.
       coordinates: the numbers that the scheme encodes, [T], [B, T] or [A, B, T]. Default: the
         positions.
+      segment_ids: integers [T] or [B, T], as in `scheme_attention`.
       cache: the cache of an attention layer, before these tokens are appended.
 
     Raises:
@@ -66,20 +71,36 @@ def scheme_embedding(
     if jnp.ndim(x) == 2 and cache is None:
         if coordinates is not None and jnp.ndim(coordinates) == 2:  # [A, T].
             coordinates = jnp.expand_dims(coordinates, 1)
-        return scheme_embedding(
-            scheme, params, x[None], positions=positions, coordinates=coordinates
-        )[0]
+        x = scheme_embedding(
+            *(scheme, params, x[None]),
+            positions=positions,
+            coordinates=coordinates,
+            segment_ids=segment_ids,
+        )
+        return x[0]
     floating(caller, "x", x)
     array_of_rank(caller, "x", x, 3, "[B, T, D]")
-    check_params(caller, scheme, params)
+    params = checked_params(caller, scheme, params)
     shape = x.shape[:2]
-    encoded = token_positions(caller, positions, cache, shape)
+    if segment_ids is not None:
+        segment_ids = token_integers(caller, "segment_ids", segment_ids, shape)
+        segment_ids = jnp.broadcast_to(segment_ids, shape)
+    encoded = token_positions(caller, positions, cache, shape, segment_ids)
     if coordinates is not None:
         encoded = scheme_coordinates(caller, scheme, "coordinates", coordinates, shape)
     return an_array(scheme, "embed", scheme.embed(params, x, encoded))
 
 
-def scheme_tables(scheme: Scheme, params: Params, coordinates: jax.Array) -> Any:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tables:
+    """Arrays that depend on coordinates alone, and the scheme whose `tables` they are."""
+
+    arrays: Any
+    scheme: Scheme = dataclasses.field(metadata={"static": True})
+
+
+def scheme_tables(scheme: Scheme, params: Params, coordinates: jax.Array) -> Tables | None:
     """Returns arrays that q, k and all layers can share, for `scheme_attention(tables=...)`.
 
     Args:
@@ -89,16 +110,17 @@ def scheme_tables(scheme: Scheme, params: Params, coordinates: jax.Array) -> Any
         [A, B, T]. B = 1 serves any batch with equal rows.
 
     Returns:
-      A pytree of arrays, or None for a scheme without tables.
+      A pytree of arrays that knows its scheme, or None for a scheme without tables.
 
     >>> import posenc_jax as pe
     >>> rope, q = pe.RoPE(head_dim=4), jnp.ones((2, 3, 2, 4))
     >>> tables = pe.scheme_tables(rope, {}, jnp.arange(3))  # Once for all layers.
     >>> out, _ = pe.scheme_attention(rope, {}, q, q, q, tables=tables)
     """
-    check_params("scheme_tables", scheme, params)
+    params = checked_params("scheme_tables", scheme, params)
     coordinates = coordinate_values("scheme_tables", coordinates)
-    return scheme.tables(params, coordinates[None] if coordinates.ndim == 1 else coordinates)
+    arrays = scheme.tables(params, coordinates[None] if coordinates.ndim == 1 else coordinates)
+    return Tables(arrays, scheme) if jax.tree.leaves(arrays) else None
 
 
 @overload
@@ -161,19 +183,19 @@ def scheme_attention(
       q, k, v: [B, T, N, H], [B, T, K, H] and [B, T, K, V], as projected. Without a cache the batch
         axis may be missing, and is then missing in x, `mask`, coordinates [A, T] and the output.
       x: the activations that they were projected from, [B, T, D], which some schemes read.
-      positions: integers [T] or [B, T]. Default: 0, 1, ..., after the tokens in the cache;
-        padding does not count. Rows of several segments need them.
+      positions: integers [T] or [B, T]. Default: 0, 1, ... in every segment, after its tokens in
+        the cache; padding does not count.
       coordinates: the numbers that the scheme encodes, [T], [B, T] or [A, B, T]. Default: the
         positions.
-      segment_ids: integers [T] or [B, T], below zero for padding. Default: one segment. Schemes
+      segment_ids: integers [T] or [B, T], below zero for padding. Default: one segment, or the
+        last one of each row of the cache. Schemes
         with a running state (FoX, CABLE, PaTH, selective RoPE, short convolutions, Partial Key
         Offset) need the tokens of a segment to be consecutive, except for padding, and in the
         order of their positions, also in the cache.
       cache: keys and values of earlier tokens; see `new_cache`.
       tables: `scheme_tables` of these coordinates, to compute them once for all layers.
       norms: functions of q and of k after the scheme's `query` and `key`. Default: none.
-      contiguous: as in `attention`, without a cache. With `segment_ids` rules, windows and
-        prefixes need it to be evaluated by slot: padding may lie between tokens.
+      contiguous: as in `attention`, without a cache.
       scale: the factor on q . k. Default: 1/sqrt(H), for every scheme.
       mask, is_causal, window, prefix_length, softcap, sinks, dropout_rate, dropout_key,
         implementation: as in `attention`. With a cache, S is its capacity: the slots of a row hold
@@ -236,14 +258,17 @@ def self_attention(
     """
     caller, scheme = "scheme_attention", pipeline.scheme
     tokens.check(caller)
-    check_pipeline(caller, pipeline, tokens.q, tokens.k)
+    pipeline = checked(caller, pipeline, tokens.q, tokens.k)
     check_order(caller, scheme, call, tokens.q.shape[1])
     _check_call(call, cache, scheme)
     shape = tokens.q.shape[:2]
-    by_slot = call.q_positions is None and call.q_coordinates is None and cache is None
-    if call.q_segment_ids is not None:  # Slots have the order of tokens, and count padding.
-        by_slot &= call.window is None and call.prefix_length is None
-        by_slot &= not scheme.acts & _BY_COORDINATES
+    if cache is None and call.q_coordinates is None and call.contiguous is None:
+        if are_restarting(call.q_positions, call.q_segment_ids):
+            call = call.replace(q_positions=None)
+        elif call.q_positions is not None:
+            known = are_consecutive(call.q_positions, call.q_segment_ids)
+            call = call.replace(contiguous=known)
+    by_default = call.q_positions is None and call.q_coordinates is None and cache is None
     if call.scale is None:
         call = call.replace(scale=tokens.q.shape[-1] ** -0.5)  # Hooks may widen q and k.
     segment_ids, coordinates = call.q_segment_ids, call.q_coordinates
@@ -254,8 +279,8 @@ def self_attention(
     if coordinates is not None:
         coordinates = scheme_coordinates(caller, scheme, "coordinates", coordinates, shape)
     call = call.replace(
-        # By default positions are slots, so that rules are evaluated per distance.
-        q_positions=None if by_slot else positions,
+        # By default attention knows them, so that rules are evaluated per distance.
+        q_positions=None if by_default else positions,
         q_coordinates=coordinates,
         q_segment_ids=segment_ids,
     )
@@ -263,8 +288,7 @@ def self_attention(
     if tokens.tables is None:
         tables = scheme.tables(pipeline.params, coordinates)
     else:
-        tables = tokens.tables
-        _check_tables(scheme, pipeline.params, tables, coordinates)
+        tables = _tables_of(scheme, pipeline.params, tokens.tables, coordinates)
     tokens = tokens.replace(coordinates=coordinates, segment_ids=call.q_segment_ids, tables=tables)
     if cache is not None:
         return _with_cache(pipeline, tokens, positions, call, cache)
@@ -366,8 +390,22 @@ def _check_call(call: AttentionCall, cache: KVCache | None, scheme: Scheme) -> N
     )
 
 
-def _check_tables(scheme: Scheme, params: Params, tables: Any, coordinates: jax.Array) -> None:
-    """Raises unless `tables` have the types of `scheme.tables(coordinates)`, with B or one row."""
+def _tables_of(scheme: Scheme, params: Params, tables: Any, coordinates: jax.Array) -> Any:
+    """Returns the arrays of `scheme_tables` of this scheme, for B rows or one.
+
+    Raises:
+      ValueError: for tables of another scheme, or of coordinates of another shape.
+      TypeError: for other arrays.
+    """
+    if not isinstance(tables, Tables):
+        raise TypeError(
+            f"scheme_attention: tables must be scheme_tables of {scheme!r}, got "
+            f"{type(tables).__name__}."
+        )
+    require(
+        tables.scheme == scheme,
+        f"scheme_attention: tables must be of {scheme!r}, got those of {tables.scheme!r}.",
+    )
 
     def types(tree):
         leaves, structure = jax.tree.flatten(tree)
@@ -376,10 +414,11 @@ def _check_tables(scheme: Scheme, params: Params, tables: Any, coordinates: jax.
     rows = coordinates, coordinates[..., :1, :]
     whole, row = (types(jax.eval_shape(scheme.tables, params, x)) for x in rows)
     require(
-        types(tables) in (whole, row),
+        types(tables.arrays) in (whole, row),
         f"scheme_attention: tables must be scheme_tables of coordinates {coordinates.shape}, with "
-        f"leaves {', '.join(whole[1])}, got {', '.join(types(tables)[1])}.",
+        f"leaves {', '.join(whole[1])}, got {', '.join(types(tables.arrays)[1])}.",
     )
+    return tables.arrays
 
 
 def _past_states(states_of: Callable[[jax.Array], Any], segment_ids: jax.Array, count: int) -> Any:

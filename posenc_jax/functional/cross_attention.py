@@ -9,7 +9,7 @@ from posenc_jax.checks import array_of_rank, require, token_integers
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.mask import Window
 from posenc_jax.engine.problem import Implementation
-from posenc_jax.functional.arguments import check_order, check_pipeline, scheme_coordinates
+from posenc_jax.functional.arguments import check_order, checked, scheme_coordinates
 from posenc_jax.functional.pipeline import Norms, Pipeline, Projections
 from posenc_jax.positions import count_up
 from posenc_jax.schemes.scheme import Params, Scheme
@@ -113,7 +113,7 @@ def cross_attention(
         memory is not None or not pipeline.scheme.traits.reads_x,
         f"{caller}: {pipeline.scheme!r} reads the layer's input at the keys; pass memory.",
     )
-    check_pipeline(caller, pipeline, q, k)
+    pipeline = checked(caller, pipeline, q, k)
     scheme = pipeline.scheme
     check_order(caller, scheme, call, q.shape[1])
     q_ids, k_ids = _segments(call, q.shape[:2], k.shape[:2])

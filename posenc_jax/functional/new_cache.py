@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import integers_from, positive_integers, require
+from posenc_jax.functional.arguments import checked_params
 from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.schemes.scheme import Params, Scheme, check_scheme, check_sizes
 
@@ -116,6 +117,7 @@ def new_cache(
 
     if params is None:
         params = jax.eval_shape(scheme.init, jax.random.key(0))
+    params = checked_params("new_cache", scheme, params)
     tokens = jax.eval_shape(stored, params, tokens)
     return KVCache.empty(
         tokens.k,

@@ -138,6 +138,7 @@ def attention_fn(
     slots = tokens.replace(coordinates=k_coordinates, tables=tables if length == keys else None)
     slots = slots.replace(k=pipeline.key(slots), v=pipeline.value(slots))
     out = pipeline.attend(tokens.replace(q=pipeline.query(tokens)), slots, call)
+    out = with_heads("AttentionFn", scheme, out, query.shape[-2])
     return out.reshape(*lead, *out.shape[1:])
 
 
@@ -151,6 +152,16 @@ def check_fits_flax(caller: str, scheme: Scheme, scale: float | None) -> None:
     )
     if scale is not None:
         finite(caller, scale=scale)
+
+
+def with_heads(caller: str, scheme: Scheme, out: jax.Array, num_heads: int) -> jax.Array:
+    """Returns the output of attention; raises `ValueError` if a scheme changed its heads."""
+    require(
+        out.shape[-2] == num_heads,
+        f"{caller}: {scheme!r} returns {out.shape[-2]} heads, and the output projection reads "
+        f"{num_heads}; use scheme_attention and a projection of your own.",
+    )
+    return out
 
 
 def check_acts_in_attention(caller: str, scheme: Scheme) -> None:

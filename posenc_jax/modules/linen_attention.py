@@ -18,7 +18,7 @@ from posenc_jax.engine.problem import Implementation
 from posenc_jax.functional.attention import self_attention
 from posenc_jax.functional.cross_attention import cross_attention
 from posenc_jax.functional.pipeline import Pipeline, Projections
-from posenc_jax.modules.attention_fn import check_acts_in_attention
+from posenc_jax.modules.attention_fn import check_acts_in_attention, with_heads
 from posenc_jax.modules.linen_encoding import HeadNorm, PositionEncoding, named
 from posenc_jax.modules.shared import (
     KERNELS,
@@ -166,7 +166,7 @@ class Attention(AttentionLayer, nn.Module):
           out_sharding, qkv_sharding: on explicit mesh axes, how the result [B, T, D] and q, k and
             v [B, T, heads, H] are sharded.
           kv_sharding: of k and v, where fewer devices share their heads. Default: `qkv_sharding`.
-          **options: `positions`, `coordinates`, `segment_ids`, `tables`, `mask`,
+          **options: `positions`, `coordinates`, `segment_ids`, `contiguous`, `tables`, `mask`,
             `prefix_length` and `sinks`, as in `posenc_jax.scheme_attention`; with `inputs_k` also
             `k_positions`, `k_coordinates` and `k_segment_ids`.
 
@@ -255,6 +255,7 @@ class Attention(AttentionLayer, nn.Module):
             out, new = self_attention(pipeline, tokens, call, cache)
         else:
             out = cross_attention(pipeline, tokens, inputs_k, call)
+        out = with_heads("Attention", encoding.scheme, out, self.num_heads)
         kernel_init = self.kernel_init if self.out_kernel_init is None else self.out_kernel_init
         bias_init = self.bias_init if self.out_bias_init is None else self.out_bias_init
         project_out = dense("out", model_dim, (-2, -1), kernel_init, bias_init, out_sharding)

@@ -19,7 +19,7 @@ from posenc_jax.functional.attention import self_attention
 from posenc_jax.functional.cross_attention import cross_attention
 from posenc_jax.functional.new_cache import CacheOptions
 from posenc_jax.functional.pipeline import Pipeline, Projections
-from posenc_jax.modules.attention_fn import check_acts_in_attention
+from posenc_jax.modules.attention_fn import check_acts_in_attention, with_heads
 from posenc_jax.modules.nnx_encoding import HeadNorm, PositionEncoding, metadata_of
 from posenc_jax.modules.shared import (
     KERNELS,
@@ -282,7 +282,7 @@ class Attention(AttentionLayer, nnx.Module):
           out_sharding, qkv_sharding: on explicit mesh axes, how the result [B, T, D] and q, k and
             v [B, T, heads, H] are sharded, as in `nnx.MultiHeadAttention`.
           kv_sharding: of k and v, where fewer devices share their heads. Default: `qkv_sharding`.
-          **options: `positions`, `coordinates`, `segment_ids`, `tables`, `mask`,
+          **options: `positions`, `coordinates`, `segment_ids`, `contiguous`, `tables`, `mask`,
             `prefix_length` and `sinks`, as in `posenc_jax.scheme_attention`; with `inputs_k` also
             `k_positions`, `k_coordinates` and `k_segment_ids`.
 
@@ -331,6 +331,7 @@ class Attention(AttentionLayer, nnx.Module):
             out, new = self_attention(pipeline, tokens, call, cache)
         else:
             out = cross_attention(pipeline, tokens, inputs_k, call)
+        out = with_heads("Attention", encoding.scheme, out, self.num_heads)
         out = self.out(checkpoint_name(out, "context"), out_sharding=out_sharding)
         out = checkpoint_name(out, "out_proj")
         if stored is not None and new is not None:

@@ -70,16 +70,17 @@ class EncodingLayer:
         positions: jax.Array | None = None,
         coordinates: jax.Array | None = None,
         *,
+        segment_ids: jax.Array | None = None,
         cache: KVCache | None = None,
     ) -> jax.Array:
         """Encodes positions into token embeddings, as `posenc_jax.scheme_embedding`.
 
         Args:
           x: [B, T, D].
-          positions: integers [T] or [B, T]; of packed rows from
-            `posenc_jax.positions.from_segment_ids`. Default: 0, 1, ... after the tokens in the
-            cache.
+          positions: integers [T] or [B, T]. Default: 0, 1, ... in every segment, after its tokens
+            in the cache; padding does not count.
           coordinates: the numbers that the scheme encodes. Default: the positions.
+          segment_ids: integers [T] or [B, T], as in `scheme_attention`.
           cache: the cache of an attention layer, before these tokens are appended.
 
         Returns:
@@ -91,6 +92,7 @@ class EncodingLayer:
             x,
             positions=positions,
             coordinates=coordinates,
+            segment_ids=segment_ids,
             cache=cache,
         )
 
@@ -295,7 +297,8 @@ class AttentionLayer:
           cache: the cache of the call.
           dropout_key: None for no dropout.
         """
-        other = {"k_positions", "k_coordinates", "k_segment_ids"} if to_itself else {"tables"}
+        other = {"tables", "contiguous"}
+        other = {"k_positions", "k_coordinates", "k_segment_ids"} if to_itself else other
         refuse_unknown("Attention", options, set(known) - other)
         spec = self.spec()
         call = AttentionCall(
@@ -328,11 +331,14 @@ class AttentionLayer:
                 isinstance(ids, Tracer) or np.asarray(ids).max(initial=0) < 2**27 - 39,
                 "Attention: segment_ids of a layer with chunks must be below 2**27 - 39.",
             )
-        positions = token_positions("Attention", call.q_positions, cache, shape, ids)
-        if cache is not None and ids is None:  # Ids in the cache are 16 id + chunk.
+        by_slot = call.q_positions is None and call.q_coordinates is None and ids is None
+        # Ids in the cache are 16 id + chunk.
+        positions = token_positions("Attention", call.q_positions, cache, shape, ids, 16)
+        if cache is not None and ids is None:
             ids = jnp.broadcast_to(cache.next_segment_ids[:, None] // 16, shape)
         ids, window = in_chunks(spec.chunk_size, positions, ids, call.window)
-        return call.replace(q_segment_ids=ids, window=window)
+        call = call.replace(q_segment_ids=ids, window=window, q_positions=positions)
+        return call.replace(contiguous=True) if by_slot and cache is None else call
 
     def norms_around(
         self, norms: Norms | None

@@ -12,8 +12,13 @@ He et al. Two Stones Hit One Bird: Bilevel Positional Encoding for Better Length
 Reference code: mcleish7/arithmetic, abacus.py; zhenyuhe00/BiPE, my_modeling_llama_bipe_rope.py.
 """
 
+import weakref
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from posenc_jax.checks import array_of_rank, bool_rows, integer_positions, segments
 
@@ -30,16 +35,101 @@ def count_up(batch: int, length: int, start: jax.Array | int = 0) -> jax.Array:
 
 
 def from_segment_ids(segment_ids: jax.Array) -> jax.Array:
-    """Returns positions that restart at 0 wherever the segment changes (packed batches).
+    """Returns positions that restart at 0 with each segment (packed batches).
+
+    They are the default of attention with `segment_ids`. Tokens of a segment may lie anywhere, and
+    padding, of ids below zero, does not count.
 
     Args:
-      segment_ids: integers [B, T]; the tokens of a segment are contiguous.
+      segment_ids: integers [B, T].
 
     >>> from_segment_ids(jnp.array([[0, 0, 0, 1, 1, -1]]))
     Array([[0, 1, 2, 0, 1, 0]], dtype=int32)
     """
     array_of_rank("from_segment_ids", "segment_ids", segment_ids, 2, "[B, T]")
-    return since(changes(integer_positions("from_segment_ids", segment_ids, "segment_ids")))
+    positions = restarting(integer_positions("from_segment_ids", segment_ids, "segment_ids"))
+    _remember(positions, segment_ids)
+    return positions
+
+
+def restarting(ids: jax.Array) -> jax.Array:
+    """Returns `from_segment_ids` of int32 [B, T]."""
+    grouped, in_runs = are_grouped(ids), since(changes(ids))
+    if not isinstance(grouped, Tracer):
+        return in_runs if grouped else _ranks(ids)
+    return jax.lax.cond(grouped, lambda: in_runs, lambda: _ranks(ids))
+
+
+def are_grouped(ids: Any) -> Any:
+    """Returns whether the tokens of each segment are in consecutive slots, and segments ascend.
+
+    Args:
+      ids: int32 [B, T]; known ones give a known result.
+    """
+    if isinstance(ids, Tracer):
+        most = jax.lax.cummax(ids, axis=1)
+    else:
+        ids = np.asarray(ids)
+        most = np.maximum.accumulate(ids, 1)
+    before, after = ids[:, :-1], ids[:, 1:]
+    return ((after < 0) | (after == before) | (after > most[:, :-1])).all()
+
+
+def grouping(ids: jax.Array) -> jax.Array:
+    """Returns the slots of tokens by segment, in their order, and then of padding, int32 [B, T]."""
+    last = jnp.iinfo(jnp.int32).max
+    return jnp.argsort(jnp.where(ids < 0, last, ids), axis=1, stable=True).astype(jnp.int32)
+
+
+def _ranks(ids: jax.Array) -> jax.Array:
+    """Returns the number of tokens before each one in its segment, int32 [B, T]."""
+
+    def of_rows(ids):
+        order = grouping(ids)
+        ranks = since(changes(jnp.take_along_axis(ids, order, 1)))
+        return jnp.take_along_axis(ranks, jnp.argsort(order, axis=1), 1)
+
+    spec = jax.typeof(ids).sharding.spec
+    if any(spec):  # An explicit mesh: rows stay where they are.
+        of_rows = jax.sharding.auto_axes(of_rows, out_sharding=spec)
+    return of_rows(ids)
+
+
+_RESTARTING: dict[int, tuple[weakref.ref, weakref.ref]] = {}
+"""Positions that are `from_segment_ids` of other arrays, while these are being traced."""
+
+
+def _remember(positions: jax.Array, segment_ids: jax.Array) -> None:
+    """Notes that traced positions are the default for these segments: values are not known."""
+    if isinstance(positions, Tracer) and isinstance(segment_ids, jax.Array | np.ndarray):
+        key = id(positions)
+        forget = weakref.ref(positions, lambda _: _RESTARTING.pop(key, None))
+        _RESTARTING[key] = forget, weakref.ref(segment_ids)
+
+
+def are_restarting(positions: Any, segment_ids: Any) -> bool:
+    """Returns whether positions are known to be those of `from_segment_ids` or its relatives."""
+    noted = _RESTARTING.get(id(positions))
+    return noted is not None and (noted[0]() is positions and noted[1]() is segment_ids)
+
+
+def are_consecutive(positions: Any, segment_ids: Any) -> bool:
+    """Returns whether positions are known to grow by one per slot inside of every segment.
+
+    Args:
+      positions: integers [T] or [B, T].
+      segment_ids: integers [T] or [B, T], or None for one segment.
+    """
+    if isinstance(positions, Tracer) or isinstance(segment_ids, Tracer):
+        return False
+    offsets = np.atleast_2d(np.asarray(positions))
+    offsets = offsets - np.arange(offsets.shape[-1])
+    ids = np.zeros((1, 1)) if segment_ids is None else np.atleast_2d(np.asarray(segment_ids))
+    if offsets.ndim != 2 or ids.ndim != 2:
+        return False
+    offsets, ids = np.broadcast_arrays(offsets, ids)
+    same = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)
+    return bool(are_grouped(ids) & np.all((offsets[:, 1:] == offsets[:, :-1]) | ~same))
 
 
 def segment_ids_from_positions(positions: jax.Array) -> jax.Array:
@@ -88,11 +178,17 @@ def from_padding_mask(mask: jax.Array, start: jax.Array | int = 0) -> tuple[jax.
     >>> from_padding_mask(jnp.array([[False, False, True, True]]))[0]
     Array([[0, 0, 0, 1]], dtype=int32)
     """
-    mask = bool_rows("from_padding_mask", "mask", mask)
+    mask, at_zero = (
+        bool_rows("from_padding_mask", "mask", mask),
+        isinstance(start, int) and start == 0,
+    )
     start = integer_positions("from_padding_mask", start, "start")
     start = jnp.broadcast_to(start, mask.shape[:1])[:, None]
     positions = start + jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
-    return positions, jnp.where(mask, 0, -1).astype(jnp.int32)
+    segment_ids = jnp.where(mask, 0, -1).astype(jnp.int32)
+    if at_zero:
+        _remember(positions, segment_ids)
+    return positions, segment_ids
 
 
 def digit_places(

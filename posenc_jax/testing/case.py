@@ -11,7 +11,8 @@ import numpy as np
 
 from posenc_jax.checks import require
 from posenc_jax.engine.api import choose
-from posenc_jax.engine.problem import Implementation, Problem
+from posenc_jax.engine.mask import LEAST_LOGIT
+from posenc_jax.engine.problem import Implementation, Problem, repeat_heads
 from posenc_jax.functional.attention import scheme_attention, scheme_embedding
 from posenc_jax.functional.new_cache import new_cache
 from posenc_jax.positions.packing import count_up
@@ -44,6 +45,36 @@ class Recorder(Implementation):
             if field.metadata.get("static")
         )
         self.traced.append([(name, value) for name, value in static if callable(value)])
+        return choose(problem)(problem)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Spread(Implementation):
+    """What `implementation=None` chooses; keeps how far contents spread the logits of each call.
+
+    Attributes:
+      deviations: standard deviations of the logits of a pair of tokens, over contents.
+    """
+
+    deviations: list[float] = dataclasses.field(default_factory=list)
+    name = "spread"
+    __eq__, __hash__ = object.__eq__, object.__hash__  # A program belongs to one list.
+
+    def __call__(self, problem: Problem) -> tuple[jax.Array, Any]:
+        """Computes a problem, and keeps half of the squared difference of two rows' logits."""
+        p = problem.per_query_head()
+        heads = p.num_heads
+        q, k = (repeat_heads(x, heads).astype(jnp.float32) for x in (p.q, p.k))
+        logits = p.scale * jnp.einsum("btnh,bsnh->bnts", q, k)
+        for rule in p.rules:
+            if not rule.whole_rows:
+                term = rule.added_to_rows(p.q_coordinates, p.k_coordinates)
+                if term is not None:
+                    logits += p.scale * term if rule.scaled else term
+        seen = p.visible() & (logits > 0.5 * LEAST_LOGIT)
+        squares = jnp.where(seen[0] & seen[1], (logits[0] - logits[1]) ** 2 / 2, 0.0)
+        deviation = jnp.sqrt(squares.sum() / (seen[0] & seen[1]).sum())
+        jax.debug.callback(lambda x: self.deviations.append(float(x)), deviation)
         return choose(problem)(problem)
 
 
@@ -138,7 +169,8 @@ class Case:
         **options: Any,
     ) -> tuple[jax.Array, Any]:
         """Returns the output [B, T, N, H] of embedding, projections and attention; the cache."""
-        places = {name: options.get(name) for name in ("positions", "coordinates")}
+        names = "positions", "coordinates", "segment_ids"
+        places = {name: options.get(name) for name in names}
         x = scheme_embedding(scheme, params, x, cache=cache, **places)
         q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights)
         options = {"is_causal": True} | options
@@ -156,6 +188,23 @@ class Case:
         """Returns the output of a call outside of `jit`, computed by `recorder`."""
         arrays = self.params, self.weights, self.x
         return np.asarray(self.model(self.scheme, *arrays, implementation=self.recorder)[0])
+
+    def first_deviations(self) -> list[float]:
+        """Returns the deviations of the logits of a new layer, with heads as wide as usual.
+
+        Heads have 64 dimensions unless the scheme sets their width: a factor that is missing
+        shows there.
+        """
+        head_dim = dict(_sizes(self.scheme)).get("head_dim", 64)
+        heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
+        weights = [
+            _normal(10 + i, self.model_dim, n, head_dim) / np.float32(self.model_dim**0.5)
+            for i, n in enumerate(heads)
+        ]
+        spread = Spread()
+        jax.block_until_ready(self.run(self.x, weights=weights, implementation=spread)[0])
+        jax.effects_barrier()
+        return [x for x in spread.deviations if x == x]  # NaN of calls in which no key is seen.
 
     def first_calls(self) -> dict[str, Callable[[], Any]]:
         """Returns small calls, by description, that trace a scheme and compile nothing.
@@ -231,8 +280,7 @@ class Case:
 
     def _all_slopes(self, implementations, params, x, out_weights, segment_ids):
         def loss(params, x, implementation):
-            options = {"segment_ids": segment_ids, "contiguous": True}
-            options["implementation"] = implementation
+            options = {"segment_ids": segment_ids, "implementation": implementation}
             out, _ = self.model(self.scheme, params, self.weights, x, **options)
             return (out * out_weights).sum(), out
 

@@ -286,6 +286,18 @@ _NOT_FINITE = (
 )
 
 
+@_holds(
+    """`query` or `key` that scale q or k, or a rule whose new parameters are large. Layers
+    multiply q . k by 1/sqrt(H): a softmax of larger logits is saturated, and hardly trains.""",
+    tolerance=4.0,
+)
+def first_logits_deviate_by_one(case: Case) -> list[float] | None:
+    """The logits of a new layer have a standard deviation near one."""
+    if not case.scheme.acts_in_attention:
+        return None
+    return [max(x, 1 / x) for x in case.first_deviations()]
+
+
 @_holds("a hook that reads a value while it is traced, or keeps state outside its arguments.")
 def jit_equals_eager(case: Case) -> float:
     """`jit` equals eager."""
@@ -450,6 +462,17 @@ def packed_sequences_equal_each_alone(case: Case) -> float:
     out = case.placed(case.x, positions, segment_ids)[0]
     expected = [case.alone(case.x[0, :6]), case.alone(case.x[0, 6:])]
     return _difference(out, np.concatenate(expected))
+
+
+@_holds("positions counted by slot, or a sum in `features` that is not taken per segment.")
+def segment_ids_alone_are_packed_rows(case: Case) -> list[float]:
+    """Packed rows with segment_ids alone equal each sequence alone."""
+    first = int((case.packed[0] == 0).sum())
+    rows = zip(case.gradients(case.packed), case.gradients(), strict=True)
+    errors = [_difference(out[:, :first], alone[:, :first]) for (out, *_), (alone, *_) in rows]
+    later = np.roll(case.long_x, -first, 1)
+    rows = zip(case.gradients(case.packed), case.gradients(x=later), strict=True)
+    return errors + [_difference(out[:, first:], y[:, :-first]) for (out, *_), (y, *_) in rows]
 
 
 def _padded(case: Case, mask: Any) -> list[float]:

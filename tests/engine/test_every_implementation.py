@@ -254,7 +254,8 @@ def test_equals_float64(implementation):
     sinks[:, 4] = -np.inf  # None; those of padding are not read.
     sinks, given = np.where(real, sinks, 0.0), np.where(real, sinks, np.nan)[None].astype("f4")
     rule = pe.ALiBi(num_heads=HEADS).rules({})
-    distances = np.arange(length)[:, None] - np.arange(length)
+    positions = np.r_[range(7), range(6), 0, range(6, 11)]  # Padding does not count.
+    distances = positions[:, None] - positions
     seen = (segments[:, None] == segments) & (segments >= 0) & (distances >= 0) & (distances < 3)
     added = -np.asarray(rule.heads)[:, None, None] * distances.astype("f4")
     numbers = {"scale": 0.3, "softcap": 4.0}

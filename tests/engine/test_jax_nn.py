@@ -75,7 +75,7 @@ def test_equals_the_reference(options, masked, has_rules):
             },
             "rules but biases by distance",
         ),
-        ({"rules": T5.rules({"table": TABLE}), "q_positions": np.arange(12)}, "positions"),
+        ({"rules": T5.rules({"table": TABLE}), "q_positions": 2 * np.arange(12)}, "positions"),
         ({"sinks": jnp.zeros(4)}, "sinks"),
         ({"v": V.astype(jnp.bfloat16)}, "several dtypes"),
         ({"softcap": 2.0}, "softcap"),

@@ -74,18 +74,19 @@ def test_padding_does_not_count_in_positions_by_default(real):
         np.testing.assert_allclose(out, alone, atol=1e-5)
 
 
-def test_the_scale_is_the_schemes_own_unless_given():
-    zero = {"table": np.zeros((6, 32), np.float32)}  # No bias, and T5 has no 1 / sqrt(H).
+def test_no_scheme_changes_the_scale():
+    """A bias of zeros changes nothing; T5's checkpoints need scale=1."""
+    zero = {"table": np.zeros((6, 32), np.float32)}
     t5 = functools.partial(attend, pe.T5(num_heads=6), params=zero)
 
     def outputs():
         plain = attend(pe.NoPE())[0], attend(pe.NoPE(), scale=1.0)[0]
-        return *plain, t5()[0], t5(scale=8**-0.5)[0]
+        return *plain, t5()[0], t5(scale=1.0)[0]
 
-    plain, unscaled, own, scaled = compiled(outputs)
-    np.testing.assert_allclose(own, unscaled, atol=1e-6)
-    np.testing.assert_allclose(scaled, plain, atol=1e-6)
-    assert np.abs(own - plain).max() > 0.01
+    plain, unscaled, default, of_t5 = compiled(outputs)
+    np.testing.assert_allclose(default, plain, atol=1e-6)
+    np.testing.assert_allclose(of_t5, unscaled, atol=1e-6)
+    assert np.abs(of_t5 - plain).max() > 0.01
 
 
 @dataclasses.dataclass(frozen=True)

@@ -103,6 +103,49 @@ def test_what_none_takes_on_a_chip_of_the_table(chip):
 
 
 @gpu_lowered
+def test_packed_and_padded_rows_take_what_whole_ones_take(chip, monkeypatch):
+    """By segment_ids alone, with positions of a helper, known or traced, for every scheme."""
+    words, choose, helper = [], api.choose, pe.positions.from_segment_ids
+
+    def record(problem):
+        words.append(choose(problem).name)
+        return api.IMPLEMENTATIONS["reference"]  # cuDNN is not there.
+
+    monkeypatch.setattr(api, "choose", record)
+    packed, padded = np.zeros((2, 2, 512), np.int32)
+    packed[:, 200:], padded[:, 500:] = 1, -1
+    sizes = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 64, "model_dim": 16, "max_length": 512}
+    q, x = (jax.ShapeDtypeStruct((2, 512, *size), jnp.bfloat16) for size in ((2, 64), (16,)))
+
+    def taken(scheme, ids=None, positions=None, is_traced=False):
+        params = jax.eval_shape(scheme.init, jax.random.key(0))
+
+        def attend(params, q, x, ids):
+            at = positions and positions(ids)
+            options = {"segment_ids": ids, "positions": at, "is_causal": True, "x": x}
+            return pe.scheme_attention(scheme, params, q, q, q, **options)[0]
+
+        if not is_traced:
+            known, attend = ids, lambda *args, attend=attend: attend(*args[:3], known)
+        words.clear()
+        jax.eval_shape(attend, params, q, x, ids)
+        return [*words]
+
+    for cls in pe.SCHEMES.values():
+        names = {field.name for field in dataclasses.fields(cls)}
+        scheme = cls(
+            **{n: size for n, size in (sizes | {"trained_length": 512}).items() if n in names}
+        )
+        # cuDNN has no segments.
+        whole = [word.replace("cudnn", "pallas") for word in taken(scheme)]
+        for ids, *how in ((packed, None, True), (padded, None, False), (packed, helper, True)):
+            assert taken(scheme, ids, *how) == whole, (scheme, how)
+    for ids, is_traced in ((padded, True), (packed, False)):
+        assert taken(pe.T5(2), ids, helper, is_traced) == ["pallas"]
+    assert taken(pe.T5(2), packed, is_traced=True) == ["pallas"]
+
+
+@gpu_lowered
 @pytest.mark.parametrize(
     "change",
     [
@@ -200,12 +243,17 @@ def test_the_committed_run_gives_the_row():
 
 
 def test_the_row_is_of_the_kernels_as_they_are():
-    """If they changed, remove the row; if words did and no program, take the new digest."""
-    folder = pathlib.Path(pe.__file__).parent / "kernels"
-    files = [folder / f"{name}.py" for name in ("base", "elements", "operands")]
-    files += sorted(folder.glob("gpu/*.py"))
+    """Of all files that make the programs. If these changed, remove the row.
+
+    If files did and no program (`python -m tests.makers kernel_programs`), take the new digest.
+    """
+    package = pathlib.Path(pe.__file__).parent
+    engine = "blocks dropout lower mask mesh problem rules terms toeplitz"
+    files = [package / "engine" / f"{name}.py" for name in engine.split()]
+    files += [package / "kernels" / f"{name}.py" for name in ("base", "elements", "operands")]
+    files += sorted(package.glob("kernels/gpu/*.py"))
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    assert not chips.CHIPS or digest[:12] == "c8e5eea7dae6"
+    assert not chips.CHIPS or digest[:12] == "DIGEST"
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,13 @@ def test_the_start_of_a_row_is_that_of_its_first_token():
     np.testing.assert_array_equal(pair[:, 0, 1:], [[5, 6, 0], [2, 2, 0]])
 
 
-def test_equal_ids_that_are_not_contiguous_are_two_segments():
-    np.testing.assert_array_equal(from_segment_ids(jnp.array([[3, 3, 1, 3]])), [[0, 1, 0, 0]])
+def test_equal_ids_are_one_segment_wherever_they_lie():
+    ids = np.array([[3, 3, 1, 3, -1, 1, 3], [0, 0, -1, 0, 1, 1, 1], [-1, 4, 4, 5, 5, 5, -1]])
+    expected = np.array([[0, 1, 0, 2, 0, 1, 3], [0, 1, 0, 2, 0, 1, 2], [0, 0, 1, 0, 1, 2, 0]])
+    for function in (from_segment_ids, jax.jit(from_segment_ids)):
+        for rows in (slice(0, 3), slice(2, 3)):  # The last row alone needs no sort.
+            got = np.where(ids[rows] < 0, 0, function(jnp.asarray(ids[rows])))
+            np.testing.assert_array_equal(got, expected[rows])
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,11 @@ class Chain(Scheme):
         )
 
     def _each(self, params, *values):
-        """Yields (scheme, params, *entries); a value of None is None for all schemes."""
+        """Yields (scheme, params, *entries); a value of None is None for all schemes.
+
+        Schemes without parameters may be given {} in place of a tuple.
+        """
+        params = params if jax.tree.leaves(params) else ({},) * len(self.schemes)
         values = ((None,) * len(self.schemes) if v is None else v for v in values)
         return zip(self.schemes, params, *values, strict=True)
 

@@ -28,7 +28,6 @@ import jax.numpy as jnp
 from posenc_jax.checks import positive_integers, require
 from posenc_jax.engine.mask import add_saturated, window_sides
 from posenc_jax.ops.lse import merge_partial_softmax
-from posenc_jax.positions import count_up
 from posenc_jax.schemes.combinators.chain import reads_order
 from posenc_jax.schemes.combinators.wrapper import Wrapper
 from posenc_jax.schemes.scheme import Acts, Scheme, check_scheme
@@ -63,11 +62,7 @@ class _Streaming(Wrapper):
         if attention.prefix_length is not None:
             raise NotImplementedError("streaming: prefix_length; it would show keys twice.")
 
-        def positions_of(x, positions):
-            return count_up(*x.shape[:2]) if positions is None else positions
-
-        q_positions = positions_of(q, attention.q_positions)
-        k_positions = positions_of(k, attention.k_positions)
+        q_positions, k_positions = attention.positions(q, k)
         segments = attention.k_segment_ids
         segments = jnp.zeros_like(k_positions) if segments is None else segments
         clipped = jnp.minimum(q_coordinates, min(self.first + past, 2**31 - 1))

@@ -23,7 +23,6 @@ from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.mask import LEAST_LOGIT, window_sides
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.ops.lse import merge_partial_softmax
-from posenc_jax.positions import count_up
 from posenc_jax.schemes.rotary.base import AttendRotary, check_coordinates
 
 
@@ -172,12 +171,4 @@ class RangeRotary(AttendRotary):
         ):
             return None
 
-        def positions_of(x, positions):
-            return count_up(*x.shape[:2]) if positions is None else positions
-
-        q, k = tokens
-        return range_of.calls(
-            attention,
-            positions_of(q, attention.q_positions),
-            positions_of(k, attention.k_positions),
-        )
+        return range_of.calls(attention, *attention.positions(*tokens))

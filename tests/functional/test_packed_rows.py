@@ -1,0 +1,201 @@
+"""`segment_ids` alone: rows equal their sequences alone, wherever the tokens lie, in caches too.
+
+One program serves all layouts of a scheme: the ids are data. Expected are calls of each sequence.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import posenc_jax as pe
+import posenc_jax.nnx as pn
+from posenc_jax.engine.api import make_problem
+from tests.support import SIZES, forward, make_batch, parameters, run
+
+T = 41
+TOKENS = make_batch(1, T)
+APART = np.arange(T) % 2
+LAYOUTS = {
+    "packed": np.r_[[0] * 17, [1] * 24],
+    "padded": np.r_[[-1] * 5, [0] * 30, [-1] * 6],
+    "padding between tokens": np.r_[[4] * 9, [-1] * 3, [4] * 5, [7] * 20, [-1] * 4],
+    "descending": np.r_[[2] * 20, [1] * 9, [0] * 12],
+    "in turns": APART,
+    "back": np.r_[[0] * 9, [1] * 9, [0] * 23],
+}
+H, N = SIZES["head_dim"], SIZES["num_heads"]
+SCHEMES = {
+    "t5": (pe.T5(N, num_buckets=8, max_distance=20), {}),
+    "rope, window": (pe.RoPE(H), {"window": 5}),
+    "alibi, prefix": (pe.ALiBi(N), {"prefix_length": np.array([3])}),
+    "shaw": (pe.Shaw(N, H, clip=4), {}),
+    "tupe": (pe.TUPE(N, H, SIZES["model_dim"], 64), {}),
+    "learned": (pe.LearnedAbsolute(64, SIZES["model_dim"]), {}),
+    "temperature": (pe.QueryTemperature("llama4", 4, 1.0), {}),
+    "ssmax": (pe.SSMax(N), {}),
+    "dual chunks": (pe.DualChunk(H, chunk=9, local=3), {}),
+    "streaming": (pe.streaming(pe.RoPE(H), 2), {"window": (6, 0)}),
+    "stick breaking": (pe.StickBreaking(), {}),
+}
+
+
+def _loss(scheme, word, options, params, tokens, weights, ids, positions):
+    options = dict(options) | {"implementation": word, "segment_ids": ids, "positions": positions}
+    if "prefix" in options:
+        options["prefix_length"] = jnp.asarray(options.pop("prefix"))
+    out, _ = forward(scheme, params, tokens, **options)
+    return (out * weights).sum(), out
+
+
+def _slopes(scheme, word, options, *arrays):
+    return jax.value_and_grad(
+        functools.partial(_loss, scheme, word, options), (0, 1), has_aux=True
+    )(*arrays)
+
+
+def attend(name, word, ids, tokens=TOKENS, positions=None):
+    """The output and the gradients to parameters and tokens."""
+    scheme, options = SCHEMES[name]
+    options = {"prefix" if n == "prefix_length" else n: x for n, x in options.items()}
+    static = tuple((n, tuple(x) if isinstance(x, np.ndarray) else x) for n, x in options.items())
+    weights = np.sin(np.arange(T, dtype=np.float32))[None, : tokens.x.shape[1], None, None]
+    weights = np.where((ids >= 0)[..., None, None], weights, np.float32(0))
+    arrays = parameters(scheme), tokens, weights, ids, positions
+    (_, out), slopes = run(_slopes, (scheme, word, static), *arrays)
+    return out, slopes
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_rows_equal_their_sequences(name):
+    """In tiles, all layouts by one program; expected is "reference" with positions."""
+    for layout in LAYOUTS.values():
+        ids = layout[None].astype(np.int32)
+        out, slopes = attend(name, "xla", ids)
+        positions = np.zeros_like(ids)
+        for segment in set(layout) - {-1}:
+            index = np.flatnonzero(layout == segment)
+            positions[0, index] = np.arange(len(index))
+        expected, others = attend(name, "reference", ids, positions=positions)
+        real = ids[0] >= 0
+        np.testing.assert_allclose(out[:, real], expected[:, real], atol=2e-5)
+        for a, b in zip(jax.tree.leaves(slopes), jax.tree.leaves(others), strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-4 * max(1, np.abs(b).max()))
+
+
+def test_the_reference_of_the_test_above_is_each_sequence_alone():
+    for name in ("t5", "tupe", "temperature", "rope, window"):
+        ids = LAYOUTS["in turns"][None].astype(np.int32)
+        for segment in (0, 1):
+            index = np.flatnonzero(ids[0] == segment)
+            scheme, options = SCHEMES[name]
+            part = TOKENS.map(lambda x, index=index: x[:, index])
+            alone = jax.jit(lambda p, t, s=scheme, o=options: forward(s, p, t, **o)[0])
+            out, _ = attend(name, "reference", ids, positions=np.arange(T)[None] // 2)
+            expected = alone(parameters(scheme), part)
+            np.testing.assert_allclose(out[:, index], expected, atol=2e-5)
+
+
+def test_chunks_of_a_layer_count_in_each_segment():
+    layer = pn.Attention(
+        *(16, 2),
+        position=pe.LayerSpec(pe.NoPE(), chunk_size=4),
+        is_causal=True,
+        rngs=nnx.Rngs(0),
+    )
+    x = np.random.default_rng(0).normal(size=(1, 17, 16)).astype(np.float32)
+    ids = np.r_[[0] * 6, [1] * 11][None].astype(np.int32)
+
+    @jax.jit
+    def run(x, ids):
+        cache = layer.new_cache(1, 20)
+        first, cache = layer(x[:, :12], segment_ids=ids[:, :12], cache=cache)
+        steps = [first]
+        for t in range(12, 17):  # By default, in the last segment.
+            y, cache = layer(x[:, t : t + 1], cache=cache)
+            steps.append(y)
+        alone = [layer(x[:, part]) for part in (slice(0, 6), slice(6, 17))]
+        return layer(x, segment_ids=ids), jnp.concatenate(steps, 1), jnp.concatenate(alone, 1)
+
+    whole, steps, alone = run(x, ids)
+    np.testing.assert_allclose(whole, alone, atol=1e-5)
+    np.testing.assert_allclose(steps, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tupe", "learned", "ssmax"])
+def test_a_cache_counts_in_each_segment(name):
+    """Chunks go on with the last segment, begin others, and go back to an earlier one."""
+    scheme, _ = SCHEMES[name]
+    params, sizes = parameters(scheme), {n: SIZES[n] for n in ("head_dim", "num_heads")}
+    ids = np.r_[[5] * 7, [6] * 4, [6] * 3, [5] * 6, [9] * 5][None].astype(np.int32)
+    positions = np.r_[range(7), range(4), range(4, 7), range(7, 13), range(5)][None]
+    chunks = 7, 4, 3, 2, 4, 5
+
+    @jax.jit
+    def run(params, tokens):
+        cache = pe.new_cache(scheme, 1, 32, num_kv_heads=3, model_dim=SIZES["model_dim"], **sizes)
+        outs, start = [], 0
+        for size in chunks:
+            part = slice(start, start + size)
+            given = {} if start == 11 else {"segment_ids": ids[:, part]}
+            out, cache = forward(scheme, params, tokens[:, part], cache=cache, **given)
+            outs.append(out)
+            start += size
+        whole, _ = forward(scheme, params, tokens[:, :25], positions=positions, segment_ids=ids)
+        back = cache.rewind(5)
+        return jnp.concatenate(outs, 1), whole, back.next_positions, back.next_segment_ids
+
+    out, whole, position, segment = run(params, TOKENS)
+    np.testing.assert_allclose(out, whole, atol=2e-5)
+    assert (position[0], segment[0]) == (13, 5)
+
+
+def test_positions_that_are_known_to_restart():
+    """Those of the helpers while they are traced, and known ones by their values."""
+    q, rules = jnp.ones((1, 8, 1, 4)), (pe.ALiBi(1).rules({}),)
+    known = np.array([[0, 0, 0, 1, 1, 1, 1, -1]], np.int32)
+
+    def contiguous(positions, ids=None):
+        call = pe.AttentionCall(is_causal=True, q_positions=positions, q_segment_ids=ids)
+        return make_problem(q, q, q, rules, call).contiguous
+
+    def of_traced(ids):
+        restarting, mask = pe.positions.from_segment_ids(ids), ids >= 0
+        words.append([contiguous(None, ids), contiguous(restarting, ids)])
+        words.append([contiguous(*pe.positions.from_padding_mask(mask))])
+        words.append([contiguous(restarting + 0, ids), contiguous(restarting, ids + 0)])
+        return ids
+
+    words = []
+    jax.eval_shape(of_traced, known)
+    assert words == [[True, True], [True], [False, False]]
+    assert contiguous(np.arange(8) + 100) and not contiguous(2 * np.arange(8))
+    assert contiguous(np.array([[4, 5, 6, 0, 1, 2, 3, 0]]), known)
+    assert not contiguous(np.array([[0, 1, 3, 0, 1, 2, 3, 0]]), known)
+    assert not contiguous(None, np.array([[0, 1, 0, 1, 1, 1, 1, 1]], np.int32))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_rows_that_are_moved_on_a_mesh(kind):
+    scheme, (q, k, v) = SCHEMES["t5"][0], (TOKENS.q, TOKENS.k, TOKENS.v)
+    ids = np.stack([LAYOUTS["in turns"], LAYOUTS["padding between tokens"]]).astype(np.int32)
+    q, k, v = (np.concatenate([x, x]) for x in (q, k, v))
+
+    @jax.jit
+    def attend(q, k, v, ids):
+        return pe.scheme_attention(
+            scheme, parameters(scheme), q, k, v, segment_ids=ids, is_causal=True
+        )[0]
+
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "heads"), axis_types=(kind,) * 2)):
+        arrays = [
+            jax.device_put(x, P("data", None, "heads")) for x in (q, k[:, :, :2], v[:, :, :2])
+        ]
+        expected = attend(q, k[:, :, :2], v[:, :, :2], ids)
+        out = attend(*arrays, jax.device_put(ids, P("data")))
+    np.testing.assert_allclose(out, expected, atol=1e-5)

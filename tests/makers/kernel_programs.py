@@ -1,0 +1,70 @@
+"""Digests of the kernels for GPUs that the steps of a check run, to compare two commits.
+
+    python -m tests.makers kernel_programs before.json
+    python -m tests.makers kernel_programs after.json before.json
+
+The row of a chip is of the programs that ran there. Files that make them may change and programs
+not: the second call names the steps whose kernels are other ones, and fails if there are any.
+"""
+
+import argparse
+import hashlib
+import json
+import pathlib
+import re
+
+import jax
+
+from posenc_jax.kernels.checks import cases, steps
+from posenc_jax.kernels.gpu.implementation import PallasGPU
+
+KERNELS = ("core_map", "mpmd_map", "pallas_call", "run_state")
+PLACES = re.compile(r"0x[0-9a-f]+|(at )?/[\w./-]*(:\d+)*")  # Addresses, and lines of files.
+
+
+def inner(eqn):
+    """Yields the jaxprs in the parameters of an equation."""
+    for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+        x = getattr(x, "jaxpr", x)
+        if hasattr(x, "eqns"):
+            yield x
+
+
+def kernels(jaxpr):
+    """Yields the equations of a jaxpr that are kernels."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in KERNELS:
+            yield eqn
+        else:
+            for x in inner(eqn):
+                yield from kernels(x)
+
+
+def digests(step):
+    """Returns the digests of the kernels of a step; a refusal has none."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), cases.inputs(step.case))
+    program = cases.program(step.case, PallasGPU(cross_compile=True), **step.options)
+    try:
+        traced = program.trace(shapes)
+    except NotImplementedError:
+        return []
+    texts = (PLACES.sub("", str(eqn)) for eqn in kernels(traced.jaxpr.jaxpr))
+    return [hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts]
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(
+        "kernel_programs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("file", type=pathlib.Path, help="to write")
+    parser.add_argument("before", type=pathlib.Path, nargs="?", help="to compare with")
+    options = parser.parse_args(argv)
+    made = {s.name: digests(s) for s in steps.steps() if s.implementation == "pallas"}
+    options.file.write_text(json.dumps(made, indent=1) + "\n")
+    print(f"{sum(map(len, made.values()))} kernels of {len(made)} steps, jax {jax.__version__}")
+    if options.before is None:
+        return 0
+    before = json.loads(options.before.read_text())
+    others = sorted(name for name in made.keys() | before if made.get(name) != before.get(name))
+    print(f"Other kernels: {', '.join(others) or 'none'}.")
+    return int(bool(others))
