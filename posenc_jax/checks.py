@@ -161,7 +161,8 @@ def integer_positions(caller: str, positions, name: str = "positions") -> jax.Ar
     """Returns integers of any dtype as int32.
 
     Raises:
-      TypeError: for floats (bfloat16 cannot represent 257) and booleans.
+      TypeError: for floats (bfloat16 cannot represent 257), booleans, and traced uint32 and uint64,
+        whose values are not known.
       ValueError: for concrete values outside int32.
     """
     if not isinstance(positions, jax.Array):
@@ -171,6 +172,11 @@ def integer_positions(caller: str, positions, name: str = "positions") -> jax.Ar
         low, high = int(positions.min()), int(positions.max())
         if low < -(2**31) or high >= 2**31:
             raise ValueError(f"{caller}: {name} must fit int32, got {low} to {high}.")
+    if wide and positions.dtype.kind == "u" and isinstance(positions, Tracer):
+        raise TypeError(
+            f"{caller}: {name} must be signed under jit, got {positions.dtype}, whose values may "
+            "exceed int32; give .astype(jnp.int32) of values that do not."
+        )
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         real = jnp.issubdtype(positions.dtype, jnp.floating) and name.endswith("positions")
         raise TypeError(

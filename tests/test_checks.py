@@ -18,8 +18,10 @@ def test_any_integers_become_int32(convert):
         assert got.dtype == jnp.int32 and isinstance(got, jax.Array)
         np.testing.assert_array_equal(got, [0, 100])
     assert convert("f", 7) == 7 and convert("f", np.zeros((0,), np.int64)).shape == (0,)
-    traced = jax.eval_shape(lambda x: convert("f", x), np.zeros(3, np.uint32))
+    traced = jax.eval_shape(lambda x: convert("f", x), np.zeros(3, np.uint16))
     assert traced.dtype == jnp.int32
+    with pytest.raises(TypeError, match=r"f: .* must be signed under jit, got uint32"):
+        jax.eval_shape(lambda x: convert("f", x), np.zeros(3, np.uint32))
     edges = np.array([-(2**31), 2**31 - 1])
     np.testing.assert_array_equal(convert("f", edges), edges)
 

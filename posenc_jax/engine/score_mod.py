@@ -22,11 +22,13 @@ Paper: Dong et al. Flex Attention: A Programming Model for Generating Optimized 
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from posenc_jax.checks import array_of_rank, require
 from posenc_jax.engine.rules import ContentBias, LogitBias, LogitsTransform
@@ -34,8 +36,6 @@ from posenc_jax.engine.rules import ContentBias, LogitBias, LogitsTransform
 ScoreMod = Callable[..., jax.Array]
 _SCORES = (-1000.0, -30.0, -2.5, -0.7, 1.0, 2.0, 7.0, 60.0, 1000.0)
 """Scores at which a function that adds is tried; the compiler knows the slopes of sums."""
-_PAIRS = (0, 0, 1, 5, 18), (1, 0, 2, 9), (3, 0, 1, 10), (-2, 2, 3, 13)
-"""Distances, each with keys between which a relative function must not tell."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,29 +46,43 @@ class _Added:
     """
 
     function: ScoreMod
-    relative: bool
 
     def __call__(self, arrays, head, *features_and_coordinates):
         *features, q, k = features_and_coordinates
         row = features[0] if features else jnp.int32(0)
-
-        def at(score, q, k):
-            return jnp.asarray(self.function(score, row, head, q, k, *arrays), jnp.float32)
+        head, holds = head
 
         def of_score(score):
-            return at(score, q, k)
+            out = self.function(score, row, head, q, k, *arrays)
+            return jnp.asarray(out, jnp.float32)
 
         # The derivative of a sum is one at any score; of 20 tanh(x / 20) it is so at 0 alone.
-        added, one, sums = of_score(jnp.float32(0)), jnp.float32(1), True
+        added, one, sums = of_score(jnp.float32(0)), jnp.float32(1), holds
         for score in _SCORES:
             _, slope = jax.jvp(of_score, (jnp.float32(score),), (one,))
             sums &= slope == 1
-        for distance, *shifts in _PAIRS if self.relative else ():
-            first, *others = (at(jnp.float32(0), distance + n, n) for n in map(jnp.int32, shifts))
-            for other in others:  # NaN and -inf are equal to themselves.
-                same = (other == first) | (jnp.isnan(other) & jnp.isnan(first))
-                sums &= same | (jnp.abs(other - first) <= 1e-3 * (1 + jnp.abs(first)))
         return jnp.where(sums | jnp.isneginf(added), added, jnp.nan)
+
+
+_TRIED = 20
+"""Tokens between which a relative function is tried."""
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _is_relative(function: ScoreMod, heads: jax.Array, arrays: Any) -> jax.Array:
+    """Returns whether pairs of equal distance are alike, for each head [N]."""
+    at = jnp.arange(_TRIED, dtype=jnp.int32)
+
+    def number(head, q, k):
+        out = function(jnp.float32(0), jnp.int32(0), head, q, k, *arrays)
+        return jnp.asarray(out, jnp.float32)
+
+    pairs = jax.vmap(jax.vmap(number, (None, None, 0)), (None, 0, None))
+    x = jax.vmap(pairs, (0, None, None))(heads, at, at)
+    before, after = x[:, :-1, :-1], x[:, 1:, 1:]  # On one diagonal.
+    near = jnp.abs(after - before) <= 1e-3 * (1 + jnp.abs(before))
+    same = near | (after == before) | (jnp.isnan(after) & jnp.isnan(before))
+    return jnp.all(same, (1, 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +115,9 @@ def score_mod(
       *arrays: captured arrays, as pytrees. They have gradients.
       adds: whether the function returns the score plus a number that does not depend on it, or
         -inf. Where its slope at one of nine scores from -1000 to 1000 is not one, logits are NaN.
-      relative: whether it adds, and the number goes by q_idx - kv_idx alone. Where it differs
-        between pairs of equal distance that are tried, up to position 19, logits are NaN; if it
-        does so at others alone, results are wrong, as with a `LogitBias`.
+      relative: whether it adds, and the number goes by q_idx - kv_idx alone. Pairs of the first 20
+        tokens are tried; if it differs at later ones alone, results are wrong, as with a
+        `LogitBias`.
 
     Returns:
       The rule; see the top of the file. `q_idx` and `kv_idx` are coordinates of `attention`, which
@@ -111,8 +125,9 @@ def score_mod(
 
     Raises:
       TypeError: for a function that does not take these arguments, and arrays that are none.
-      ValueError: for queries of another rank, a result that is not a number, and a relative
-        function that reads b.
+      ValueError: for queries of another rank, a result that is not a number, a function that is not
+        relative and says so, and a relative one that reads b. Under `jit` arrays are not known, and
+        logits are NaN.
 
     >>> def later_keys_are_hidden(score, b, h, q_idx, kv_idx):
     ...     return jnp.where(kv_idx <= q_idx, score, -jnp.inf)
@@ -141,8 +156,16 @@ def score_mod(
     if not (adds or relative):
         transform = OfScores(function)
         return LogitsTransform(transform, heads, arrays, q_features=rows, reads_seen_only=True)
+    holds = jnp.ones((num_heads,), bool)
+    if relative:
+        holds = _is_relative(function, heads, jax.lax.stop_gradient(arrays))
+        if not isinstance(holds, Tracer) and not holds.all():
+            raise ValueError(
+                f"score_mod: {getattr(function, '__name__', function)} is not relative: pairs of "
+                "equal q_idx - kv_idx get other numbers; give adds=True."
+            )
     of_b = closed.jaxpr.invars[1]
     if any(x is of_b for eqn in closed.jaxpr.eqns for x in eqn.invars):
         require(not relative, "score_mod: a function that reads b is not relative; give adds=True.")
-        return ContentBias(_Added(function, False), heads, arrays, q_features=rows)
-    return LogitBias(_Added(function, relative), heads, arrays, relative=relative)
+        return ContentBias(_Added(function), (heads, holds), arrays, q_features=rows)
+    return LogitBias(_Added(function), (heads, holds), arrays, relative=relative)

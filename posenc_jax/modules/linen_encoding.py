@@ -1,6 +1,6 @@
 """Position encodings and norms of heads as Flax Linen modules."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -65,24 +65,48 @@ class PositionEncoding(EncodingLayer, nn.Module):
         self.learned = self.param("parameters", self._new) if has_params else None
 
     def _new(self, key: jax.Array) -> Params:
-        params = new_params(self.scheme, key)
-        if self.axis_names is None:
-            return params
-        leaves, structure = jax.tree.flatten(params)
-        axes = param_axes(self.scheme)
-        leaves = [boxed(x, self.axis_names, words) for x, words in zip(leaves, axes, strict=True)]
-        return jax.tree.unflatten(structure, leaves)
+        leaves = jax.tree.leaves_with_path(new_params(self.scheme, key))
+        if self.axis_names is not None:
+            axes = param_axes(self.scheme)
+            pairs = zip(leaves, axes, strict=True)
+            leaves = [(path, boxed(x, self.axis_names, words)) for (path, x), words in pairs]
+        return _nested(leaves)
 
     def values(self) -> Params:
         """Returns the parameters as arrays."""
         if self.learned is None:
             return self.scheme.init(jax.random.key(0))
-        # NNX numbers the items of tuples.
-        return jax.tree.unflatten(jax.tree.structure(self.shapes), jax.tree.leaves(self.learned))
+        return jax.tree.map_with_path(lambda path, _: _item(self.learned, path), self.shapes)
 
     # Linen does not call `setup` before inherited methods.
     __call__ = EncodingLayer.__call__
     tables = EncodingLayer.tables
+
+
+def _names(path: tuple) -> list[Any]:
+    """Returns the keys and indices of a path."""
+    return [getattr(key, "key", getattr(key, "idx", None)) for key in path]
+
+
+def _nested(leaves: list[tuple[tuple, Any]]) -> Any:
+    """Returns leaves as dicts, as files have them: items of tuples by number, nothing empty."""
+    nested: dict[str, Any] = {}
+    for path, leaf in leaves:
+        if not path:
+            return leaf
+        *folders, name = map(str, _names(path))
+        inner = nested
+        for folder in folders:
+            inner = inner.setdefault(folder, {})
+        inner[name] = leaf
+    return nested
+
+
+def _item(tree: Any, path: tuple) -> Any:
+    """Returns the leaf at a path; NNX's dicts have numbers as keys."""
+    for name in _names(path):
+        tree = tree[str(name) if isinstance(tree, Mapping) and str(name) in tree else name]
+    return tree
 
 
 class HeadNorm(nn.Module):

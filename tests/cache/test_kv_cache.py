@@ -105,6 +105,14 @@ def test_a_ring_that_takes_back_all_of_its_slots_is_lost(count, lost):
         np.testing.assert_array_equal(back.next_positions, [5, 5])
 
 
+def test_taking_back_all_of_a_ring_is_named():
+    cache = empty(ring=True)
+    for start in range(0, 9, 3):
+        cache = append(cache, *tokens(3, start))
+    with pytest.raises(ValueError, match=r"KVCache.rewind: 5 tokens are all of row 0 in the ring"):
+        cache.rewind(5)
+
+
 @pytest.mark.parametrize("position", [3, 2, 1])
 @pytest.mark.parametrize(("capacity", "count"), [(5, 1), (5, 3), (3, 3)])
 def test_a_ring_with_a_window_of_one_position_holds_what_shares_it(capacity, count, position):

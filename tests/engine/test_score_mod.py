@@ -145,6 +145,32 @@ def test_gradients_of_what_a_function_closes_over():
         np.testing.assert_allclose(grad, case["grads"][0], atol=2e-5)
 
 
+def of_key(score, b, h, q_idx, kv_idx, numbers):
+    return score + numbers[kv_idx]
+
+
+def of_query(score, b, h, q_idx, kv_idx, numbers):
+    return score + numbers[h] * q_idx.astype(jnp.float32)
+
+
+def documents(score, b, h, q_idx, kv_idx, numbers):
+    return jnp.where((q_idx >= 6) == (kv_idx >= 6), score, -jnp.inf)
+
+
+@pytest.mark.parametrize("function", [of_key, of_query, documents])
+def test_a_false_claim_to_be_relative_raises_or_gives_nan(function):
+    numbers = np.cos(np.arange(T, dtype=np.float32))
+    with pytest.raises(ValueError, match=f"score_mod: {function.__name__} is not relative"):
+        pe.score_mod(function, Q, numbers, relative=True)
+
+    @jax.jit
+    def attend(numbers):
+        rule = pe.score_mod(function, Q, numbers, relative=True)
+        return pe.attention(Q, K, V, rules=rule, is_causal=True)
+
+    assert np.isnan(attend(numbers)).all()
+
+
 def test_a_function_that_does_not_fit_is_named():
     with pytest.raises(ValueError, match=r"score_mod: q must be \[B, T, N, H\]"):
         pe.score_mod(causal, Q[0])

@@ -138,15 +138,23 @@ SCHEME = {
     "params lack ['table'] of T5(num.*make them with": {"scheme": T5},
     "params have ['table'], and ALiBi(num.* has no such": {"params": {"table": REAL}},
     "params lack [1]['keys'], [1]['val": {"scheme": pe.chain(ROPE, SHAW), "params": ({}, {})},
+    "params have ['0']['table'], and Chain": {
+        "scheme": pe.chain(ROPE, ALIBI),
+        "params": {"0": {"table": REAL}},
+    },
     "params['table'] must be (6, 32) for T5(num_heads=6.*, got (6, 16)": {"scheme": T5}
     | {"params": {"table": np.zeros((6, 16), "f4")}},
-    "tables must be .* of coord.*(2, 7).*float32[2, 7, 4], got float32[2, 7], float32[2, 7].": {
+    "tables must be .* of coord.*(2, 7).*float32[2, 7, 4], got float32[1, 6, 4], float": {
         "scheme": ROPE,
-        "tables": (X[..., 0],) * 2,
+        "tables": pe.scheme_tables(ROPE, {}, AT[:6]),
     },
-    "tables must be .*got bfloat16[2, 7, 4], bfloat16": {
+    "tables must be of RoPE(.*theta=10000.*got those of RoPE(.*theta=500": {
         "scheme": ROPE,
-        "tables": (X.astype(jnp.bfloat16),) * 2,
+        "tables": pe.scheme_tables(ROPE.replace(theta=500.0), {}, AT),
+    },
+    "tables must be scheme_tables of RoPE(.*got tuple": {
+        "scheme": ROPE,
+        "tables": ROPE.tables({}, AT[None]),
     },
     "tables must be scheme_tables": {"scheme": pe.NoPE(), "tables": REAL},
     "norms must be two functions, (of q, of k), got (": {"norms": (np.asarray,) * 3},
@@ -230,6 +238,43 @@ def test_a_wrong_call_is_named(prefix, message):
     pattern = "^" + ".*".join(map(re.escape, f"{prefix.strip()} {message}".strip().split(".*")))
     with pytest.raises((TypeError, ValueError), match=pattern):
         function(**defaults | options)
+
+
+NO_PARAMS = (
+    pe.chain(ROPE, ALIBI),
+    pe.streaming(pe.chain(ROPE, ALIBI), 2),
+    pe.chain(pe.chain(ROPE), pe.QueryTemperature()),
+    pe.from_hf({"model_type": "ministral3", "head_dim": 8, "num_hidden_layers": 1})[0].scheme,
+)
+
+
+@pytest.mark.parametrize("scheme", NO_PARAMS, ids=lambda s: type(s).__name__)
+def test_schemes_without_parameters_take_any_empty_tree(scheme):
+    options = {"is_causal": True, "window": (3, 0)}
+
+    def outputs(params):
+        out, _ = pe.scheme_attention(scheme, params, Q, K, V, **options)
+        state = pe.new_cache(scheme, 2, 9, num_heads=6, num_kv_heads=3, head_dim=8, params=params)
+        step, _ = pe.scheme_attention(scheme, params, Q, K, V, cache=state, **options)
+        return (
+            out,
+            step,
+            pe.scheme_embedding(scheme, params, X),
+            jax.tree.leaves((pe.scheme_tables(scheme, params, AT), scheme.rules(params or {}))),
+        )
+
+    shapes = [jax.eval_shape(lambda p=p: outputs(p)) for p in ({}, (), None, scheme.init(KEY))]
+    assert all(x == shapes[0] for x in shapes)
+
+
+def test_parameters_may_have_another_structure_with_the_same_names():
+    """As lists, or dicts with numbers as keys, and without empty members."""
+    scheme = pe.chain(ROPE, T5)
+    params = scheme.init(KEY)
+    run = jax.jit(lambda p: pe.scheme_attention(scheme, p, Q, K, V, is_causal=True)[0])
+    expected = run(params)
+    for other in ([{}, params[1]], {1: params[1]}, ((), params[1], {})):
+        np.testing.assert_array_equal(run(other), expected)
 
 
 def test_a_traced_flag_is_told_from_a_wrong_one():

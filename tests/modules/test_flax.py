@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from flax import nnx
+from flax import nnx, serialization
 
 import posenc_jax as pe
 import posenc_jax.linen as pl
@@ -449,17 +449,11 @@ def test_layers_under_nnx_scan_with_remat(name):
     np.testing.assert_allclose(*run(layers, X, shared), atol=1e-5)
 
 
-def stock(cls, scheme, **options):
-    """An `AttentionFn`, with the scale of the scheme where it is not that of Flax's layers."""
-    own = scheme.logit_scale(H)
-    return cls(scheme, scale=None if own in (None, H**-0.5) else own, **options)
-
-
 @kinds(IN_STOCK, "t5")
 def test_inside_stock_nnx_attention(name):
     scheme, rngs = build(pe.SCHEMES[name]), nnx.Rngs(0)
     layer = nnx.MultiHeadAttention(
-        N, D, N * H, decode=False, attention_fn=stock(pn.AttentionFn, scheme, rngs=rngs), rngs=rngs
+        N, D, N * H, decode=False, attention_fn=pn.AttentionFn(scheme, rngs=rngs), rngs=rngs
     )
     whole = jax.jit(lambda x: layer(x, is_causal=True))(X)
     if name == "none":
@@ -479,7 +473,7 @@ def test_inside_stock_nnx_attention(name):
 def test_inside_stock_linen_attention(name):
     scheme = build(pe.SCHEMES[name])
     layer = nn.MultiHeadDotProductAttention(
-        num_heads=N, qkv_features=N * H, attention_fn=stock(pl.AttentionFn, scheme)
+        num_heads=N, qkv_features=N * H, attention_fn=pl.AttentionFn(scheme)
     )
     mask = np.tril(np.ones((1, 1, T, T), bool))
     whole, variables = jax.jit(layer.init_with_output)(KEY, X, mask=mask)
@@ -566,23 +560,45 @@ def test_dtype_precision_products_and_promotion_are_those_of_the_projections():
         }
 
 
-def test_another_encoding_does_not_change_the_scale_of_a_layer():
-    layer = nnx_layer(pe.RoPE(H))
-    rope, t5 = (pn.PositionEncoding(s, rngs=nnx.Rngs(0)) for s in (pe.RoPE(H), pe.T5(N)))
-    message = (
-        r"Attention: the logit scale of the layer is 0.35.*T5.* in place of RoPE.*, is 1; give"
-    )
-    with pytest.raises(ValueError, match=message):
-        layer(X, shared_encoding=t5)
-    layer.encoding = t5
-    with pytest.raises(ValueError, match=message):
-        layer(X)
-    layer.scale = 1.0
-    expected = nnx_layer(pe.T5(N), shared_encoding=t5)
-    nnx.update(expected, nnx.state(layer))
-    np.testing.assert_allclose(*jax.jit(lambda x: (layer(x), expected(x)))(X), atol=1e-6)
-    with pytest.raises(ValueError, match=r"layer is 1, and that of RoPE.* is 0.35"):
-        expected(X, shared_encoding=rope)
+def test_a_scheme_that_adds_heads_is_refused_by_layers():
+    scheme = pe.contrib.RoPEPlusPlus(H, heads="added")
+    fn = pn.AttentionFn(scheme)
+    stock = nnx.MultiHeadAttention(N, D, N * H, decode=False, attention_fn=fn, rngs=nnx.Rngs(0))
+    for name, call in (
+        ("Attention", nnx_layer(scheme)),
+        ("Attention", functools.partial(linen_layer(scheme).init, KEY)),
+        ("AttentionFn", stock),
+    ):
+        with pytest.raises(ValueError, match=rf"^{name}: RoPEPlusPlus.* returns {2 * N} heads"):
+            call(X)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [pe.contrib.DAPE(N, base="alibi"), pe.chain(pe.RoPE(H), pe.T5(N))],
+    ids=lambda s: s.name,
+)
+def test_files_of_one_kind_of_layer_are_read_by_the_other(scheme):
+    """NNX has no empty members of parameters, and numbers as names."""
+    layer, module = nnx_layer(scheme), linen_layer(scheme)
+    variables = module.init(KEY, X)
+    state = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
+    new = serialization.from_bytes(variables, serialization.to_bytes({"params": state}))
+    np.testing.assert_allclose(*jax.jit(lambda x: (module.apply(new, x), layer(x)))(X), atol=1e-6)
+
+
+def test_layers_that_do_not_tell_left_from_right_warn():
+    """Once, when they are made; a causal layer, a window to the left and a chain do not."""
+    for scheme in (pe.ALiBi(N), pe.KERPLELog(N), pe.FIRE(N), pe.GRAPEA(N, H), pe.contrib.DAPE(N)):
+        for layer in (nnx_layer, linen_layer):
+            with pytest.warns(
+                UserWarning, match=r"cannot tell left from right.*symmetry=\"split\""
+            ):
+                layer(scheme, is_causal=False)
+            layer(scheme, is_causal=True)
+    nnx_layer(pe.LayerSpec(pe.ALiBi(N), window=(3, 0)), is_causal=False)
+    for scheme in (pe.NoPE(), pe.ALiBi(N, symmetry="split"), pe.chain(pe.RoPE(H), pe.ALiBi(N))):
+        nnx_layer(scheme, is_causal=False)
 
 
 def test_segment_ids_of_a_layer_with_chunks_are_checked():

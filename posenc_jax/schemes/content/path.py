@@ -254,6 +254,11 @@ class PaTH(Scheme):
                 "path: softcap is applied before the reflections change the logits, got softcap="
                 f"{attention.softcap}."
             )
+        if attention.mask is not None and q.shape[1] != k.shape[1]:
+            raise NotImplementedError(
+                "path: a mask in a call with a cache: keys that it hides from this call's queries "
+                "alone are on the path of others; give padding as segment_ids."
+            )
         scale = self.head_dim**-0.5 if attention.scale is None else attention.scale
         w, beta, k_sums = k_features
         rules = ()

@@ -122,6 +122,17 @@ def test_reflections_over_many_chunks_keep_their_precision():
     np.testing.assert_allclose(out, paper(q, k, v, w, beta), atol=1e-5)
 
 
+def test_a_mask_in_a_step_is_refused():
+    """What it hides from this query alone is on the path of others."""
+    scheme = pe.PaTH(num_heads=6, head_dim=8, model_dim=20)
+    params, x = parameters(scheme), jnp.ones((1, 1, 20))
+    q = jnp.ones((1, 1, 6, 8))
+    cache = pe.new_cache(scheme, 1, 4, num_heads=6, head_dim=8, model_dim=20)
+    options = {"mask": jnp.ones((1, 1, 1, 4), bool), "x": x, "is_causal": True, "cache": cache}
+    with pytest.raises(NotImplementedError, match="path: a mask in a call with a cache"):
+        pe.scheme_attention(scheme, params, q, q, q, **options)
+
+
 def test_memory_is_linear_in_the_length():
     """No array, in the gradient either, has a number for each query and key."""
     length = 16384
