@@ -702,13 +702,17 @@ def _tokens(
     out: dict[str, Any] = {}
     for side, count in (("q", length), ("k", keys)):
         shape, ids = (batch, count), None
-        x = jnp.arange(count, dtype=jnp.int32)[None]
         if name := segments.get(side):
             ids = token_integers("attention", name, getattr(call, name), shape)
-            x = restarting(ids)
             ids = jnp.broadcast_to(ids, shape)
         if name := positions.get(side):
             x = token_integers("attention", name, getattr(call, name), shape)
+        elif ids is None:
+            x = jnp.arange(count, dtype=jnp.int32)[None]
+        elif side == "q" or raw(segments, "q") is not raw(segments, "k"):
+            x = restarting(ids)
+        else:
+            x = out["q_positions"]
         out[f"{side}_positions"] = x = jnp.broadcast_to(x, shape)
         if name := coordinates.get(side):
             x = token_coordinates("attention", name, getattr(call, name), shape)

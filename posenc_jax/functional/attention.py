@@ -262,13 +262,12 @@ def self_attention(
     check_order(caller, scheme, call, tokens.q.shape[1])
     _check_call(call, cache, scheme)
     shape = tokens.q.shape[:2]
-    if cache is None and call.q_coordinates is None and call.contiguous is None:
-        if are_restarting(call.q_positions, call.q_segment_ids):
-            call = call.replace(q_positions=None)
-        elif call.q_positions is not None:
-            known = are_consecutive(call.q_positions, call.q_segment_ids)
-            call = call.replace(contiguous=known)
-    by_default = call.q_positions is None and call.q_coordinates is None and cache is None
+    places = call.q_positions, call.q_segment_ids
+    by_default = call.q_coordinates is None and cache is None
+    by_default &= call.q_positions is None or (are_restarting(*places) and not call.contiguous)
+    if call.contiguous is None and cache is None and not by_default:
+        known = call.q_coordinates is None and are_consecutive(*places)
+        call = call.replace(contiguous=known)
     if call.scale is None:
         call = call.replace(scale=tokens.q.shape[-1] ** -0.5)  # Hooks may widen q and k.
     segment_ids, coordinates = call.q_segment_ids, call.q_coordinates

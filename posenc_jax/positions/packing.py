@@ -124,10 +124,11 @@ def are_consecutive(positions: Any, segment_ids: Any) -> bool:
         return False
     offsets = np.atleast_2d(np.asarray(positions))
     offsets = offsets - np.arange(offsets.shape[-1])
-    ids = np.zeros((1, 1)) if segment_ids is None else np.atleast_2d(np.asarray(segment_ids))
-    if offsets.ndim != 2 or ids.ndim != 2:
+    ids = np.atleast_2d(np.zeros_like(offsets) if segment_ids is None else np.asarray(segment_ids))
+    if not offsets.ndim == ids.ndim == 2 or offsets.shape[1] != ids.shape[1]:
+        return False  # They are refused later.
+    if len(offsets) != len(ids) and 1 not in (len(offsets), len(ids)):
         return False
-    offsets, ids = np.broadcast_arrays(offsets, ids)
     same = (ids[:, 1:] == ids[:, :-1]) & (ids[:, 1:] >= 0)
     return bool(are_grouped(ids) & np.all((offsets[:, 1:] == offsets[:, :-1]) | ~same))
 

@@ -124,6 +124,9 @@ SCHEME = {
     "coordinates must be .*got (6,)": {"coordinates": AT[:6]},
     ".*ALiBi.* reads coordinates of [B, T] = (2, 7), .*got (": MANY,
     "segment_ids must be .*got (3,)": {"segment_ids": AT[:3]},
+    "segment_ids must be [7] or .*got (3,)": {"segment_ids": AT[:3], "positions": AT},
+    "segment_ids must be .*got (3, 7)": {"segment_ids": np.zeros((3, 7), int)}
+    | {"positions": np.zeros((2, 7), int)},
     "StickBreaking needs is_causal=True: keys": {"scheme": pe.StickBreaking(), "window": (3, 1)},
     "prefix_length shows keys after the query, and for StickB": {"scheme": pe.StickBreaking()}
     | {"is_causal": True, "prefix_length": AT[:2]},
