@@ -66,6 +66,8 @@ NEEDS = {
     "nan_in_the_padding_of_a_prompt_stays_there": IN_CACHES,
     "coordinates_travel_with_the_cache": IN_CACHES,
     "storage_order_does_not_matter": IN_CACHES,
+    "segment_ids_alone_are_packed_rows": OF_TOKENS,
+    "first_logits_deviate_by_one": {"rules"},
     "tells_past_from_future": {"rules"},
     "reversed_sequences_have_reversed_outputs": {"rules"},
 }

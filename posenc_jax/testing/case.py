@@ -73,7 +73,7 @@ class Spread(Implementation):
                     logits += p.scale * term if rule.scaled else term
         seen = p.visible() & (logits > 0.5 * LEAST_LOGIT)
         squares = jnp.where(seen[0] & seen[1], (logits[0] - logits[1]) ** 2 / 2, 0.0)
-        deviation = jnp.sqrt(squares.sum() / (seen[0] & seen[1]).sum())
+        deviation = jnp.sqrt(squares.sum() / (seen[0] & seen[1]).sum(dtype=jnp.float32))
         jax.debug.callback(lambda x: self.deviations.append(float(x)), deviation)
         return choose(problem)(problem)
 
@@ -280,7 +280,8 @@ class Case:
 
     def _all_slopes(self, implementations, params, x, out_weights, segment_ids):
         def loss(params, x, implementation):
-            options = {"segment_ids": segment_ids, "implementation": implementation}
+            options = {"segment_ids": segment_ids, "contiguous": True}
+            options["implementation"] = implementation
             out, _ = self.model(self.scheme, params, self.weights, x, **options)
             return (out * out_weights).sum(), out
 

@@ -13,7 +13,7 @@ import pytest
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks, Visibility, make_plan
 from posenc_jax.engine.terms import strip_tile
-from posenc_jax.engine.toeplitz import _row_by_row_sums, _skewed_sums, toeplitz_tile_vjp
+from posenc_jax.engine.toeplitz import _row_by_row_sums, diagonal_sums, toeplitz_tile_vjp
 from posenc_jax.engine.xla import XLA
 from tests.engine.rules import KINDS
 
@@ -253,7 +253,7 @@ def test_sums_of_diagonals(shape):
     tile = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     diagonals = (shape[0] - 1 - rows + columns).ravel()
     expected = np.bincount(diagonals, tile.ravel())
-    for sums in jax.jit(lambda x: (_skewed_sums(x), _row_by_row_sums(x)))(tile):
+    for sums in jax.jit(lambda x: (diagonal_sums(x), _row_by_row_sums(x)))(tile):
         np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -30,7 +30,7 @@ def test_layers_that_share_tables_compute_them_once():
     scheme, tokens = pe.RoPE(head_dim=8), make_batch()
 
     def layers(q, k, v, positions, count, share):
-        tables = scheme.tables({}, positions) if share else None
+        tables = pe.scheme_tables(scheme, {}, positions) if share else None
         for _ in range(count):
             out, _ = pe.scheme_attention(
                 scheme, {}, q, k, v, positions=positions, tables=tables, is_causal=True
