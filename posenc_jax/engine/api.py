@@ -157,10 +157,9 @@ def attention(
       k_segment_ids: integers [B, S]. Default for T = S: `q_segment_ids`.
       contiguous: promise that q and k have the same positions and coordinates and that both grow
         by one per slot inside a segment: slots then order the tokens, and rules are evaluated once
-        per distance. Default: true where neither positions nor coordinates were given, or the
-        positions are known while tracing to be such, as those of `positions.from_segment_ids` and
-        `from_padding_mask` are. Without given positions, tokens of a segment that do not lie side
-        by side are moved together first.
+        per distance. Default: true where neither positions nor coordinates were given, and where
+        positions have known values of this kind or come from `positions.from_segment_ids` or
+        `from_padding_mask`. Tokens of a segment that do not lie side by side are moved first.
       is_causal: hide keys at later positions.
       window: W, the query's own token and W - 1 on either side, which are W tokens if `is_causal`
         and 2 W - 1 if not; or `(left, right)`, both inclusive, negative for no limit.

@@ -151,9 +151,9 @@ def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
 
 
 def _seen_distances(p: Problem, distances: jax.Array) -> jax.Array:
-    """Returns distances between slots, one that is seen in place of those that none is.
+    """Returns distances between slots; where all keys of a distance are hidden, another distance.
 
-    Keys before a `prefix_length` are seen by later and earlier queries.
+    Rules may be NaN at hidden distances. Earlier queries see keys below `prefix_length` too.
     """
     low: Any = 1 - p.keys
     high: Any = p.length - 1

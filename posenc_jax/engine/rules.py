@@ -395,7 +395,8 @@ class LogitBias(_PairRule):
         key: a module-level function or a frozen dataclass with `__call__`. `q` and `k`
         are scalars, or [A] where coordinates have A axes. -inf hides the key; NaN in k and v
         behind it is hidden by `mask`, segment ids or a `DenseBias`. A finite number, however low,
-        hides nothing: a query whose keys all get -1e9 has the mean of their values.
+        hides nothing: a query whose keys all get -1e9 has the mean of their values. At pairs that
+        are hidden the rule may be NaN or infinite, as log(q - k) is at later keys.
       heads: pytree of arrays [N, ...]; the rule gets one head's slice. Or None.
       shared: pytree of arrays that all heads share.
       relative: whether the rule depends on q - k alone. It is then evaluated once per

@@ -137,10 +137,10 @@ def _is_finite(eqn: Any) -> bool:
 
 
 def of_seen_pairs(seen: jax.Array, q: "Tokens", k: "Tokens") -> tuple["Tokens", "Tokens"]:
-    """Returns the tokens of every pair, leaves [Q, K, ...]; hidden pairs have those of a seen one.
+    """Returns the tokens of every pair, leaves [Q, K, ...], with a seen pair for each hidden one.
 
-    A rule may be NaN or infinite at pairs that are hidden, and there 0 * NaN would be NaN in the
-    derivative of what all pairs share.
+    A rule may be NaN or infinite at hidden pairs, and 0 * NaN would be NaN in the derivatives of
+    arrays that all pairs share.
 
     Args:
       seen: bool [Q, K].

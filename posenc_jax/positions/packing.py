@@ -108,7 +108,7 @@ def _remember(positions: jax.Array, segment_ids: jax.Array) -> None:
 
 
 def are_restarting(positions: Any, segment_ids: Any) -> bool:
-    """Returns whether positions are known to be those of `from_segment_ids` or its relatives."""
+    """Returns whether a helper returned these positions for these segments in this trace."""
     noted = _RESTARTING.get(id(positions))
     return noted is not None and (noted[0]() is positions and noted[1]() is segment_ids)
 

@@ -281,8 +281,8 @@ def declared_axes_have_their_sizes(case: Case) -> None:
 
 
 _NOT_FINITE = (
-    "log(0), a root of zero or a division by zero, for instance at q == k. A rule is computed for "
-    "all pairs, also for those that are hidden: put jnp.where or jnp.maximum around its argument."
+    "log(0), a root of zero or a division by zero, for instance at q == k: put jnp.where or "
+    "jnp.maximum around its argument."
 )
 
 
