@@ -1037,9 +1037,8 @@ MUTATIONS = [
              "chip[:3] == device", "chip[:2] == device",
              "tests/kernels/test_chips.py::test_what_none_takes_on_a_chip_of_the_table"),
     # Defaults: the scale, packed rows, hidden pairs.
-    Mutation("the factor on q . k is 1", "functional/attention.py",
-             "call = call.replace(scale=tokens.q.shape[-1] ** -0.5)",
-             "call = call.replace(scale=1.0)",
+    Mutation("the factor on q . k is 1", "schemes/scheme.py",
+             "return head_dim**-0.5", "return 1.0",
              "tests/functional/test_attention.py tests/test_every_scheme.py"),
     Mutation("SwinV2: the scale divides g", "schemes/bias/swin_v2.py",
              "gain *= math.sqrt(q.shape[-1])", "pass",

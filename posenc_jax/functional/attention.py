@@ -269,7 +269,7 @@ def self_attention(
         known = call.q_coordinates is None and are_consecutive(*places)
         call = call.replace(contiguous=known)
     if call.scale is None:
-        call = call.replace(scale=tokens.q.shape[-1] ** -0.5)  # Hooks may widen q and k.
+        call = call.replace(scale=scheme.logit_scale(tokens.q.shape[-1]))
     segment_ids, coordinates = call.q_segment_ids, call.q_coordinates
     if segment_ids is not None:
         segment_ids = token_integers(caller, "segment_ids", segment_ids, shape)

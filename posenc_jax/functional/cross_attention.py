@@ -159,7 +159,7 @@ def cross_attention(
         q_segment_ids=q_ids,
         k_segment_ids=k_ids,
         contiguous=False,
-        scale=q.shape[-1] ** -0.5 if call.scale is None else call.scale,
+        scale=scheme.logit_scale(q.shape[-1]) if call.scale is None else call.scale,
     )
     return pipeline.attend(queries, keys, call)
 

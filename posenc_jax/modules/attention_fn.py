@@ -129,7 +129,7 @@ def attention_fn(
         k_positions=k_slots,
         contiguous=length == keys and input_positions is None,
         is_causal=is_causal,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        scale=scheme.logit_scale(query.shape[-1]) if scale is None else scale,
         dropout_rate=dropout_rate if drop else 0.0,
         dropout_key=dropout_rng if drop else None,
     )

@@ -23,7 +23,7 @@ import difflib
 import enum
 import inspect
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, final
 
 import jax
 
@@ -328,6 +328,14 @@ class Scheme:
                 "`return` missing?)."
             )
         return attention(q, k, v, rules)
+
+    @final
+    def logit_scale(self, head_dim: int) -> float:
+        """Returns the factor on q . k where no `scale` is given: 1/sqrt(H), for every scheme.
+
+        H is the head dim of projections, also where `query` and `key` append dimensions.
+        """
+        return head_dim**-0.5
 
     def replace(self, **changes: Any) -> Self:
         """Returns a copy with some settings changed."""
