@@ -62,8 +62,10 @@ class Block(nnx.Module):
             y = jnp.roll(y, (-shift, -shift), (1, 2))
             numbers = jnp.asarray(regions(rows, columns, size, shift))
             segment_ids = jnp.tile(to_windows(numbers, size), (batch, 1))
-        # Coordinates are 0, 1, ... in each window, which `Swin` reads row by row.
-        y = self.attention(to_windows(y, size), segment_ids=segment_ids)
+        # `Swin` reads a window row by row; by default positions would restart in each region.
+        y = self.attention(
+            to_windows(y, size), positions=jnp.arange(size * size), segment_ids=segment_ids
+        )
         y = from_windows(y, size, rows, columns)
         x = x + (jnp.roll(y, (shift, shift), (1, 2)) if shift else y)
         return x + self.mlp(self.mlp_norm(x))

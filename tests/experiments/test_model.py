@@ -119,7 +119,7 @@ def test_layers_attend_within_their_chunk_or_window(layer, first):
 @pytest.mark.parametrize("name", ["none", "sinusoidal", "learned", "t5", "rope"])
 def test_the_scheme_decides_the_scale_of_embeddings_and_not_of_logits(name):
     abstract = nnx.eval_shape(lambda: new_model(make(name)))
-    assert {block.attention.settings.scale for block in abstract.blocks} == {8**-0.5}
+    assert {block.attention.settings.scale for block in abstract.blocks} == {None}
     assert abstract.embed_scale == (4.0 if name == "sinusoidal" else 1.0)
 
 

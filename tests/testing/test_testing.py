@@ -29,7 +29,8 @@ class RunningSum(pe.Scheme):
         return pe.Traits(relative=True, order_only=self.broken != "order_only", reads_x=True)
 
     def init(self, key):
-        return {"w": jax.random.normal(key, (self.model_dim, self.num_heads), jnp.float32)}
+        shape = self.model_dim, self.num_heads
+        return {"w": 0.1 * jax.random.normal(key, shape, jnp.float32)}
 
     def features(self, params, x, q, k, coordinates, segment_ids, state):
         w = params["w"].astype(x.dtype)
