@@ -307,7 +307,9 @@ def test_a_rule_is_evaluated_between_its_bounds(distances):
         rule = t5.rules({"table": table})
         if unbounded:
             rule = dataclasses.replace(rule, bounds=(None, None))
-        values, pull = jax.vjp(lambda rule: rule._of_distances(*distances, 1.0, jnp.int32, None), rule)
+        values, pull = jax.vjp(
+            lambda rule: rule._of_distances(*distances, 1.0, jnp.int32, None), rule
+        )
         return values, pull(weights)[0].heads
 
     traced = jax.jit(outcome, static_argnums=1).trace(table, False)
