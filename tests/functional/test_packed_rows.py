@@ -146,12 +146,13 @@ def test_a_cache_counts_in_each_segment(name):
             outs.append(out)
             start += size
         whole, _ = forward(scheme, params, tokens[:, :25], positions=positions, segment_ids=ids)
-        back = cache.rewind(5)
-        return jnp.concatenate(outs, 1), whole, back.next_positions, back.next_segment_ids
+        back = [cache.rewind(count) for count in (5, 12)]
+        tokens = [(x.next_positions[0], x.next_segment_ids[0]) for x in back]
+        return jnp.concatenate(outs, 1), whole, tokens
 
-    out, whole, position, segment = run(params, TOKENS)
+    out, whole, tokens = run(params, TOKENS)
     np.testing.assert_allclose(out, whole, atol=2e-5)
-    assert (position[0], segment[0]) == (13, 5)
+    assert tokens == [(13, 5), (6, 6)]  # Segment 5 holds position 6.
 
 
 def test_positions_that_are_known_to_restart():
