@@ -179,7 +179,7 @@ def settings(
 def _so_far(
     study: Study, size: str, rows: Mapping[str, Row], results: Lookup, clock: Clock | None
 ) -> Iterator[list[str]]:
-    """Yields what has ended of schemes without a row: scores with counts, and numbers of runs."""
+    """Yields scores with counts, and numbers of ended runs, of schemes without a row."""
     runs = {run.name: run for run in study.runs_of(size, results, clock)}.values()
     waiting = {s: x for s, x in study.compared(size, results).items() if s not in rows}
     for scheme, cell in waiting.items() if any(map(results, runs)) else ():

@@ -50,7 +50,7 @@ def from_hf(
 
     Args:
       config: `config.json` as a dict, or a config object of transformers. Of a config of several
-        parts the `text_config` is read; the same key beside it must mean the same.
+        parts the `text_config` is read; an outer key of the same name must agree with it.
       decoder: whether to read the decoder of a model with an encoder and a decoder (T5, mT5,
         UMT5, Whisper, BART, mBART, MVP, PLBart, Blenderbot, Marian, Pegasus). Required for these,
         refused for others.
@@ -184,7 +184,7 @@ def _read(function: str, config: Any, decoder: bool | None, read: _Reader) -> An
 
 # Names in released configs, which transformers replaces.
 _RENAMED = {"exaone4_5_text": "exaone4", "kimi_k2": "deepseek_v3"}
-# Keys that mean another thing beside a text_config: hidden_size in Ovis 2 and PaliGemma 2.
+# Outer keys with another meaning than in the text_config: hidden_size of Ovis 2, PaliGemma 2.
 _OF_THE_WHOLE = {"hidden_size", "is_decoder", "is_encoder_decoder", "model_type", "pad_token_id"}
 _OF_THE_WHOLE |= {"text_config", "transformers_version"}
 _OF_OTHER_PARTS = {"musicflamingo": {"max_position_embeddings", "rope_parameters"}}  # Of sounds.

@@ -8,7 +8,9 @@ The table has (2R - 1)(2C - 1) entries per head; each layer has its own.
 Coordinates are rows and columns, [2, B, T], of patches anywhere in an image; only their offsets
 matter. Coordinates [B, T] number the patches of a window in row-major order, as the authors
 flatten it: patch p is in row p // C and column p % C. The bias of an offset larger than the window
-is NaN, and so is the output of its query. Shifted windows mask their regions by segment ids.
+is NaN, and so is the output of its query. Shifted windows mask their
+regions by segment ids, and then need `positions=jnp.arange(R * C)`, as by default positions restart
+in each region.
 
 The authors transfer a table to another window size by interpolation: `posenc_jax.resize_grid`, with
 the table as [N, 2R - 1, 2C - 1].
