@@ -42,7 +42,9 @@ SCHEMES = {
     "streaming": (pe.streaming(pe.RoPE(H), 2), {"window": (6, 0)}),
     "stick breaking": (pe.StickBreaking(), {}),
 }
-LONGER = ("shaw", "ssmax", "streaming", "stick breaking")  # To compile, or like others.
+LIKE_OTHERS = (
+    *("rope, window", "alibi, prefix", "learned", "shaw", "ssmax", "streaming", "stick breaking"),
+)
 
 
 def _loss(scheme, word, options, params, tokens, weights, ids, positions):
@@ -72,7 +74,7 @@ def attend(name, word, ids, tokens=TOKENS, positions=None):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=slow if x in LONGER else ()) for x in SCHEMES]
+    "name", [pytest.param(x, marks=slow if x in LIKE_OTHERS else ()) for x in SCHEMES]
 )
 def test_rows_equal_their_sequences(name):
     """In tiles, all layouts by one program; expected is "reference" with positions."""
@@ -116,7 +118,8 @@ def test_chunks_of_a_layer_count_in_each_segment():
         first, cache = layer(x[:, :12], segment_ids=ids[:, :12], cache=cache)
         steps = [first]
         for t in range(12, 17):  # By default, in the last segment.
-            y, cache = layer(x[:, t : t + 1], cache=cache)
+            options = {"segment_ids": ids[:, t : t + 1]} if t % 2 else {}
+            y, cache = layer(x[:, t : t + 1], cache=cache, **options)
             steps.append(y)
         alone = [layer(x[:, part]) for part in (slice(0, 6), slice(6, 17))]
         return layer(x, segment_ids=ids), jnp.concatenate(steps, 1), jnp.concatenate(alone, 1)
@@ -126,7 +129,7 @@ def test_chunks_of_a_layer_count_in_each_segment():
     np.testing.assert_allclose(steps, alone, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["tupe", "learned"])
+@pytest.mark.parametrize("name", ["tupe", pytest.param("learned", marks=slow)])
 def test_a_cache_counts_in_each_segment(name):
     """Chunks go on with the last segment, begin others, and go back to an earlier one."""
     scheme, _ = SCHEMES[name]

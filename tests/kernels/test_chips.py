@@ -107,9 +107,17 @@ def test_packed_and_padded_rows_take_what_whole_ones_take(chip, monkeypatch):
     """By segment_ids alone, with positions of a helper, known or traced, for every scheme."""
     words, choose, helper = [], api.choose, pe.positions.from_segment_ids
 
+    class Zeros(api.Implementation):
+        """Has the results' shapes, and takes no time to trace."""
+
+        name = "zeros"
+
+        def __call__(self, p):
+            return jnp.zeros((*p.q.shape[:3], p.v.shape[3]), p.q.dtype), jnp.zeros(p.q.shape[:3])
+
     def record(problem):
         words.append(choose(problem).name)
-        return api.IMPLEMENTATIONS["reference"]  # cuDNN is not there.
+        return Zeros()
 
     monkeypatch.setattr(api, "choose", record)
     packed, padded = np.zeros((2, 2, 512), np.int32)

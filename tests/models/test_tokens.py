@@ -13,6 +13,7 @@ import posenc_jax as pe
 from examples import bert, checkpoints, deberta, decoder, deepseek, finetune, qwen2_vl, t5
 from posenc_jax.testing import jit_fast
 from tests.models.agreement import IMAGE, VOCABULARY, images, prompts, read
+from tests.support import slow
 
 STEPS = 4
 SAMPLED = {"temperature": 0.7, "top_k": 5}
@@ -50,7 +51,11 @@ def case(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["greedy", "sampled", "deepseek_v3", "qwen2_vl", "t5", "bert", "deberta_v2"]
+    "name",
+    [
+        *("greedy", "qwen2_vl", "t5", "bert"),
+        *(pytest.param(name, marks=slow) for name in ("sampled", "deepseek_v3", "deberta_v2")),
+    ],
 )
 def test_tokens_outside_the_vocabulary(name):
     """One row has one; padding may be any number; other rows are as without it."""
