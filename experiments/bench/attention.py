@@ -1,8 +1,8 @@
 """Attention with each scheme against attention without positions, and against `jax.nn`.
 
-Attention is causal, with one logit scale for all cases; the backward pass has the gradients of all
-learned arrays. Also prints the temporary memory of the compiled program and the seconds of
-compiling it. `jax.nn` takes T5's bias as a matrix. All lengths take some minutes.
+Attention is causal; the backward pass has the gradients of all learned arrays. With `--segments`
+each scheme also attends in packed rows. Also prints the temporary memory of the compiled program
+and the seconds of compiling it. `jax.nn` takes T5's bias as a matrix. All lengths take minutes.
 """
 
 import argparse
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(name, type=positive, default=size, help=f"(default: {size})")
     add("--dtype", choices=tuple(DTYPES), default="float32")
     add("--schemes", type=names, default=names(SCHEMES), help=f"(default: {SCHEMES})")
+    add("--segments", type=positive, default=1, help="of packed rows (default: whole rows alone)")
     add("--forward", action="store_true", help="without the backward pass")
     add(
         "--naive-to",
@@ -74,8 +75,8 @@ def all_cases(shape: tuple[int, int, int, int], options: argparse.Namespace) -> 
     _, length, heads, dim = shape
     backward, dtype = not options.forward, DTYPES[options.dtype]
 
-    def case(scheme, arguments):
-        return peers.jax_case(attend_with(scheme), arguments, backward)
+    def case(scheme, arguments, segments=1):
+        return peers.jax_case(attend_with(scheme, segments=segments), arguments, backward)
 
     def naive(q, k, v, *table):
         bias = peers.t5_matrix(*table, length).astype(dtype) if table else None
@@ -83,7 +84,10 @@ def all_cases(shape: tuple[int, int, int, int], options: argparse.Namespace) -> 
 
     cases = {}
     for name, scheme in named_schemes(options.schemes, sizes_of(heads, dim, length)).items():
-        cases[name] = case(scheme, make_arguments(scheme, shape, dtype))
+        arguments = make_arguments(scheme, shape, dtype)
+        for segments in sorted({1, options.segments}):
+            suffix = f", {segments} segments" if segments > 1 else ""
+            cases[f"{name}{suffix}"] = case(scheme, arguments, segments)
     if length > options.naive_to:
         return cases
     t5 = pe.T5(num_heads=heads)

@@ -35,12 +35,13 @@ def test_ratios_are_to_the_first_case():
 def test_bench_attention_at_tiny_size(tmp_path, capsys):
     path = tmp_path / "attention.json"
     arguments = ["attention", "--rounds=1", "--seconds=0", "--lengths=8"]
-    arguments += ["--heads=2", "--head-dim=4", "--schemes=t5", f"--json={path}"]
+    arguments += ["--heads=2", "--head-dim=4", "--schemes=t5", "--segments=2", f"--json={path}"]
     assert bench.main(arguments) == 0
     assert "compile s" in capsys.readouterr().out
     results = json.loads(path.read_text())["results"]
     assert [r["shape"][1] for r in results] == [8]
-    names = ["none", "t5", "jax.nn without bias", "jax.nn with T5 matrix"]
+    names = [name + more for name in ("none", "t5") for more in ("", ", 2 segments")]
+    names += ["jax.nn without bias", "jax.nn with T5 matrix"]
     assert [row["name"] for row in results[0]["rows"]] == names
     assert all(row["megabytes"] > 0 and row["median"] > 0 for row in results[0]["rows"])
 

@@ -302,7 +302,7 @@ def test_schemes_without_all_scores_are_last():
     def row(name):
         return make_row("kback", name, 2, scores=lambda view, i, n: levels[name] if n else 0.5)
 
-    for names in itertools.permutations(levels):
+    for names in (("none", "rope", "mypkg.mine:MyScheme", "learned"), tuple(levels)[::-1]):
         summary = words_of(render([row(name) for name in names])).partition("Summary")[2]
         order = re.findall("(?:learned|rope|none|MyScheme) (?=0|no)", summary)[:4]
         assert "".join(order) == "learned MyScheme rope none "
