@@ -49,7 +49,6 @@ from posenc_jax.engine.terms import (
 )
 
 _NO_BOUNDS: tuple[int | None, int | None] = (None, None)
-_BLOCK = 128  # Slots of a cache whose keys have consecutive coordinates.
 
 
 class Sizes(NamedTuple):
@@ -199,15 +198,6 @@ class Rule(abc.ABC):
             None: all pairs are seen.
         """
         return jax.vmap(self.added_logits)(self.q_features, self.k_features, q, k)
-
-    def added_to_row(self, q: jax.Array, k: jax.Array, seen: jax.Array) -> jax.Array | None:
-        """Returns `added_to_rows` of one query; keys that it does not see get any number.
-
-        Args:
-          q, k: coordinates [B, 1] and [B, S], or with more axes.
-          seen: bool [B, N or 1, 1, S].
-        """
-        return self.added_to_rows(q, k, seen)
 
     def transformed_logits(
         self, logits: jax.Array, seen: jax.Array, q_features, k_features, q, k
@@ -771,45 +761,6 @@ class DotBias(_FeatureRule):
         if q_features is None:
             return jnp.swapaxes(jnp.take_along_axis(table, entry.T[None], 2), 1, 2)
         return jnp.take_along_axis(table, entry[None], 2)
-
-    def added_to_row(self, q, k, seen):
-        integers = q.ndim == 2 and q.dtype == k.dtype == jnp.int32
-        if integers and self.q_features is not None and self.pair and self.bounds == _NO_BOUNDS:
-            return self._by_blocks(q, k, jnp.any(seen, axis=(1, 2)))
-        return self.added_to_rows(q, k, seen)
-
-    def _by_blocks(self, q: jax.Array, k: jax.Array, used: jax.Array) -> jax.Array:
-        """Returns the logits of a rule with `pair`, which reads both coordinates.
-
-        The rule depends on their difference alone, so both may count from the first key of a
-        block. Where the keys of every block are consecutive, all blocks then have the same
-        coordinates, and what `pair` computes of a key is computed for one block.
-
-        Args:
-          q, k: int32 [B, 1] and [B, S].
-          used: bool [B, S], the keys that some head sees.
-        """
-        batch, keys = k.shape
-        padded, offsets = -(-keys // _BLOCK) * _BLOCK, jnp.arange(_BLOCK, dtype=jnp.int32)
-        starts, used = (jnp.pad(x, ((0, 0), (0, padded - keys))) for x in (k, used))
-        starts = starts.reshape(batch, -1, _BLOCK) - offsets[None, None]
-        unused = ~used.reshape(-1, *starts.shape[1:])
-        first = jnp.max(jnp.where(unused, jnp.iinfo(jnp.int32).min, starts), axis=2)
-        # Differences of larger coordinates may overflow.
-        small = jnp.all((q >= -(2**30)) & (q < 2**30))
-        consecutive = (starts == first[:, :, None]) & (starts >= -(2**30)) & (starts < 2**30)
-        pairs = self.by_pair()
-
-        def in_blocks():
-            over = jax.vmap(pairs.rule, (None, None, None, None, None, 0))
-            over = jax.vmap(over, (None, None, None, None, 0, None))
-            over = jax.vmap(over, (None, 0, 0, None, None, None))
-            over = jax.vmap(over, (None, None, 0, None, 0, None))
-            out = over(pairs.shared, pairs.heads, pairs.q_features[:, 0], None, q - first, offsets)
-            return out.astype(jnp.float32).reshape(batch, out.shape[1], 1, -1)[..., :keys]
-
-        in_order = small & jnp.all(consecutive | unused)
-        return jax.lax.cond(in_order, in_blocks, lambda: pairs.added_to_rows(q, k))
 
 
 @jax.tree_util.register_dataclass
