@@ -32,7 +32,7 @@ Functions and modules that use schemes:
     parts of schemes     apply_rope, apply_rotation, cos_sin, rope_frequencies, alibi_slopes,
                          sinusoidal_encoding, t5_bucket, short_convolution, yarn_logit_scale
     your own schemes     Scheme, Rotary, Rule, Acts, Traits; testing.check
-    kernels              kernels_by_default; your own: Implementation, Problem
+    implementations      Implementation, Problem
     names of schemes     SCHEMES
 
 Letters, in all shapes: B batch, T queries, S keys, N query heads, K key/value heads,
@@ -52,7 +52,6 @@ from posenc_jax.angles import cos_sin as cos_sin
 from posenc_jax.cache.kv_cache import KVCache as KVCache
 from posenc_jax.engine.api import AttentionCall as AttentionCall
 from posenc_jax.engine.api import attention as attention
-from posenc_jax.engine.chips import kernels_by_default as kernels_by_default
 from posenc_jax.engine.problem import Implementation as Implementation
 from posenc_jax.engine.problem import Problem as Problem
 from posenc_jax.engine.rules import ContentBias as ContentBias

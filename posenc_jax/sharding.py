@@ -31,6 +31,7 @@ from posenc_jax.engine.api import AttentionCall, make_problem, run
 from posenc_jax.engine.mask import Window
 from posenc_jax.engine.problem import (
     Implementation,
+    Implementations,
     LogSumExp,
     Problem,
     combine,
@@ -64,7 +65,7 @@ def sequence_parallel_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     method: str = "ring",
-    implementation: str | Implementation | None = None,
+    implementation: Implementations = None,
 ) -> jax.Array:
     """Attention of this device's queries to the keys of all devices along a mesh axis.
 
@@ -154,14 +155,14 @@ class SequenceParallel(Implementation):
 
     axis: str
     method: Literal["ring", "all_gather"] | None = None
-    implementation: str | Implementation | None = None
+    implementation: Implementations = None
     name = "sequence_parallel"
 
     def __post_init__(self):
         if self.method is not None:
             one_of("SequenceParallel", ("ring", "all_gather"), method=self.method)
 
-    def supports(self, problem: Problem) -> str | None:
+    def refusal(self, problem: Problem) -> str | None:
         """Returns None, or the reason why it does not support the problem, and an alternative."""
         for name, is_set in (
             ("mask", problem.mask is not None),
@@ -206,7 +207,7 @@ class SequenceParallel(Implementation):
 
 
 def _over_shards(
-    problem: Problem, axis_name: str, method: str, implementation: str | Implementation | None
+    problem: Problem, axis_name: str, method: str, implementation: Implementations
 ) -> tuple[jax.Array, LogSumExp]:
     """Returns output and log-sum-exp of this device's queries and the keys of all devices."""
     whole, problem = problem, dataclasses.replace(problem, sinks=None, needs_lse=True)

@@ -30,6 +30,7 @@ from posenc_jax.engine.mesh import placement_is_known
 from posenc_jax.engine.pallas import Pallas
 from posenc_jax.engine.problem import (
     Implementation,
+    Implementations,
     LogSumExp,
     Problem,
     platform_of,
@@ -69,7 +70,7 @@ class CommonOptions(TypedDict, total=False):
     softcap: float | None
     dropout_rate: float
     dropout_key: jax.Array | None
-    implementation: str | Implementation | None
+    implementation: Implementations
 
 
 class AttentionArguments(CommonOptions, total=False):
@@ -129,7 +130,7 @@ def attention(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     return_lse: bool = False,
-    implementation: str | Implementation | None = None,
+    implementation: Implementations = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Exact softmax attention with any position rule.
 
@@ -177,7 +178,8 @@ def attention(
         and no log-sum-exp), "jax" (`jax.nn.dot_product_attention`: no rules but biases by
         distance, and no log-sum-exp), "cudnn" (the same with NVIDIA's kernel), an
         `Implementation` such as `posenc_jax.engine.xla.XLA(...)` with settings of your own, or
-        None to choose. An implementation that is named is used or raises; it never falls back.
+        None to choose. An implementation that is named is used or raises; it never falls back. Of
+        a sequence, such as `("pallas", None)`, the first that serves the call is used.
 
     Returns:
       [B, T, N, V] in q's dtype, and with `return_lse` also float32 [B, T, N].
@@ -185,7 +187,7 @@ def attention(
     Raises:
       ValueError: for shapes, head counts and options that do not fit together.
       TypeError: for positions that are not integers.
-      NotImplementedError: if the implementation that is named does not support the call.
+      NotImplementedError: if no implementation that is named supports the call.
 
     >>> import posenc_jax as pe
     >>> q = k = v = jnp.ones((1, 5, 2, 4))
@@ -248,7 +250,7 @@ class AttentionCall:
     dropout_rate: float = 0.0
     dropout_key: jax.Array | None = None
     return_lse: bool = False
-    implementation: str | Implementation | None = None
+    implementation: Implementations = None
 
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, rules: Rule | tuple[Rule, ...] = ()
@@ -295,25 +297,26 @@ class AttentionCall:
         )
 
 
-def run(
-    problem: Problem, implementation: str | Implementation | None = None
-) -> tuple[jax.Array, LogSumExp]:
+def run(problem: Problem, implementation: Implementations = None) -> tuple[jax.Array, LogSumExp]:
     """Returns output and log-sum-exp of a problem; see `Implementation.__call__`.
 
     Raises:
-      NotImplementedError: if the implementation does not support the problem.
+      NotImplementedError: if the implementation, or each of a sequence, refuses the problem.
     """
-    if implementation is None:
-        chosen = choose(problem)
-    else:
-        chosen = find(implementation)
-        reason = _symbolic(problem, chosen) or chosen.supports(problem)
-        if reason is not None:
-            raise NotImplementedError(f'attention: implementation="{chosen.name}": {reason}.')
-    return _run(chosen, problem)
+    choices = implementation if isinstance(implementation, tuple | list) else (implementation,)
+    require(len(choices) > 0, "attention: implementation is an empty sequence.")
+    reasons = []
+    for chosen in [find(x) for x in choices]:
+        if chosen is None:
+            return _run(choose(problem), problem)
+        reason = _symbolic_refusal(problem, chosen) or chosen.refusal(problem)
+        if reason is None:
+            return _run(chosen, problem)
+        reasons.append(f'implementation="{chosen.name}": {reason}')
+    raise NotImplementedError(f"attention: {'; '.join(reasons)}.")
 
 
-def _symbolic(problem: Problem, chosen: Implementation | None = None) -> str | None:
+def _symbolic_refusal(problem: Problem, chosen: Implementation | None = None) -> str | None:
     """Returns why an implementation cannot compute sizes of `jax.export.symbolic_shape`, or None.
 
     Blocks and tiles are chosen by numbers; "reference" and "jax" have neither.
@@ -387,18 +390,18 @@ def _in_groups(attend: Callable, problem: Problem) -> tuple[jax.Array, Any]:
     return moved(attend(p), lambda ids: jnp.argsort(grouping(ids), axis=1).astype(jnp.int32))
 
 
-def find(implementation: str | Implementation) -> Implementation:
-    """Returns the implementation of that name; an `Implementation` is returned unchanged.
+def find(implementation: Any) -> Implementation | None:
+    """Returns the implementation of that name; an `Implementation` and None are returned unchanged.
 
     Raises:
       ValueError: for anything else.
     """
-    if isinstance(implementation, Implementation):
+    if implementation is None or isinstance(implementation, Implementation):
         return implementation
     require(
         isinstance(implementation, str) and implementation in IMPLEMENTATIONS,
-        f"attention: implementation must be None, an Implementation or one of "
-        f"{tuple(IMPLEMENTATIONS)}, got {implementation!r}.",
+        f"attention: implementation must be None, an Implementation, one of "
+        f"{tuple(IMPLEMENTATIONS)} or a sequence of these, got {implementation!r}.",
     )
     return IMPLEMENTATIONS[implementation]
 
@@ -414,7 +417,7 @@ def choose(problem: Problem) -> Implementation:
     tile of queries on: on an H100 they take a sixth to a thirteenth of the time of tiles, and as
     much as cuDNN. Decode steps never take them: on an H100 whole rows take a third of their time.
     """
-    if _symbolic(problem) is not None:
+    if _symbolic_refusal(problem) is not None:
         return IMPLEMENTATIONS["reference"]
     platform, pairs = problem.platform, problem.length * problem.keys
     small = problem.length == 1 or pairs < 32 * 32
@@ -427,7 +430,7 @@ def choose(problem: Problem) -> Implementation:
     if platform == "gpu" and not small and not problem.rules:
         order = ("cudnn", *order)
     known = (IMPLEMENTATIONS[name] for name in order)
-    return next(x for x in known if x.supports(problem) is None)
+    return next(x for x in known if x.refusal(problem) is None)
 
 
 def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Problem:

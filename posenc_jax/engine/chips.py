@@ -1,6 +1,5 @@
 """The chips on which the kernels of this package were right, for `implementation=None`."""
 
-import contextlib
 from typing import NamedTuple
 
 import jax
@@ -44,33 +43,6 @@ CHIPS: tuple[Chip, ...] = (
 A change of the programs of a platform's kernels removes its rows until the steps have run again.
 """
 
-_by_default = jax.make_user_context(None)
-
-
-def kernels_by_default(value: bool | None) -> contextlib.AbstractContextManager[None]:
-    """Sets whether `implementation=None` may take "pallas", in a `with` block of this thread.
-
-    Unset, it may on the chips and versions of `posenc_jax.engine.chips.CHIPS`. Calls that the
-    kernels do not serve, or for which another implementation is as fast, do not take them anyway.
-    The value is read while tracing, and `jax.jit` traces again where it differs.
-
-    Args:
-      value: True for all chips that the kernels are for, also where nobody has checked them;
-        False for none; None for the chips of the table.
-
-    Raises:
-      TypeError: for another value.
-
-    >>> import posenc_jax as pe
-    >>> q = jnp.ones((1, 512, 2, 64), jnp.bfloat16)
-    >>> with pe.kernels_by_default(True):
-    ...     pe.attention(q, q, q, rules=pe.ALiBi(num_heads=2).rules({}), is_causal=True).shape
-    (1, 512, 2, 64)
-    """
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"kernels_by_default: value must be True, False or None, got {value!r}.")
-    return _by_default(value)
-
 
 def here(platform: str | None = None) -> tuple[str, str, str]:
     """Returns kind, version of jax and runtime of the device, as rows of `CHIPS` begin."""
@@ -82,8 +54,6 @@ def here(platform: str | None = None) -> tuple[str, str, str]:
 
 def are_default(problem: Problem) -> bool:
     """Returns whether `None` may take "pallas" for a problem on the device that is there."""
-    if _by_default.value is not None:
-        return _by_default.value
     # No step has values of another head dim, or another jaxlib than jax.
     same = problem.q.shape[3] == problem.v.shape[3] and jax.__version__ == jaxlib.__version__
     dtype, device = problem.q.dtype.name, here(problem.platform)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from posenc_jax.engine.lower import lower
 from posenc_jax.engine.mask import LEAST_LOGIT
 from posenc_jax.engine.mesh import divides_heads
-from posenc_jax.engine.problem import Implementation, Problem, lacking
+from posenc_jax.engine.problem import Implementation, Problem, feature_refusal
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.engine.toeplitz import toeplitz_tile, toeplitz_tile_vjp
 
@@ -29,13 +29,13 @@ class JaxNN(Implementation):
     name = "jax"
     kernel: ClassVar[str | None] = None
 
-    def supports(self, problem: Problem) -> str | None:
+    def refusal(self, problem: Problem) -> str | None:
         p = problem
         other_rules = [r for r in p.rules if not (isinstance(r, LogitBias) and r.relative)]
         if p.q_coordinates.ndim == 3:
             other_rules = p.rules
         ordered = p.rules or p.is_causal or p.window is not None
-        return lacking(
+        return feature_refusal(
             {
                 "rules but biases by distance": other_rules,
                 "softcap": p.softcap is not None,
@@ -109,9 +109,9 @@ class CuDNN(JaxNN):
     name = "cudnn"
     kernel = "cudnn"
 
-    def supports(self, problem: Problem) -> str | None:
+    def refusal(self, problem: Problem) -> str | None:
         p = problem
-        if (reason := super().supports(p)) is not None:
+        if (reason := super().refusal(p)) is not None:
             return reason
         if p.mask is not None:
             return 'a mask would be an array of T x S logits; use "xla"'

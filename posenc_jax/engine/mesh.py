@@ -58,7 +58,7 @@ def divides_heads(problem: Problem) -> bool:
     return bool(open_axes(mesh, AxisType.Auto)) or spec[2] is not None
 
 
-def unshardable(problem: Problem, mesh: Any, batch: Any, heads: Any) -> str | None:
+def mesh_refusal(problem: Problem, mesh: Any, batch: Any, heads: Any) -> str | None:
     """Returns why mesh axes cannot share the batch and the heads of a problem, or None."""
     sizes = problem.sizes()
     rows, parts = _device_count(mesh, batch), _device_count(mesh, heads)
@@ -88,7 +88,7 @@ def problem_specs(problem: Problem, mesh: Any, batch: Any, heads: Any) -> Any:
       ValueError: unless the axes are of the mesh, q is sharded over them alone, and their devices
         divide B and N, and divide K or are a multiple of it.
     """
-    reason = unshardable(problem, mesh, batch, heads)
+    reason = mesh_refusal(problem, mesh, batch, heads)
     require(reason is None, f"attention: {reason}.")
     kv_heads = problem.v.shape[2]
     by_key_head = kv_heads % _device_count(mesh, heads) == 0
@@ -143,14 +143,14 @@ class ShardMapped(Implementation):
     """Whether results say over which axes of a `shard_map` they vary."""
 
     @abc.abstractmethod
-    def refuses(self, problem: Problem) -> str | None:
+    def device_refusal(self, problem: Problem) -> str | None:
         """Returns why one device cannot compute its part, given as types of arrays, or None."""
 
     @abc.abstractmethod
     def on_device(self, problem: Problem) -> tuple[jax.Array, Any]:
         """Computes a problem on one device, or one device's part of it."""
 
-    def supports(self, problem: Problem) -> str | None:
+    def refusal(self, problem: Problem) -> str | None:
         anywhere = self.interpret or self.cross_compile
         if not anywhere and problem.platform != self.platform:
             return (
@@ -166,7 +166,7 @@ class ShardMapped(Implementation):
             )
         if not self.check_vma and _checks_varying(mesh_of(problem)):
             return "inside jax.shard_map it needs check_vma=False"
-        return self.refuses(self._part(problem))
+        return self.device_refusal(self._part(problem))
 
     def axes(self, problem: Problem) -> tuple[Any, Any]:
         """Returns the mesh axes of the batch and of the heads."""

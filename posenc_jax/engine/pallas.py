@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from posenc_jax.engine.mesh import mesh_of, unshardable
+from posenc_jax.engine.mesh import mesh_of, mesh_refusal
 from posenc_jax.engine.problem import Implementation, Problem
 
 
@@ -25,17 +25,17 @@ class Pallas(Implementation):
 
         return PallasTPU()
 
-    def unfit(self, platform: str) -> str | None:
+    def platform_refusal(self, platform: str) -> str | None:
         """Returns why the chip of a platform has no kernels, whatever the problem, or None."""
         if platform not in ("tpu", "gpu"):
             return f"there are kernels for TPUs and NVIDIA GPUs, and the platform is {platform}"
-        return self._kernels(platform).unfit()
+        return self._kernels(platform).platform_refusal()
 
-    def supports(self, problem: Problem) -> str | None:
-        if (reason := self.unfit(problem.platform)) is not None:
+    def refusal(self, problem: Problem) -> str | None:
+        if (reason := self.platform_refusal(problem.platform)) is not None:
             return reason
         kernels, mesh = self._kernels(problem.platform), mesh_of(problem)
-        return kernels.supports(problem) or unshardable(problem, mesh, *kernels.axes(problem))
+        return kernels.refusal(problem) or mesh_refusal(problem, mesh, *kernels.axes(problem))
 
     def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, Any]:
         return self._kernels(problem.platform).on_mesh(problem, mesh, spec)

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -236,7 +236,7 @@ class Problem:
         return self.with_tokens("k", keys | {"features": features})
 
 
-def without_tiles(problem: Problem) -> str | None:
+def tile_refusal(problem: Problem) -> str | None:
     """Returns why tiles cannot evaluate a rule of a problem, in words; None if they can."""
     for rule in problem.rules:  # A subclass may define `added_logits` alone.
         if not rule.whole_rows and type(rule).lower is Rule.lower:
@@ -289,14 +289,14 @@ class Implementation(abc.ABC):
     """One way to compute attention. Fields are its settings, such as block sizes.
 
     Every implementation returns the same numbers as "reference" to rounding, or says through
-    `supports` why it cannot.
+    `refusal` why it cannot.
     """
 
     name: ClassVar[str]
     """The word for `attention(implementation=...)`."""
 
-    def supports(self, problem: Problem) -> str | None:
-        """Returns None, or why the problem is not supported and the remedy."""
+    def refusal(self, problem: Problem) -> str | None:
+        """Returns why the problem is not supported and the remedy, or None: it is."""
         return None
 
     def on_mesh(self, problem: Problem, mesh: Any, spec: Any) -> tuple[jax.Array, Any]:
@@ -323,6 +323,10 @@ class Implementation(abc.ABC):
         """
 
 
+Implementations = str | Implementation | None | Sequence[str | Implementation | None]
+"""What `attention` takes as `implementation`."""
+
+
 def platform_of(q: jax.Array) -> str:
     """Returns the platform of q if it is known, else of `jax.default_device` or the backend.
 
@@ -334,7 +338,7 @@ def platform_of(q: jax.Array) -> str:
     return device.platform if isinstance(device, jax.Device) else device or jax.default_backend()
 
 
-def lacking(features: Mapping[str, Any]) -> str | None:
+def feature_refusal(features: Mapping[str, Any]) -> str | None:
     """Returns a refusal that names the features with a true value, or None."""
     names = [name for name, is_there in features.items() if is_there]
     return f'it has no {" and no ".join(names)}; use "xla", or None to choose' if names else None

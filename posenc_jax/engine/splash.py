@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import require
-from posenc_jax.engine.mesh import ShardMapped, mesh_of, unshardable
-from posenc_jax.engine.problem import Problem, lacking
+from posenc_jax.engine.mesh import ShardMapped, mesh_of, mesh_refusal
+from posenc_jax.engine.problem import Problem, feature_refusal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Splash(ShardMapped):
             f"Splash: block must be a multiple of 128 queries and keys, got {self.block}.",
         )
 
-    def supports(self, problem: Problem) -> str | None:
+    def refusal(self, problem: Problem) -> str | None:
         p = problem
-        reason = lacking(
+        reason = feature_refusal(
             {
                 "rules": p.rules,
                 "dropout": p.dropout_seeds is not None,
@@ -53,9 +53,9 @@ class Splash(ShardMapped):
                 "log-sum-exp with a gradient": p.needs_lse,
             }
         )
-        return reason or super().supports(p) or unshardable(p, mesh_of(p), *self.axes(p))
+        return reason or super().refusal(p) or mesh_refusal(p, mesh_of(p), *self.axes(p))
 
-    def refuses(self, problem: Problem) -> str | None:
+    def device_refusal(self, problem: Problem) -> str | None:
         p = problem
         if p.q.dtype not in (jnp.bfloat16, jnp.float32) or not p.q.dtype == p.k.dtype == p.v.dtype:
             return "q, k and v must all be bfloat16 or all float32"
@@ -63,9 +63,9 @@ class Splash(ShardMapped):
             return 'head dims beyond 256 need implementation="xla"'
         if self.interpret:
             return None
-        from posenc_jax.kernels.tpu.chip import unknown_kind
+        from posenc_jax.kernels.tpu.chip import chip_refusal
 
-        return unknown_kind("TPU v4")
+        return chip_refusal("TPU v4")
 
     def on_device(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         # Imported here: Pallas takes half of the time that this package adds to `import jax`.

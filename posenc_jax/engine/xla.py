@@ -49,9 +49,9 @@ from posenc_jax.engine.problem import (
     pad_axis,
     partition,
     repeat_heads,
+    tile_refusal,
     vary_over,
     with_sinks,
-    without_tiles,
 )
 from posenc_jax.engine.terms import (
     STATIC,
@@ -90,8 +90,8 @@ class XLA(Implementation):
         sizes = {"pairs_at_once": self.pairs_at_once, "row_block": self.row_block}
         positive_integers("XLA", **sizes)
 
-    def supports(self, problem: Problem) -> str | None:
-        return without_tiles(problem)
+    def refusal(self, problem: Problem) -> str | None:
+        return tile_refusal(problem)
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, LogSumExp]:
         p = vary_over(problem)

@@ -19,7 +19,7 @@ from posenc_jax.checks import (
 )
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.mask import Window
-from posenc_jax.engine.problem import Implementation
+from posenc_jax.engine.problem import Implementations
 from posenc_jax.functional.arguments import (
     AttentionOptions,
     check_order,
@@ -173,7 +173,7 @@ def scheme_attention(
     sinks: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
-    implementation: str | Implementation | None = None,
+    implementation: Implementations = None,
 ) -> tuple[jax.Array, KVCache | None]:
     """Self-attention of T tokens with a scheme, after the tokens in the cache if one is given.
 

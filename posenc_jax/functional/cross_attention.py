@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from posenc_jax.checks import array_of_rank, require, token_integers
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.mask import Window
-from posenc_jax.engine.problem import Implementation
+from posenc_jax.engine.problem import Implementations
 from posenc_jax.functional.arguments import check_order, checked, scheme_coordinates
 from posenc_jax.functional.pipeline import Norms, Pipeline, Projections
 from posenc_jax.positions import count_up
@@ -40,7 +40,7 @@ def scheme_cross_attention(
     sinks: jax.Array | None = None,
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
-    implementation: str | Implementation | None = None,
+    implementation: Implementations = None,
 ) -> jax.Array:
     """Attention of T tokens to S tokens of another sequence, with a scheme.
 

@@ -104,7 +104,7 @@ def machine() -> dict[str, Any]:
         "runtime": " ".join(device.client.platform_version.split()),
         "driver": driver,
         "memory GB": (device.memory_stats() or {}).get("bytes_limit", 0) / 1e9,
-        "kernels": Pallas().unfit(jax.default_backend()) or FIT,
+        "kernels": Pallas().platform_refusal(jax.default_backend()) or FIT,
     }
 
 

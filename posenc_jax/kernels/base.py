@@ -18,8 +18,8 @@ from posenc_jax.engine.problem import (
     combine,
     lse_and_delta,
     partition,
+    tile_refusal,
     with_sinks,
-    without_tiles,
 )
 from posenc_jax.engine.terms import DotTerm
 from posenc_jax.kernels.elements import element_of
@@ -35,7 +35,7 @@ class Kernels(ShardMapped):
     """Whether causality and windows by slot are a bias by distance."""
 
     @abc.abstractmethod
-    def unfit(self) -> str | None:
+    def platform_refusal(self) -> str | None:
         """Returns why the chip has no kernels, whatever the problem, or None."""
 
     @abc.abstractmethod
@@ -82,12 +82,14 @@ class Kernels(ShardMapped):
         top = top if lowered.lse_shift is None else top + lowered.lse_shift
         return with_sinks(p, out[:, : p.length], LogSumExp(top, total), LOG2E)
 
-    def supports(self, problem: Problem) -> str | None:
+    def refusal(self, problem: Problem) -> str | None:
         if problem.whole_rows or not problem.normalized:
             return 'rules on whole rows of logits need implementation="xla"'
         if any(rule.adds_values for rule in problem.rules):
             return 'rules that add to values need implementation="xla"'
-        return without_tiles(problem) or super().supports(problem)
+        if problem.length == 1:  # A tile of queries would be padding but for one.
+            return 'one query per row, as in decode steps, needs implementation="dense"'
+        return tile_refusal(problem) or super().refusal(problem)
 
 
 def without_hidden(p: Problem) -> Problem:
@@ -123,13 +125,13 @@ def _seen_if_not_finite(p: Problem) -> jax.Array:
     return seen | finite
 
 
-def refusal(p: Problem, no_room: Callable[[list[int]], str | None]) -> str | None:
+def rule_refusal(p: Problem, vector_refusal: Callable[[list[int]], str | None]) -> str | None:
     """Returns why the kernels of training cannot compute a problem, from shapes alone, or None.
 
     Args:
       p: the problem.
-      no_room: returns why there are no kernels for vectors per distance, from the sizes of the
-        vectors, or None.
+      vector_refusal: returns why there are no kernels for vectors per distance, from the sizes of
+        the vectors, or None.
     """
     if p.mask is not None:
         return 'a given mask needs implementation="xla"; segment_ids and window are supported'
@@ -143,7 +145,7 @@ def refusal(p: Problem, no_room: Callable[[list[int]], str | None]) -> str | Non
             for x in lowered.terms
             if isinstance(x.term, DotTerm) and x.strip is not None
         ]
-        refused.extend(filter(None, [no_room(counts)]))
+        refused.extend(filter(None, [vector_refusal(counts)]))
 
     # Without shardings: arrays are not yet divided over devices.
     jax.eval_shape(look, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), p))

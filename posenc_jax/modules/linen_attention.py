@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import require
 from posenc_jax.engine.mask import Window
-from posenc_jax.engine.problem import Implementation
+from posenc_jax.engine.problem import Implementations
 from posenc_jax.functional.attention import self_attention
 from posenc_jax.functional.cross_attention import cross_attention
 from posenc_jax.functional.pipeline import Pipeline, Projections
@@ -105,7 +105,7 @@ class Attention(AttentionLayer, nn.Module):
     bias_init: _Init | Mapping[str, _Init] = nn.initializers.zeros
     out_bias_init: _Init | None = None
     axis_names: AxisNames | None = None
-    implementation: str | Implementation | None = None
+    implementation: Implementations = None
     shared_encoding: PositionEncoding | None = None
 
     def __post_init__(self):

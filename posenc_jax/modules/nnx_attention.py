@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import require
 from posenc_jax.engine.mask import Window
-from posenc_jax.engine.problem import Implementation
+from posenc_jax.engine.problem import Implementations
 from posenc_jax.functional.attention import self_attention
 from posenc_jax.functional.cross_attention import cross_attention
 from posenc_jax.functional.new_cache import CacheOptions
@@ -99,7 +99,7 @@ class Attention(AttentionLayer, nnx.Module):
         bias_init: _Inits = nnx.initializers.zeros,
         out_bias_init: nnx.Initializer | None = None,
         axis_names: AxisNames | None = None,
-        implementation: str | Implementation | None = None,
+        implementation: Implementations = None,
         rngs: nnx.Rngs,
     ):
         """Makes the projections, and the parameters of the scheme unless layers share them.

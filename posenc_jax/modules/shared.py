@@ -20,7 +20,7 @@ from posenc_jax.checks import (
 )
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.mask import window_sides
-from posenc_jax.engine.problem import Implementation
+from posenc_jax.engine.problem import Implementations
 from posenc_jax.functional.arguments import TokenOptions, token_positions
 from posenc_jax.functional.attention import scheme_embedding, scheme_tables
 from posenc_jax.functional.new_cache import CacheOptions, new_cache
@@ -214,7 +214,7 @@ class AttentionLayer:
     is_causal: bool
     dropout_rate: float
     deterministic: bool | None
-    implementation: str | Implementation | None
+    implementation: Implementations
 
     def spec(self) -> LayerSpec:
         """Returns the settings as a `LayerSpec`."""

@@ -109,7 +109,6 @@ def test_other_functions_are_never_taken_for_equal(names):
 CALLS = {
     "tiles": (IN_TILES, T, "xla"),
     "one query": (("logit",), 1, "dense"),
-    "decode kernel": (("logit",), 1, TPU),
 }
 
 

@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import posenc_jax as pe
 from posenc_jax.engine.api import choose, make_problem
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.problem import Implementation
 from posenc_jax.engine.xla import XLA
+from posenc_jax.kernels.gpu.implementation import PallasGPU
+from posenc_jax.kernels.tpu.implementation import PallasTPU
 from tests.oracle import qkv
 
 Q, K, V = qkv(length=40, heads=2, kv_heads=2, dim=4)
@@ -25,7 +28,7 @@ class Mean(Implementation):
     factor: float = 1.0
     name = "mean"
 
-    def supports(self, problem):
+    def refusal(self, problem):
         return "it has no rules; use None to choose" if problem.rules else None
 
     def __call__(self, problem):
@@ -56,8 +59,57 @@ def test_an_explicit_implementation_never_falls_back():
 def test_unknown_words_and_types_are_named():
     words = "'reference', 'dense', 'xla', 'pallas', 'splash', 'jax', 'cudnn'"
     for unknown in ("flash", 3, XLA):
-        with pytest.raises(ValueError, match=rf"one of \({words}\), got {unknown!r}"):
-            pe.attention(Q, K, V, implementation=unknown)
+        for implementation in (unknown, ("xla", unknown)):
+            with pytest.raises(ValueError, match=rf"one of \({words}\) or .*, got {unknown!r}"):
+                pe.attention(Q, K, V, implementation=implementation)
+
+
+def test_of_a_sequence_the_first_that_serves_is_used():
+    bias = pe.ALiBi(num_heads=2).rules({})
+    twice = 2 * V.mean(1, keepdims=True) + jnp.zeros_like(Q)
+
+    def attend(implementation, rules=()):
+        return pe.attention(Q, K, V, rules=rules, implementation=implementation)
+
+    for sequence in ((Mean(2.0), Mean()), ["splash", Mean(2.0), "xla"]):
+        np.testing.assert_allclose(attend(sequence), twice, rtol=1e-6)
+    for sequence in ((Mean(2.0), None), ("splash", "pallas", Mean(), "dense")):
+        np.testing.assert_allclose(attend(sequence, bias), attend(None, bias), atol=1e-6)
+    with pytest.raises(
+        NotImplementedError,
+        match=r'^attention: implementation="splash": it has no rules.*; implementation="mean": it',
+    ):
+        attend(("splash", Mean()), bias)
+    with pytest.raises(ValueError, match="attention: implementation is an empty sequence"):
+        attend(())
+
+
+def test_kernels_leave_decode_steps_to_others():
+    """Of a sequence for a layer, whose steps then take what `None` takes."""
+    rules, places = pe.ALiBi(2).rules({}), {"q_positions": np.array([39]), "k_positions": np.arange(40)}
+    for kernels in (PallasGPU(interpret=True), PallasTPU(interpret=True)):
+
+        def step(implementation):
+            options = {"is_causal": True, "implementation": implementation}
+            return pe.attention(Q[:, -1:], K, V, rules=rules, **places, **options)
+
+        np.testing.assert_array_equal(step((kernels, None)), step(None))
+        with pytest.raises(NotImplementedError, match=r'in decode steps, needs .*"dense"'):
+            step(kernels)
+
+
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+def test_layers_take_a_sequence_of_implementations(library):
+    x = np.cos(np.arange(72, dtype=np.float32)).reshape(1, 9, 8)
+
+    def output(implementation):
+        options = {"position": pe.ALiBi(2), "is_causal": True, "implementation": implementation}
+        if library == "nnx":
+            return pe.nnx.Attention(8, 2, **options, rngs=nnx.Rngs(0))(x)
+        layer = pe.linen.Attention(2, **options)
+        return layer.init_with_output(jax.random.key(0), x)[0]
+
+    np.testing.assert_array_equal(output(("pallas", "reference")), output("reference"))
 
 
 @pytest.mark.parametrize(("sizes", "error"), [((0, 8), ValueError), ((8, 2.0), TypeError)])

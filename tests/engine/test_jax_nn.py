@@ -169,7 +169,7 @@ def test_cudnn_refuses_what_it_cannot_do(on_gpu, options, message):
 def test_cudnn_needs_a_gpu_of_its_dtypes_and_head_dims(on_gpu, monkeypatch):
     def message(q, **options):
         problem = _problem(q, q, q, **options)
-        return jax_nn.CuDNN().supports(dataclasses.replace(problem, needs_lse=False))
+        return jax_nn.CuDNN().refusal(dataclasses.replace(problem, needs_lse=False))
 
     half = jnp.zeros((1, 64, 2, 136), jnp.bfloat16)
     assert message(half[..., :128]) is None
@@ -195,7 +195,7 @@ def test_cudnn_with_rules_needs_all_heads(on_gpu):
             q = jnp.zeros((2, 64, 4, 64), jnp.bfloat16)
             q = jax.device_put(q, jax.NamedSharding(mesh, jax.P(*spec)))
             problem = dataclasses.replace(_problem(q, q, q, rules=rules), needs_lse=False)
-            return jax_nn.CuDNN().supports(problem)
+            return jax_nn.CuDNN().refusal(problem)
 
     explicit, auto = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
     assert reason(("data",), explicit) is None

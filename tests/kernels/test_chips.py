@@ -169,42 +169,16 @@ def test_other_chips_and_versions_wait_for_a_run(chip, monkeypatch, change):
     assert _chosen(T5) == "pallas"
     change(monkeypatch, chip)
     assert _chosen(T5) == "xla" and _chosen() == "cudnn"
-    with pe.kernels_by_default(True):
-        assert _chosen(T5) == "pallas" and _chosen() == "cudnn"
 
 
-def test_tpus_wait_for_a_run(chip):
+def test_tpus_wait_for_a_run(chip, monkeypatch):
     chip.platform, chip.device_kind = "tpu", "TPU v6 lite"
     decode = _places(1, 2**18)
     assert (_chosen(T5), _chosen(), _chosen(ALIBI, **decode)) == ("xla", "splash", "dense")
-    with pe.kernels_by_default(True):
+    row = H100._replace(device_kind=chip.device_kind)
+    with monkeypatch.context() as patch:
+        patch.setattr(chips, "CHIPS", (row,))
         assert (_chosen(T5), _chosen(), _chosen(ALIBI, **decode)) == ("pallas", "splash", "dense")
-
-
-@gpu_lowered
-def test_the_setting_of_a_program_is_part_of_what_is_traced(chip):
-    words = []
-
-    @jax.jit
-    def ask(x):
-        words.append(_chosen(T5))
-        return x
-
-    x = jax.ShapeDtypeStruct((), jnp.float32)
-    for value, word in ((None, "pallas"), (False, "xla"), (True, "pallas")):
-        for _ in range(2):
-            with pe.kernels_by_default(value):
-                ask.trace(x)
-        assert words == [word], value
-        words.clear()
-    ask.trace(x)
-    assert not words
-    chip.device_kind = "NVIDIA A100"
-    chip.compute_capability = "8.0"
-    with pe.kernels_by_default(True):
-        assert _chosen(T5) == "xla"  # There are no kernels.
-    with pytest.raises(TypeError, match="value must be True, False or None, got 'pallas'"):
-        pe.kernels_by_default("pallas")
 
 
 @gpu_lowered
@@ -246,8 +220,9 @@ def test_the_committed_run_gives_the_row():
     chip = program.chip_of(about, program.passed(_rows()))
     assert chip is not None and chips.CHIPS[0][:4] == chip[:4]
     assert chips.CHIPS[0][4:] == (about["date"], about["commit"])
-    names = {step.name for step in steps.steps()}
-    assert {row["step"] for row in _rows() if row["implementation"] == "pallas"} == names
+    names = {step.name for step in steps.steps()}  # The run had decode steps, too.
+    ran = {row["step"] for row in _rows() if row["implementation"] == "pallas"}
+    assert {name for name in ran if not name.startswith("decode: ")} == names
 
 
 def test_the_row_is_of_the_kernels_as_they_are():
@@ -261,7 +236,7 @@ def test_the_row_is_of_the_kernels_as_they_are():
     files += [package / "kernels" / f"{name}.py" for name in ("base", "elements", "operands")]
     files += sorted(package.glob("kernels/gpu/*.py"))
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    assert not chips.CHIPS or digest[:12] == "ca1e031faba0"
+    assert not chips.CHIPS or digest[:12] == "a198cea2ee27"
 
 
 @pytest.mark.parametrize(

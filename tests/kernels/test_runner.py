@@ -20,7 +20,7 @@ FAKE = """
     if "machine" in arguments:
         write({"machine": {"device": "gpu: NVIDIA H100"}})
         sys.exit()
-    if arguments["family"] == "decode":
+    if arguments["family"] == "tiles":
         sys.exit("no such kernel")
     part, parts = map(int, arguments["part"].split("/"))
     names = [f"{arguments['family']}: {x}" for x in os.environ["KINDS"].split()][part - 1::parts]
@@ -63,7 +63,7 @@ def fake(tmp_path, monkeypatch):
 
 
 def test_a_step_that_hangs_or_dies_costs_itself_alone(fake, monkeypatch, capsys):
-    monkeypatch.setattr(runner, "RUNS", [("pallas", "forward", 1), ("library", "decode", 1)])
+    monkeypatch.setattr(runner, "RUNS", [("pallas", "forward", 1), ("library", "tiles", 1)])
     run = fake()
     rows = run.run("gpu")
     outcomes = [row["outcome"] for row in rows]

@@ -296,7 +296,7 @@ def test_programs_of_another_device_take_its_default(on_tpu):
         half = committed.astype(jnp.bfloat16)
         problem = api.make_problem(half, half, half, (), call)
         problem = dataclasses.replace(problem, needs_lse=False)
-        assert api.IMPLEMENTATIONS[word].supports(problem).endswith("the platform is cpu")
+        assert api.IMPLEMENTATIONS[word].refusal(problem).endswith("the platform is cpu")
     for device in ("cpu", jax.devices("cpu")[0]):
         with jax.default_device(device), described("TPU v5 lite"):
             text = str(jax.make_jaxpr(lambda q: pe.attention(q, q, q))(q))

@@ -12,7 +12,7 @@ from posenc_jax.kernels.checks.steps import FAMILIES, first_wrong, steps, wrong_
 from posenc_jax.kernels.gpu.implementation import PallasGPU
 from tests.support import gpu_interpreted, slow
 
-SOME = ("backward: table, segments, softcap", "decode: 2 heads of keys")
+SOME = ("backward: table, segments, softcap", "forward: last queries")
 STEPS = [step.name for step in steps()]
 
 

@@ -76,7 +76,7 @@ def described(chip):
     blocks = Blocks(128, 128)
 
     def kernels(case):
-        sizes = {} if case.default_tiles else {"forward": blocks, "backward": blocks, "decode": 128}
+        sizes = {} if case.default_tiles else {"forward": blocks, "backward": blocks}
         return PallasTPU(**sizes, cross_compile=True)
 
     mesh = AbstractMesh((1,), ("x",), abstract_device=abstract_device(device.device_kind))

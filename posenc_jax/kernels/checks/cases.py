@@ -37,9 +37,6 @@ class Case:
       sinks: whether there is a sink per head.
       shuffled: whether the positions are a permutation.
       later: queries are the last T of S = T + `later` tokens.
-      filled: for a decode step of `length` tokens: the tokens in the cache of `keys` slots, by
-        row; k and v are NaN in other slots.
-      keys: S of a decode step.
     """
 
     name: str
@@ -59,13 +56,11 @@ class Case:
     sinks: bool = False
     shuffled: bool = False
     later: int = 0
-    filled: tuple[int, ...] = ()
-    keys: int = 0
 
     @property
     def key_count(self) -> int:
         """S."""
-        return self.keys or self.length + self.later
+        return self.length + self.later
 
 
 class RuleCase(NamedTuple):
@@ -188,9 +183,8 @@ def inputs(case: Case, zero: bool = False) -> Arrays:
         x |= jax.tree.map(np.zeros_like, blank)
     x |= _places(c, random)
     if "q_segment_ids" in x:
-        k_ids = x.get("k_segment_ids", x["q_segment_ids"])
-        x["q"][x["q_segment_ids"] < 0] = np.nan
-        x["k"][k_ids < 0], x["v"][k_ids < 0] = np.nan, np.nan
+        for name in "qkv":
+            x[name][x["q_segment_ids"] < 0] = np.nan
 
     def typed(name, y):
         if name in ("q", "k", "v", "d_out"):
@@ -203,12 +197,6 @@ def inputs(case: Case, zero: bool = False) -> Arrays:
 def _places(c: Case, random: np.random.Generator) -> Arrays:
     """Returns positions and segments, int32, by the names of `attention`'s arguments."""
     at = np.arange(c.key_count, dtype=np.int32)
-    if c.filled:
-        filled = np.array(c.filled, np.int32)[:, None]
-        q_at = filled - c.length + np.arange(c.length, dtype=np.int32)
-        k_ids = np.where(at < filled, 0, -1).astype(np.int32)
-        places = {"q_positions": q_at, "k_positions": np.repeat(at[None], c.batch, 0)}
-        return places | {"q_segment_ids": np.zeros_like(q_at), "k_segment_ids": k_ids}
     if c.later:
         return {"q_positions": at[c.later :], "k_positions": at}
     places = {}

@@ -26,11 +26,9 @@ from posenc_jax.kernels.checks.steps import FAMILIES
 RUNS = (
     ("pallas", "forward", 2),
     ("pallas", "backward", 4),
-    ("pallas", "decode", 1),
     ("pallas", "tiles", 1),
     ("library", "backward", 1),
     ("xla", "backward", 2),
-    ("xla", "decode", 1),
 )
 """Implementations, families, and processes of each on GPUs: one traces and lowers in one thread.
 

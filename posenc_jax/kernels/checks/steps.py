@@ -20,7 +20,7 @@ from posenc_jax.engine.blocks import Blocks
 from posenc_jax.kernels.checks import cases
 from posenc_jax.kernels.checks.cases import Arrays, Case
 
-FAMILIES = ("forward", "backward", "decode", "tiles")
+FAMILIES = ("forward", "backward", "tiles")
 """In the order in which they are to be run."""
 
 _ELEMENT = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
@@ -74,7 +74,7 @@ class Step:
         if self.case.default_tiles:
             return PallasTPU(interpret=self.interpret)
         blocks = Blocks(128, 128)
-        return PallasTPU(blocks, blocks, decode=128, interpret=self.interpret)
+        return PallasTPU(blocks, blocks, interpret=self.interpret)
 
     def compile(self) -> None:
         """Compiles what `run` needs, which it does itself otherwise."""
@@ -92,7 +92,7 @@ class Step:
         """
         if self.repeats:
             return self._repeat()
-        if self.family in ("forward", "decode") and self.options["lse"]:
+        if self.family == "forward" and self.options["lse"]:
             if place := wrong_count(*self._outcomes(zero=True)):
                 return place
         return first_wrong(self.case, *self._outcomes())
@@ -147,7 +147,7 @@ def steps(
         if name == "tiles" and implementation == "xla":
             continue
         for case in _PROBLEMS[name]:
-            if small and not case.filled:  # Decode steps are small.
+            if small:
                 case = dataclasses.replace(case, length=min(case.length, 300), default_tiles=False)
             repeats = 0
             if name == "tiles":
@@ -196,27 +196,6 @@ TRAINING = (
     Case("array of all pairs, head dim 64", "array", dim=64),
 )
 """Problems of the forward and the backward pass, the simplest first."""
-
-_decode = functools.partial(
-    Case, batch=3, length=1, heads=8, kv_heads=2, filled=(0, 100, 512), keys=512
-)
-DECODE = (
-    _decode("2 heads of keys"),
-    _decode("one head of keys", kv_heads=1),
-    _decode("8 heads of keys", kv_heads=8),
-    _decode("16 heads of keys", heads=16, kv_heads=16),
-    _decode("head dim 64", dim=64),
-    _decode("head dim 64, 8 heads of keys", kv_heads=8, dim=64),
-    _decode("table, window", "table", window=150),
-    _decode("table, 4 queries", "table", length=4, kv_heads=4),
-    _decode("separable", "separable"),
-    _decode("pair", "pair"),
-    _decode("product", "product", dim=64),
-    _decode("softcap, sinks", softcap=3.0, sinks=True),
-    _decode("blocks of the default size", filled=(0, 5000, 9000), keys=9000, default_tiles=True),
-    _decode("float32", dtype="float32"),
-)
-"""Decode steps; the caches of the rows are empty, filled in part, and full."""
 
 _tiles = functools.partial(Case, length=3072, default_tiles=True)
 TILES = (
@@ -301,4 +280,4 @@ def wrong_count(got: Arrays, want: Arrays) -> str | None:
     return f"lse: {_place('lse', index)} sees {a[index]:.4g} keys, expected {b[index]:.4g}"
 
 
-_PROBLEMS = {"forward": TRAINING, "backward": TRAINING, "decode": DECODE, "tiles": TILES}
+_PROBLEMS = {"forward": TRAINING, "backward": TRAINING, "tiles": TILES}

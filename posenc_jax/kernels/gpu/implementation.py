@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.problem import Problem, repeat_heads
-from posenc_jax.kernels.base import Kernels, padded, refusal, without_hidden
+from posenc_jax.kernels.base import Kernels, padded, rule_refusal, without_hidden
 
 _CAPABILITY = "9.0"  # Only these GPUs have the products that the kernels use.
 _MISCOMPILED = range(12080, 12091)  # JAX's attention kernel for these GPUs refuses them, too.
@@ -28,7 +28,7 @@ class PallasGPU(Kernels):
 
     platform = "gpu"
 
-    def unfit(self) -> str | None:
+    def platform_refusal(self) -> str | None:
         if jax.__version_info__ < (0, 11, 2):
             return f"kernels for GPUs need jax 0.11.2 or later, and this is {jax.__version__}"
         if not (self.interpret or self.cross_compile):
@@ -45,10 +45,10 @@ class PallasGPU(Kernels):
                 )
         return None
 
-    def supports(self, problem: Problem) -> str | None:
-        return super().supports(problem) or self.unfit()
+    def refusal(self, problem: Problem) -> str | None:
+        return super().refusal(problem) or self.platform_refusal()
 
-    def refuses(self, problem: Problem) -> str | None:
+    def device_refusal(self, problem: Problem) -> str | None:
         p = problem
         dtypes = [jnp.bfloat16, jnp.float16] + [jnp.float32] * bool(self.interpret)
         if p.q.dtype not in dtypes or not p.q.dtype == p.k.dtype == p.v.dtype:
@@ -59,7 +59,7 @@ class PallasGPU(Kernels):
             return 'batches beyond 65,535 rows need implementation="xla"'
         if p.dropout_seeds is not None:
             return 'dropout needs implementation="xla" on GPUs'
-        return _pairs_refusal(p) or refusal(p, functools.partial(_no_room, p))
+        return _pairs_refusal(p) or rule_refusal(p, functools.partial(_vector_refusal, p))
 
     def on_device(self, problem: Problem) -> tuple[jax.Array, Any]:
         from posenc_jax.engine.rules import DotBias
@@ -113,7 +113,7 @@ def _cuda_version() -> int | None:
     return None
 
 
-def _no_room(p: Problem, counts: list[int]) -> str | None:
+def _vector_refusal(p: Problem, counts: list[int]) -> str | None:
     """Returns why there is no kernel for vectors of `counts` numbers per distance, or None."""
     from posenc_jax.kernels.gpu.bands import fits
 

@@ -25,7 +25,7 @@ def device_kind() -> str | None:
     return jax.local_devices()[0].device_kind if jax.default_backend() == "tpu" else None
 
 
-def unknown_kind(*others: str) -> str | None:
+def chip_refusal(*others: str) -> str | None:
     """Returns why kernels do not run on this TPU, or None.
 
     Mosaic has no strided rotations for TPU v4 and older ones, and stops with an internal error.

@@ -1,7 +1,6 @@
 """`implementation="pallas"` on TPU."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +9,10 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import require
 from posenc_jax.engine.blocks import Blocks
-from posenc_jax.engine.dense import Dense
-from posenc_jax.engine.problem import LogSumExp, Problem, with_sinks
-from posenc_jax.engine.terms import Traced, trace_once
-from posenc_jax.kernels.base import Kernels, padded, refusal, without_hidden
-from posenc_jax.kernels.operands import LOG2E
+from posenc_jax.engine.problem import LogSumExp, Problem
+from posenc_jax.kernels.base import Kernels, padded, rule_refusal, without_hidden
 from posenc_jax.kernels.tpu.backward import backward, backward_refusal
-from posenc_jax.kernels.tpu.chip import default_vmem_limit, unknown_kind
-from posenc_jax.kernels.tpu.decode import decode, decode_refusal, decodes
+from posenc_jax.kernels.tpu.chip import chip_refusal, default_vmem_limit
 from posenc_jax.kernels.tpu.forward import forward, forward_refusal
 from posenc_jax.kernels.tpu.spec import TPUSpec
 from posenc_jax.kernels.tpu.tile import LANES
@@ -32,17 +27,14 @@ class PallasTPU(Kernels):
     Attributes:
       forward, backward: queries and keys per tile, multiples of 128. Default: 1024 x 1024,
         512 x 512 in float32, and smaller tiles where these take less time.
-      decode: keys per block where there are at most 16 queries, a multiple of 128. Default:
-        2 MiB of keys and values.
       forward_only: serve problems whose backward pass needs more memory than there is; all
-        derivatives of more than 16 queries raise.
+        derivatives raise.
       interpret, cross_compile, batch_axes, head_axes: see `ShardMapped`; parameters of the
         interpreter are `jax.experimental.pallas.tpu.InterpretParams`.
     """
 
     forward: Blocks | None = None
     backward: Blocks | None = None
-    decode: int | None = None
     forward_only: bool = False
     platform = "tpu"
     mask_by_distance = True  # Then a mask takes one operation per pair.
@@ -54,43 +46,28 @@ class PallasTPU(Kernels):
                 blocks is None or (blocks.q % LANES == 0 and blocks.k % LANES == 0),
                 f"PallasTPU: {name} must have multiples of {LANES} queries and keys, got {blocks}.",
             )
-        require(
-            self.decode is None or (self.decode > 0 and self.decode % LANES == 0),
-            f"PallasTPU: decode must be a multiple of {LANES} keys, got {self.decode}.",
-        )
 
-    def unfit(self) -> str | None:
-        return None if self.interpret else unknown_kind()
+    def platform_refusal(self) -> str | None:
+        return None if self.interpret else chip_refusal()
 
-    def refuses(self, problem: Problem) -> str | None:
+    def device_refusal(self, problem: Problem) -> str | None:
         p = problem
         if p.q.dtype not in _DTYPES or not p.q.dtype == p.k.dtype == p.v.dtype:
             return "q, k and v must all be bfloat16 or all float32"
         if any(x.pairs is not None and x.pairs.dtype not in _DTYPES for x in p.rules):
             return "an array of all pairs must be bfloat16 or float32"
-        if (reason := self.unfit()) is not None:
+        if (reason := self.platform_refusal()) is not None:
             return reason
-        if decodes(p):
-            return _known_from_shapes(
-                lambda p: decode_refusal(p, self.decode, default_vmem_limit()), p
-            )
-        return refusal(p, lambda counts: None) or _known_from_shapes(self._no_memory, p)
+        return rule_refusal(p, lambda counts: None) or _refusal_from_shapes(self._memory_refusal, p)
 
-    def _no_memory(self, p: Problem) -> str | None:
+    def _memory_refusal(self, p: Problem) -> str | None:
         """Returns why a pass needs more memory than there is, or None."""
         spec, operands, _ = self.prepared(without_hidden(p))
         reason = forward_refusal(spec, operands)
         return reason if reason or self.forward_only else backward_refusal(spec, operands)
 
     def on_device(self, problem: Problem) -> tuple[jax.Array, LogSumExp]:
-        if decodes(problem):
-            step, dense = (trace_once(f, problem) for f in (self._decode_step, Dense()))
-            return _decode(*zip(step, dense, strict=True), problem)
         return self.run(without_hidden(problem))
-
-    def _decode_step(self, problem: Problem) -> tuple[jax.Array, LogSumExp]:
-        out, lse = decode(problem, self.decode, self.interpret, default_vmem_limit())
-        return with_sinks(problem, out, lse, LOG2E)
 
     def make_spec(self, problem: Problem, **fields: Any) -> TPUSpec:
         p = problem
@@ -115,18 +92,7 @@ class PallasTPU(Kernels):
         return backward(spec, x, d_out, lse, delta)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _decode(traced: tuple[Traced, Traced], captured: tuple, p: Problem) -> Any:
-    """Returns the first of two functions of a problem, with the derivatives of the second."""
-    return traced[0](captured[0], p)
-
-
-@_decode.defjvp
-def _(traced, primals, tangents):
-    return jax.jvp(lambda captured, p: traced[1](captured[1], p), primals, tangents)
-
-
-def _known_from_shapes(question: Callable[[Problem], str | None], p: Problem) -> str | None:
+def _refusal_from_shapes(question: Callable[[Problem], str | None], p: Problem) -> str | None:
     """Returns the answer to a question about the types of the arrays; nothing is computed."""
     answers = []
     jax.eval_shape(lambda p: answers.append(question(p)), p)
