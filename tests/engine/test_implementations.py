@@ -86,7 +86,10 @@ def test_of_a_sequence_the_first_that_serves_is_used():
 
 def test_kernels_leave_decode_steps_to_others():
     """Of a sequence for a layer, whose steps then take what `None` takes."""
-    rules, places = pe.ALiBi(2).rules({}), {"q_positions": np.array([39]), "k_positions": np.arange(40)}
+    rules, places = (
+        pe.ALiBi(2).rules({}),
+        {"q_positions": np.array([39]), "k_positions": np.arange(40)},
+    )
     for kernels in (PallasGPU(interpret=True), PallasTPU(interpret=True)):
 
         def step(implementation):

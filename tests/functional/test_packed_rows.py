@@ -27,7 +27,7 @@ LAYOUTS = {
     "padding between tokens": np.r_[[4] * 9, [-1] * 3, [4] * 5, [7] * 20, [-1] * 4],
     "descending": np.r_[[2] * 20, [1] * 9, [0] * 12],
     "in turns": APART,
-    "back": np.r_[[0] * 9, [1] * 9, [0] * 23],
+    "back": np.r_[[0] * 9, [1] * 3, [0] * 29],
 }
 H, N = SIZES["head_dim"], SIZES["num_heads"]
 SCHEMES = {
@@ -38,7 +38,7 @@ SCHEMES = {
     "tupe": (pe.TUPE(N, H, SIZES["model_dim"], 64), {}),
     "learned": (pe.LearnedAbsolute(64, SIZES["model_dim"]), {}),
     "ssmax": (pe.SSMax(N), {}),
-    "dual chunks": (pe.DualChunk(H, chunk=9, local=3), {}),
+    "dual chunks": (pe.DualChunk(H, chunk=3, local=1), {}),  # Ids of chunks repeat after 32 tokens.
     "streaming": (pe.streaming(pe.RoPE(H), 2), {"window": (6, 0)}),
     "stick breaking": (pe.StickBreaking(), {}),
 }

@@ -46,9 +46,10 @@ class ChunksBetween:
             return None
         ids, window = in_chunks(self.length, q, attention.q_segment_ids)
         k_ids, _ = in_chunks(self.length, k, attention.k_segment_ids)
+        # Ids repeat after 16 chunks: positions go on, so that the window tells these apart.
         by_slot = attention.q_positions is None and attention.q_segment_ids is None
         same = attention.replace(q_segment_ids=ids, k_segment_ids=k_ids, window=window)
-        same = same.replace(contiguous=by_slot or attention.contiguous)
+        same = same.replace(q_positions=q, k_positions=k, contiguous=by_slot or None)
         count = q % self.length + 1  # Positions back to the chunk before.
         before = keys_before(attention, q, k, count, (self.length - 1, 0))
         return same, before, keys_before(attention, q, k, count + self.length)
