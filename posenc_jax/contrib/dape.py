@@ -20,13 +20,13 @@ Reference code: chuanyang-Zheng/DAPE, DAPE.py, AliBi_DAPE and ParallelKerpleLog_
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import one_of, positive_fields
-from posenc_jax.engine.rules import LogitBias, LogitsTransform
+from posenc_jax.engine.rules import LogitBias, LogitsTransform, added_logits
 from posenc_jax.ops.init import torch_uniforms
 from posenc_jax.schemes.bias.alibi import ALiBi
 from posenc_jax.schemes.bias.kerple import KERPLELog
@@ -41,8 +41,9 @@ class _AddBiasAndNetwork:
 
     def __call__(self, shared, heads, q_feature, k_feature, logits, seen, q, k):
         shared_by_bias, network = shared
-        bias = LogitBias(self.bias, heads, shared_by_bias, relative=True)
-        bias = bias.added_logits(None, None, q[None], k)[:, 0]
+        rule = LogitBias(self.bias, heads, shared_by_bias, relative=True)
+        bias: Any = added_logits(rule, q[None, None], k[None])
+        bias = bias[0, :, 0]
         inputs = jnp.concatenate([logits, bias])
         hidden = jnp.dot(network["in"], inputs, precision="highest")
         hidden = jax.nn.leaky_relu(hidden + network["in_bias"][:, None])

@@ -25,6 +25,7 @@ from posenc_jax.engine.problem import (
     vary_over,
     zero_where,
 )
+from posenc_jax.engine.rules import added_logits
 from posenc_jax.engine.terms import Traced, trace_once
 
 
@@ -184,7 +185,7 @@ def _attend(p: Problem, row_features: tuple, tile: int) -> tuple[jax.Array, LogS
     for rule in p.rules:
         if rule.whole_rows:
             continue
-        term = rule.added_to_rows(*coordinates, seen)
+        term = added_logits(rule, *coordinates, seen)
         if term is not None and rule.scaled:
             scaled += term
         elif term is not None:

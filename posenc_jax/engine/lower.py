@@ -21,7 +21,6 @@ from posenc_jax.engine.terms import (
     AllPairs,
     Lowering,
     LoweringContext,
-    PairTerm,
     Term,
     ValueTable,
 )
@@ -118,7 +117,7 @@ def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
     mask_in_bias = (
         bool(by_distance)
         and all(rule.pairs is None for rule in rules)
-        and not any(isinstance(x.term, PairTerm) for x in terms)
+        and not any(x.term.any_value for x in terms)
         and p.softcap is None
         and p.prefix_length is None
         and p.mask is None

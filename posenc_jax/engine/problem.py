@@ -236,14 +236,6 @@ class Problem:
         return self.with_tokens("k", keys | {"features": features})
 
 
-def tile_refusal(problem: Problem) -> str | None:
-    """Returns why tiles cannot evaluate a rule of a problem, in words; None if they can."""
-    for rule in problem.rules:  # A subclass may define `added_logits` alone.
-        if not rule.whole_rows and type(rule).lower is Rule.lower:
-            return f'{type(rule).__name__} defines no `lower`, so it needs implementation="dense"'
-    return None
-
-
 class LogSumExp(NamedTuple):
     """The log-sum-exp of the logits of each query, top + log(total), both float32.
 

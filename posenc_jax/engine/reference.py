@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from posenc_jax.engine.dropout import keep_mask
 from posenc_jax.engine.problem import Implementation, LogSumExp, Problem, repeat_heads, softmax
+from posenc_jax.engine.rules import added_logits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Reference(Implementation):
             if rule.whole_rows:
                 continue
             coordinates = p.q_coordinates, p.k_coordinates
-            term = rule.added_to_rows(*coordinates, seen)
+            term = added_logits(rule, *coordinates, seen)
             if term is not None and rule.scaled:
                 scaled += term
             elif term is not None:

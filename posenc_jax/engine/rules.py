@@ -13,8 +13,8 @@ each call, which compiles again outside of `jit`.
     LogitsTransform  a function of a query's complete logit row     CoPE, stick-breaking, PaTH
     ValueBias        a vector per pair, added to the values         Shaw
 
-A backend reads rules through `Rule.lower`, the reference through the methods that define
-them (`added_logits`, `transformed_logits`, `added_values`).
+Methods define the numbers of a rule: `logit` or `tile` of one row and head, `transformed_logits`,
+and `added_values`. Tiles of backends go through `Rule.lower`, which finds what is constant.
 """
 
 import abc
@@ -38,14 +38,15 @@ from posenc_jax.engine.terms import (
     DotTerm,
     Lowering,
     LoweringContext,
-    PairTerm,
-    SeparableTerm,
+    RuleTerm,
     Tokens,
     ValueTable,
     in_reach,
     may_be_infinite,
-    of_seen_pairs,
     over_heads,
+    pair_of,
+    pairs_of,
+    vmap_rows_and_heads,
 )
 
 _NO_BOUNDS: tuple[int | None, int | None] = (None, None)
@@ -103,12 +104,8 @@ class Rule(abc.ABC):
     }
     """The first axes of the arrays by field, by which meshes shard them."""
 
-    def logits_by_distance(self, distances: jax.Array) -> jax.Array | None:
-        """Returns the logits at int32 distances [R], [N or 1, R] or [B, T, N, R].
-
-        None for a rule that reads more than the distance and the query.
-        """
-        return None
+    any_value: ClassVar[bool] = True
+    """Whether numbers may be of any size, infinite too."""
 
     @abc.abstractmethod
     def on(self, transform: Callable[[jax.Array], jax.Array]) -> Self:
@@ -130,6 +127,8 @@ class Rule(abc.ABC):
     def check(self, sizes: Sizes) -> None:
         """Raises `ValueError` or `TypeError` unless the rule fits an attention call."""
         name, heads = type(self).__name__, sizes.num_heads
+        if not (self.adds_logits or self.pairs is not None or self.whole_rows or self.adds_values):
+            raise TypeError(f"attention: {name} adds nothing: it has no `logit` and no `tile`.")
         for leaf in jax.tree.leaves(self):
             if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
                 raise TypeError(
@@ -170,34 +169,51 @@ class Rule(abc.ABC):
 
     def lower(self, context: LoweringContext) -> Lowering:
         """Returns the rule as a backend evaluates it; empty for a rule on whole rows."""
-        return Lowering()
+        return Lowering(_rule_term(self, context)) if self.adds_logits else Lowering()
 
     def expanded(self) -> Self:
         """Returns a rule on whole rows after its `expand` of `k_features`, if it has one."""
         return self
 
-    def added_logits(
-        self, q_features: Any, k_features: Any, q: jax.Array, k: jax.Array
-    ) -> jax.Array | None:
-        """Returns float32 [N, T, S], or None, for one row of the batch.
+    def logit(self, q: Tokens, k: Tokens) -> jax.Array | None:
+        """Returns the float32 number that is added for one query and one key.
 
-        Args:
-          q_features, k_features: leaves [T, N, ...] and [S, N, ...].
-          q, k: coordinates [T] and [S], or [T, A] and [S, A].
+        Arrays of `heads` are those of one head, and features are in the tokens: see `of_head`.
         """
         return None
 
-    def added_to_rows(
-        self, q: jax.Array, k: jax.Array, seen: jax.Array | None = None
-    ) -> jax.Array | None:
-        """Returns `added_logits` of all rows, float32 [B or 1, N or 1, T, S], or None.
+    def tile(self, q: Tokens, k: Tokens, seen: jax.Array | None = None) -> jax.Array:
+        """Returns the numbers of all pairs of one row and head, float32 [T, S]; default: `logit`.
 
         Args:
-          q, k: coordinates [B, T] and [B, S], or [B, T, A] and [B, S, A].
-          seen: bool [B, N or 1, T, S]; other pairs may get any number, and have no gradient.
-            None: all pairs are seen.
+          q, k: leaves [T, ...] and [S, ...], without slots.
+          seen: bool [T, S]; other pairs may get any number, and have no gradient. None: all pairs
+            are seen.
         """
-        return jax.vmap(self.added_logits)(self.q_features, self.k_features, q, k)
+        return pairs_of(self.logit, q, k, seen)
+
+    @property
+    def is_pairwise(self) -> bool:
+        """Whether the rule is a function of one query and one key."""
+        return type(self).logit is not Rule.logit
+
+    @property
+    def adds_logits(self) -> bool:
+        """Whether the rule adds to logits by `logit` or `tile`."""
+        return self.is_pairwise or type(self).tile is not Rule.tile
+
+    def of_head(self, heads: Any) -> Self:
+        """Returns the rule with the arrays of one head, and without features."""
+        bare: Any = self.with_features(None, None)
+        return bare if heads is None else dataclasses.replace(bare, heads=heads)
+
+    def careful(self, token: Any) -> bool:
+        """Returns whether the rule may be NaN or infinite, for coordinates of this type."""
+        if not self.is_pairwise:
+            return False
+        arrays = self.with_features(None, None), _slice(self.heads, 1)
+        features = _slice(self.q_features, 3), _slice(self.k_features, 3)
+        return may_be_infinite(pair_of, *arrays, *(Tokens(None, token, x) for x in features))
 
     def transformed_logits(
         self, logits: jax.Array, seen: jax.Array, q_features, k_features, q, k
@@ -314,70 +330,55 @@ class _InReach:
         return self.rule(shared, head, q, in_reach(q, k))
 
 
-def _pair_term(rule: Any, context: LoweringContext, horizon: int | None = None) -> PairTerm:
-    """Returns a `LogitBias` or `ContentBias`, evaluated for every pair."""
-    return PairTerm(
+def added_logits(
+    rule: Rule, q: jax.Array, k: jax.Array, seen: jax.Array | None = None
+) -> jax.Array | None:
+    """Returns the numbers that a rule adds to logits, float32 [B or 1, N or 1, T, S], or None.
+
+    Args:
+      rule: the rule; its features are [B, T or S, N, ...].
+      q, k: coordinates [B, T] and [B, S], or [B, T, A] and [B, S, A].
+      seen: bool [B, N or 1, T, S]; other pairs may get any number, and have no gradient. None: all
+        pairs are seen.
+    """
+    if rule.pairs is not None:
+        return rule.pairs.astype(jnp.float32)
+    if not rule.adds_logits:
+        return None
+    token = jax.ShapeDtypeStruct(q.shape[2:], jnp.promote_types(q.dtype, k.dtype))
+    seen = seen if seen is not None and rule.careful(token) else None
+
+    def of_head(heads, q, k, seen):
+        return rule.of_head(heads).tile(q, k, seen).astype(jnp.float32)
+
+    def tokens(x, features):
+        return Tokens(None, x[:, None], jax.tree.map(_by_head, features))
+
+    heads = jax.tree.map(lambda x: x[None], rule.heads)
+    places = tokens(q, rule.q_features), tokens(k, rule.k_features)
+    return vmap_rows_and_heads(of_head, heads, *places, seen)
+
+
+def _rule_term(rule: Rule, context: LoweringContext, horizon: int | None = None) -> RuleTerm:
+    """Returns a rule as it is evaluated for every pair."""
+    bare: Any = rule.with_features(None, None)
+    return RuleTerm(
         heads=rule.heads,
-        shared=rule.shared,
+        rule=bare if rule.heads is None else dataclasses.replace(bare, heads=None),
         factor=context.scale if rule.scaled else 1.0,
         horizon=horizon,
-        rule=rule.of_pair,
-        of_content=isinstance(rule, ContentBias),
         careful=rule.careful(context.token),
         pairs_at_once=context.pairs_at_once,
     )
 
 
-class _PairRule(Rule):
-    """A rule that is a function of one query and one key, `of_pair`."""
-
-    rule: Callable
-
-    @property
-    def of_pair(self) -> Callable:
-        """The rule for any pair."""
-        return self.rule
-
-    def features_of_pair(self) -> tuple:
-        """Returns the types of the features of one query and one key of a head, if it reads any."""
-        return ()
-
-    def careful(self, token: Any) -> bool:
-        """Returns whether the rule may be NaN or infinite, for coordinates of this type."""
-        arguments = _slice(self.shared, 0), _slice(self.heads, 1), *self.features_of_pair()
-        return may_be_infinite(self.of_pair, *arguments, token, token)
-
-    def added_to_rows(self, q, k, seen=None):
-        token = jax.ShapeDtypeStruct(q.shape[2:], jnp.promote_types(q.dtype, k.dtype))
-        if seen is None or not self.careful(token):
-            return super().added_to_rows(q, k)
-
-        def of_row(q_features, k_features, q, k, seen):
-            def of_head(head, row, col, seen):
-                pairs = of_seen_pairs(seen, Tokens(None, q, row), Tokens(None, k, col))
-                rows, cols = (x.features for x in pairs)
-                read = () if isinstance(self, LogitBias) else (rows, cols)
-                arguments = *read, *(x.coordinates for x in pairs)
-                of_pairs = jax.vmap(jax.vmap(functools.partial(self.of_pair, self.shared, head)))
-                return of_pairs(*arguments).astype(jnp.float32)
-
-            by_head = self.heads, *(jax.tree.map(_by_head, x) for x in (q_features, k_features))
-            leaves = jax.tree.leaves(by_head)
-            if not leaves:
-                return of_head(*by_head, jnp.any(seen, 0))[None]
-            seen = jnp.broadcast_to(seen, (len(leaves[0]), *seen.shape[1:]))
-            return jax.vmap(of_head)(*by_head, seen)
-
-        return jax.vmap(of_row)(self.q_features, self.k_features, q, k, seen)
-
-
 def _by_head(x: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x, 1, 0)
+    return jnp.moveaxis(x, 2, 1)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LogitBias(_PairRule):
+class LogitBias(Rule):
     """A number added to each logit, as a rule on two coordinates.
 
     Attributes:
@@ -410,8 +411,12 @@ class LogitBias(_PairRule):
 
     @property
     def of_pair(self) -> Callable:
-        # Distances beyond int32 count as 2^31 - 1.
+        """The rule for any pair: distances beyond int32 count as 2^31 - 1."""
         return _InReach(self.rule) if self.relative else self.rule
+
+    def logit(self, q, k):
+        out = self.of_pair(self.shared, self.heads, q.coordinates, k.coordinates)
+        return out.astype(jnp.float32)
 
     def on(self, transform):
         rule = _OnCoordinates(self.of_pair, transform)
@@ -436,7 +441,7 @@ class LogitBias(_PairRule):
         horizon = None
         if by_distance and context.drop_constants:
             horizon = context.horizon(high, by_slot=False)
-        term = _pair_term(self, context, horizon)
+        term = _rule_term(self, context, horizon)
         return Lowering(term, dropped=term.dropped(context.dtype))
 
     def _of_distances(
@@ -453,17 +458,6 @@ class LogitBias(_PairRule):
             return factor * out.astype(jnp.float32)
 
         return _between(self.bounds, evaluate, first, stop)
-
-    def added_logits(self, q_features, k_features, q, k):
-        over_k = jax.vmap(self.of_pair, (None, None, None, 0))
-        over = jax.vmap(over_k, (None, None, 0, None))
-        out = over_heads(lambda head: over(self.shared, head, q, k), self.heads)
-        return out.astype(jnp.float32)
-
-    def logits_by_distance(self, distances):
-        if not self.relative:
-            return None
-        return self.added_logits(None, None, distances, jnp.zeros(1, jnp.int32))[:, :, 0]
 
     def dense(self, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
         """Returns the bias as an array, for any other attention.
@@ -505,16 +499,14 @@ class LogitBias(_PairRule):
         heads = arrays[0].shape[0] if arrays else 1
         dtype = jnp.int32 if q.dtype == k.dtype == jnp.int32 else jnp.float32
         self.check(Sizes(1, q.shape[-1], k.shape[-1], heads, heads, 0, axes, dtype))
-        row = functools.partial(self.added_logits, None, None)
-        if q.ndim == 1:
-            return row(q, k)
-        q, k = (jnp.moveaxis(x, 0, -1) if axes else x for x in (q, k))
-        return jax.vmap(row)(q, k)
+        rows = (jnp.moveaxis(x, 0, -1) if axes else jnp.atleast_2d(x) for x in (q, k))
+        out: Any = added_logits(self, *rows)
+        return out[0] if q.ndim == 1 else out
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ContentBias(_FeatureRule, _PairRule):
+class ContentBias(_FeatureRule):
     """A number added to each logit, from features of query and key and their coordinates.
 
     Attributes:
@@ -545,22 +537,15 @@ class ContentBias(_FeatureRule, _PairRule):
             "scheme's `features`.",
         )
         token = _coordinates(sizes)
-        arguments = _slice(self.shared, 0), _slice(self.heads, 1), *self.features_of_pair()
-        arguments = *arguments, token, token
+        features = _slice(self.q_features, 3), _slice(self.k_features, 3)
+        arguments = _slice(self.shared, 0), _slice(self.heads, 1), *features, token, token
         signature = "(shared, head, q_feature, k_feature, q, k) -> scalar"
         _check_function(self, "rule", signature, arguments, sizes)
 
-    def features_of_pair(self):
-        return _slice(self.q_features, 3), _slice(self.k_features, 3)
-
-    def lower(self, context):
-        return Lowering(_pair_term(self, context))
-
-    def added_logits(self, q_features, k_features, q, k):
-        over = jax.vmap(self.rule, (None, None, None, 0, None, 0))
-        over = jax.vmap(over, (None, None, 0, None, 0, None))
-        over = jax.vmap(over, (None, 0, 1, 1, None, None))
-        return over(self.shared, self.heads, q_features, k_features, q, k).astype(jnp.float32)
+    def logit(self, q, k):
+        coordinates = q.coordinates, k.coordinates
+        out = self.rule(self.shared, self.heads, q.features, k.features, *coordinates)
+        return out.astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -653,13 +638,6 @@ class DotBias(_FeatureRule):
         out = over_heads(lambda head: over(self.shared, head, distances), self.heads)
         return out.astype(jnp.float32)
 
-    def logits_by_distance(self, distances):
-        if self.q_features is None:
-            return None
-        vectors, features = self.vectors(distances), self.q_features.astype(jnp.float32)
-        vectors = jnp.broadcast_to(vectors, (features.shape[2], *vectors.shape[1:]))
-        return jnp.einsum("btnf,nrf->btnr", features, vectors, precision="highest")
-
     def by_pair(self) -> ContentBias:
         """Returns an equal rule that is evaluated for every pair."""
         rule = self.pair or _VectorOfPair(self.vector)
@@ -670,7 +648,7 @@ class DotBias(_FeatureRule):
         if context.axes or not context.integer:
             return self.by_pair().lower(context)
         of_keys, by_slot = self.q_features is None, context.contiguous
-        careful = self.careful()
+        careful = self.careful(context.token)
         if careful and not by_slot:  # Which distances are seen is not known.
             return self.by_pair().lower(context)
         # Beyond the horizon a key adds one number, and a query a constant that may be dropped.
@@ -687,15 +665,9 @@ class DotBias(_FeatureRule):
         seen = context.seen if careful else None
         return self._lower_to_dot(context.scale if self.scaled else 1.0, horizon, table, seen)
 
-    def careful(self) -> bool:
-        """Returns whether the vector of a distance may be NaN or infinite."""
+    def careful(self, token):
         distance = jax.ShapeDtypeStruct((), jnp.int32)
         return may_be_infinite(self.vector, _slice(self.shared, 0), _slice(self.heads, 1), distance)
-
-    def added_to_rows(self, q, k, seen=None):
-        if seen is not None and self.careful():
-            return self.by_pair().added_to_rows(q, k, seen)
-        return super().added_to_rows(q, k)
 
     def _lower_to_dot(
         self,
@@ -744,23 +716,23 @@ class DotBias(_FeatureRule):
         )
         return Lowering(term, strip=vectors if distances is None else None, dropped=dropped)
 
-    def added_logits(self, q_features, k_features, q, k):
-        low, high = self.bounds
-        if low is None or high is None or q.ndim > 1 or q.dtype != jnp.int32:
-            return self.by_pair().added_logits(q_features, k_features, q, k)
-        vectors = self.vectors(jnp.arange(low, high + 1, dtype=jnp.int32))
+    def tile(self, q, k, seen=None):
+        (low, high), x = self.bounds, q.coordinates
+        if low is None or high is None or x.ndim > 1 or x.dtype != jnp.int32 or seen is not None:
+            return self.by_pair().tile(q, k, seen)
+        over = jax.vmap(self.vector, (None, None, 0))
+        vectors = over(self.shared, self.heads, jnp.arange(low, high + 1, dtype=jnp.int32))
+        vectors = vectors.astype(jnp.float32)
         distances = DistanceRange(low, high, by_slot=False, open_low=True, open_high=True)
-        entry = distances.entries(q, k, transposed=False)
-        if q_features is None and len(q) == 1:  # A vector for each key, not all for each.
-            features = jnp.moveaxis(vectors, 0, 1)[entry[0]]
-            return (k_features.astype(jnp.float32) * features).sum(-1).T[:, None]
-        features = jnp.moveaxis(k_features if q_features is None else q_features, 1, 0)
-        table = jnp.matmul(
-            features.astype(jnp.float32), jnp.swapaxes(vectors, 1, 2), precision="highest"
-        )
-        if q_features is None:
-            return jnp.swapaxes(jnp.take_along_axis(table, entry.T[None], 2), 1, 2)
-        return jnp.take_along_axis(table, entry[None], 2)
+        entry = distances.entries(x, k.coordinates, transposed=False)
+        of_keys = q.features is None
+        features = (k if of_keys else q).features.astype(jnp.float32)
+        if of_keys and len(x) == 1:  # A vector for each key, not all for each.
+            return (features * vectors[entry[0]]).sum(-1)[None]
+        table = jnp.matmul(features, vectors.T, precision="highest")
+        if of_keys:
+            return jnp.take_along_axis(table, entry.T, 1).T
+        return jnp.take_along_axis(table, entry, 1)
 
 
 @jax.tree_util.register_dataclass
@@ -781,6 +753,8 @@ class SeparableBias(_FeatureRule):
     symmetric: bool = dataclasses.field(default=False, metadata=STATIC)
     scaled: bool = dataclasses.field(default=False, metadata=STATIC)
 
+    any_value = False
+
     def on(self, transform):
         return self
 
@@ -795,14 +769,12 @@ class SeparableBias(_FeatureRule):
             )
 
     def lower(self, context):
-        factor = context.scale if self.scaled else 1.0
         # Tokens at equal positions, such as drafts in a tree, see keys in later slots.
         symmetric = self.symmetric and not (context.is_causal and context.contiguous)
-        return Lowering(SeparableTerm(factor=factor, symmetric=symmetric))
+        return Lowering(_rule_term(dataclasses.replace(self, symmetric=symmetric), context))
 
-    def added_logits(self, q_features, k_features, q, k):
-        a, b = (x.T.astype(jnp.float32) for x in (q_features, k_features))
-        out = a[:, :, None] + b[:, None, :]
+    def logit(self, q, k):
+        out = q.features.astype(jnp.float32) + k.features.astype(jnp.float32)
         return -jnp.abs(out) if self.symmetric else out
 
 
@@ -866,9 +838,6 @@ class DenseBias(Rule):
     def lower(self, context):
         factor = context.scale if self.scaled else 1.0
         return Lowering(pairs=AllPairs(self.pairs, factor))
-
-    def added_to_rows(self, q, k, seen=None):
-        return self.pairs.astype(jnp.float32)
 
 
 @jax.tree_util.register_dataclass

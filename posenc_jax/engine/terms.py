@@ -297,13 +297,16 @@ class Term(abc.ABC):
       factor: a factor on the term.
       horizon: int or None; tiles with every q - k at or beyond it are interior: the term adds
         nothing there, or `interior`. None: no such distance.
+      careful: whether it may be NaN or infinite at hidden pairs, which are then not evaluated.
       gathers: whether slots and coordinates should be given per head and row, as indices of
         one gather (a gather with shared indices is slow on CPU).
+      any_value: whether its numbers may be of any size, infinite too.
       by_head: the fields with arrays [N or 1, ...], which on a tile are of one head.
     """
 
     factor: float = dataclasses.field(default=1.0, metadata=STATIC)
     horizon: int | None = dataclasses.field(default=None, metadata=STATIC)
+    careful: bool = dataclasses.field(default=False, metadata=STATIC)
 
     gathers: ClassVar[bool] = False
     by_head: ClassVar[tuple[str, ...]] = ()
@@ -319,7 +322,7 @@ class Term(abc.ABC):
           seen: bool [Q, K]; other pairs may get any number. None: all are.
           in_vjp: whether `jax.vjp` is applied at once.
         """
-        return jax.vmap(jax.vmap(self.pair, (None, 0)), (0, None))(q, k)
+        return pairs_of(self.pair, q, k, seen)
 
     def traced(self, q: Tokens, k: Tokens) -> Self:
         """Returns the term with its functions traced, so that the backward pass uses these traces.
@@ -345,6 +348,10 @@ class Term(abc.ABC):
     @property
     def has_interior(self) -> bool:
         """Whether `interior` adds something."""
+        return False
+
+    @property
+    def any_value(self) -> bool:
         return False
 
 
@@ -375,51 +382,49 @@ class Lowering(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PairTerm(Term):
-    """A rule evaluated for every pair.
+class RuleTerm(Term):
+    """A rule, evaluated for every pair.
 
     Attributes:
-      heads: pytree of arrays [N, ...].
-      shared: pytree of arrays without a head axis.
-      captured: arrays that a traced `rule` reads.
-      rule: `rule(shared, head, q, k)`, or with features, `rule(shared, head, row, col, q, k)`.
-      of_content: whether the rule reads features.
-      careful: whether the rule `may_be_infinite`, so that hidden pairs are not evaluated.
-      horizon: the value at this distance is dropped.
+      heads: the rule's arrays by head, [N, ...].
+      rule: the rule without its arrays by head, query or key.
+      captured: arrays that a traced `function` reads.
+      function: `pair_of`, traced, or None.
       pairs_at_once: pairs that are differentiated at once.
     """
 
     heads: Any
-    shared: Any
+    rule: Any
     captured: tuple[jax.Array, ...] = ()
-    rule: Callable = dataclasses.field(metadata=STATIC)
-    of_content: bool = dataclasses.field(metadata=STATIC)
-    careful: bool = dataclasses.field(metadata=STATIC)
+    function: Traced | None = dataclasses.field(default=None, metadata=STATIC)
     pairs_at_once: int = dataclasses.field(metadata=STATIC)
 
     by_head: ClassVar[tuple[str, ...]] = ("heads",)
 
+    @property
+    def any_value(self):
+        return self.rule.any_value
+
     def traced(self, q, k):
+        if not self.rule.is_pairwise:
+            return self
         head = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], self.heads))
-        features = (q.features, k.features) if self.of_content else ()
-        arguments = self.shared, head, *features, q.coordinates, k.coordinates
-        rule, captured = trace_once(self.rule, *arguments)
-        return dataclasses.replace(self, rule=rule, captured=captured)
+        function, captured = trace_once(pair_of, self.rule, head, _bare(q), _bare(k))
+        return dataclasses.replace(self, function=function, captured=captured)
 
     def pair(self, q, k):
-        features = (q.features, k.features) if self.of_content else ()
-        rule = with_captured(self.rule, self.captured)
-        out = rule(self.shared, self.heads, *features, q.coordinates, k.coordinates)
-        out = out.astype(jnp.float32)
+        if not self.rule.is_pairwise:
+            return None
+        out = self._number(q, k)
         if self.horizon is not None:
-            out -= self._far(self.heads, q.coordinates.dtype)
+            out -= self._far(q.coordinates.dtype)
         return differentiable_in_units(out, self.factor)
 
     def tile(self, strip, q, k, seen=None, *, in_vjp):
         length, keys = q.slots.shape[0], k.slots.shape[0]
         size = math.gcd(length, max(self.pairs_at_once // keys, 1))
-        seen = seen if self.careful else None
-        if self.of_content or size == length or not in_vjp:
+        reads_features = bool(jax.tree.leaves((q.features, k.features)))
+        if reads_features or size == length or not in_vjp or not self.rule.is_pairwise:
             return self._tile(q, k, seen)
 
         @jax.checkpoint
@@ -431,21 +436,46 @@ class PairTerm(Term):
         return jax.lax.map(part, parts).reshape(length, keys)
 
     def _tile(self, q, k, seen):
-        if seen is None:
-            return super().tile(None, q, k, in_vjp=True)
-        return jax.vmap(jax.vmap(self.pair))(*of_seen_pairs(seen, q, k))
+        if not self.rule.is_pairwise:
+            out = self.rule.of_head(self.heads).tile(_bare(q), _bare(k), seen)
+            return differentiable_in_units(out, self.factor)
+        return pairs_of(self.pair, q, k, seen)
 
     def dropped(self, dtype: Any) -> jax.Array | None:
         """Returns the constant that `tile` drops, [1, 1, N], for coordinates of a dtype."""
         if self.horizon is None:
             return None
-        far = over_heads(functools.partial(self._far, dtype=dtype), self.heads)
-        return self.factor * far[None, None]
 
-    def _far(self, head, dtype):
+        def far(heads):
+            return dataclasses.replace(self, heads=heads)._far(dtype)
+
+        return self.factor * over_heads(far, self.heads)[None, None]
+
+    def _number(self, q, k):
+        traced = self.function
+        pair = pair_of if traced is None else functools.partial(traced, self.captured)
+        return pair(self.rule, self.heads, _bare(q), _bare(k))
+
+    def _far(self, dtype):
         distance, zero = jnp.asarray(self.horizon, dtype), jnp.zeros((), dtype)
-        rule = with_captured(self.rule, self.captured)
-        return rule(self.shared, head, distance, zero).astype(jnp.float32)
+        return self._number(*(Tokens(None, x, None) for x in (distance, zero)))
+
+
+def pair_of(rule: Any, heads: Any, q: Tokens, k: Tokens) -> jax.Array:
+    """Returns the number of one query and one key, of a rule with the arrays of one head."""
+    return rule.of_head(heads).logit(q, k).astype(jnp.float32)
+
+
+def pairs_of(pair: Callable, q: Tokens, k: Tokens, seen: jax.Array | None) -> jax.Array:
+    """Returns `pair` of all pairs [Q, K]; those that are not in `seen` may get any number."""
+    if seen is None:
+        return jax.vmap(jax.vmap(pair, (None, 0)), (0, None))(q, k)
+    return jax.vmap(jax.vmap(pair))(*of_seen_pairs(seen, q, k))
+
+
+def _bare(tokens: Tokens) -> Tokens:
+    """Returns tokens as rules read them."""
+    return tokens._replace(slots=None)
 
 
 @jax.tree_util.register_dataclass
@@ -455,23 +485,6 @@ class AllPairs:
 
     pairs: jax.Array
     factor: float = dataclasses.field(metadata=STATIC)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SeparableTerm(Term):
-    """A number per query plus a number per key: features [T] and [S].
-
-    Attributes:
-      symmetric: whether the term is -|sum|.
-    """
-
-    symmetric: bool = dataclasses.field(metadata=STATIC)
-
-    def pair(self, q, k):
-        out = q.features.astype(jnp.float32) + k.features.astype(jnp.float32)
-        out = -jnp.abs(out) if self.symmetric else out
-        return differentiable_in_units(out, self.factor)
 
 
 @jax.tree_util.register_dataclass
@@ -571,6 +584,24 @@ class ValueTable:
             return self.spread(entries, q, k, in_vjp=True)
 
         return jax.vjp(spread, jax.lax.full_like(tile, 0.0, shape=shape))[1](tile)[0]
+
+
+def vmap_rows_and_heads(f: Callable, *arguments: Any) -> jax.Array:
+    """Returns `f` for all rows and heads, [B or 1, N or 1, ...].
+
+    Leaves of the arguments are [B or 1, N or 1, ...]. Axes of length one are not mapped over, which
+    would double the time of FIRE's gradient.
+    """
+    return _vmap_leading(functools.partial(_vmap_leading, f), *arguments)
+
+
+def _vmap_leading(f: Callable, *arguments: Any) -> jax.Array:
+    """Vmaps over the leading axis of the leaves where it is longer than one."""
+    axes = jax.tree.map(lambda x: 0 if x.shape[0] > 1 else None, arguments)
+    arguments = jax.tree.map(lambda x: x if x.shape[0] > 1 else x[0], arguments)
+    if not jax.tree.leaves(axes):
+        return f(*arguments)[None]
+    return jax.vmap(f, axes)(*arguments)
 
 
 def over_heads(function: Callable, heads: Any) -> jax.Array:

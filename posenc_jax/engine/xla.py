@@ -49,17 +49,16 @@ from posenc_jax.engine.problem import (
     pad_axis,
     partition,
     repeat_heads,
-    tile_refusal,
     vary_over,
     with_sinks,
 )
 from posenc_jax.engine.terms import (
     STATIC,
     AllPairs,
-    PairTerm,
     Term,
     Tokens,
     ValueTable,
+    vmap_rows_and_heads,
 )
 from posenc_jax.engine.toeplitz import toeplitz_tile, toeplitz_tile_vjp
 
@@ -89,9 +88,6 @@ class XLA(Implementation):
                 raise TypeError(f"XLA: {name} must be Blocks(q, k) or None, got {blocks!r}.")
         sizes = {"pairs_at_once": self.pairs_at_once, "row_block": self.row_block}
         positive_integers("XLA", **sizes)
-
-    def refusal(self, problem: Problem) -> str | None:
-        return tile_refusal(problem)
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, LogSumExp]:
         p = vary_over(problem)
@@ -586,7 +582,7 @@ class Tiles:
 
     def _of_term(self, term: Term, strip, q: Tokens, k: Tokens, seen, interior: bool) -> jax.Array:
         """Evaluates a term for all rows and heads: [B or 1, N or 1, Q, K]."""
-        seen = seen if isinstance(term, PairTerm) and term.careful else None
+        seen = seen if term.careful else None
 
         def evaluate(arrays, strip, q, k, seen):
             of_head = dataclasses.replace(term, **arrays)
@@ -753,24 +749,6 @@ def for_each_block(
         return body(jnp.argmax(counts > number).astype(jnp.int32), carry)
 
     return jax.lax.fori_loop(jnp.int32(0), counts[-1], step, carry)
-
-
-def vmap_rows_and_heads(f: Callable, *arguments: Any) -> jax.Array:
-    """Returns `f` for all rows and heads, [B or 1, N or 1, ...].
-
-    Leaves of the arguments are [B or 1, N or 1, ...]. Axes of length one are not mapped over, which
-    would double the time of FIRE's gradient.
-    """
-    return _vmap_leading(functools.partial(_vmap_leading, f), *arguments)
-
-
-def _vmap_leading(f: Callable, *arguments: Any) -> jax.Array:
-    """Vmaps over the leading axis of the leaves where it is longer than one."""
-    axes = jax.tree.map(lambda x: 0 if x.shape[0] > 1 else None, arguments)
-    arguments = jax.tree.map(lambda x: x if x.shape[0] > 1 else x[0], arguments)
-    if not jax.tree.leaves(axes):
-        return f(*arguments)[None]
-    return jax.vmap(f, axes)(*arguments)
 
 
 def zero_keys(live: jax.Array | None, tree: Any) -> Any:

@@ -18,7 +18,6 @@ from posenc_jax.engine.problem import (
     combine,
     lse_and_delta,
     partition,
-    tile_refusal,
     with_sinks,
 )
 from posenc_jax.engine.terms import DotTerm
@@ -89,7 +88,7 @@ class Kernels(ShardMapped):
             return 'rules that add to values need implementation="xla"'
         if problem.length == 1:  # A tile of queries would be padding but for one.
             return 'one query per row, as in decode steps, needs implementation="dense"'
-        return tile_refusal(problem) or super().refusal(problem)
+        return super().refusal(problem)
 
 
 def without_hidden(p: Problem) -> Problem:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.engine.terms import STATIC, PairTerm, Term, Tokens, inner_jaxpr, trace_once
+from posenc_jax.engine.terms import STATIC, RuleTerm, Term, Tokens, inner_jaxpr, trace_once
 
 _ELEMENTWISE = frozenset(
     "abs add and clamp convert_element_type div eq exp exp2 floor ge gt integer_pow le log "
@@ -77,7 +77,7 @@ def element_of(
     """
     if any(x.ndim != 2 or x.dtype != jnp.int32 for x in coordinates):
         return "coordinates of several axes, or not integers"
-    arrays = (term.heads, term.shared) if isinstance(term, PairTerm) else ((), ())
+    arrays = (term.heads, term.rule) if isinstance(term, RuleTerm) else ((), ())
     of_heads, shared = map(jax.tree.leaves, arrays)
     q_scalars, structure_q = jax.tree.flatten(q_features)
     k_scalars, structure_k = jax.tree.flatten(k_features)
@@ -108,7 +108,7 @@ def element_of(
         k_scalars=tuple(_rows(x) for x in k_scalars),
         reads_coordinates=_reads(jaxpr, jaxpr.invars[-2:]),
         rule=functools.partial(rule, ()),
-        careful=isinstance(term, PairTerm) and term.careful,
+        careful=term.careful,
     )
 
 

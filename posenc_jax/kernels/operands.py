@@ -12,7 +12,7 @@ from posenc_jax.engine.dropout import dropout_rows
 from posenc_jax.engine.lower import Lowered, masked_by_order
 from posenc_jax.engine.mask import differentiable_in_units
 from posenc_jax.engine.problem import Problem, pad_axis, repeat_heads
-from posenc_jax.engine.terms import STATIC, AllPairs, DotTerm, PairTerm
+from posenc_jax.engine.terms import STATIC, AllPairs, DotTerm
 from posenc_jax.kernels.elements import Element, scalar_per_key
 
 EMPTY, PLAIN, RULED, MASKED = 0, 1, 2, 3
@@ -269,7 +269,7 @@ def prepare(
     length, keys = spec.length, spec.keys
     q_tokens, k_tokens, visibility = padded_tokens(p, spec.visibility, length, keys)
     # Masks do not hide NaN or infinity, which a rule of hidden pairs may have.
-    any_value = spec.pairs or any(isinstance(x.term, PairTerm) for x in lowered.terms)
+    any_value = spec.pairs or any(x.term.any_value for x in lowered.terms)
     mask_by_distance &= spec.by_slot and p.softcap is None and not any_value
     if mask_by_distance and visibility.ordered:
         visibility = dataclasses.replace(visibility, mask_in_bias=True)

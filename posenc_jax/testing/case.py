@@ -13,6 +13,7 @@ from posenc_jax.checks import require
 from posenc_jax.engine.api import choose
 from posenc_jax.engine.mask import LEAST_LOGIT
 from posenc_jax.engine.problem import Implementation, Problem, repeat_heads
+from posenc_jax.engine.rules import added_logits
 from posenc_jax.functional.attention import scheme_attention, scheme_embedding
 from posenc_jax.functional.new_cache import new_cache
 from posenc_jax.positions.packing import count_up
@@ -68,7 +69,7 @@ class Spread(Implementation):
         logits = p.scale * jnp.einsum("btnh,bsnh->bnts", q, k)
         for rule in p.rules:
             if not rule.whole_rows:
-                term = rule.added_to_rows(p.q_coordinates, p.k_coordinates)
+                term = added_logits(rule, p.q_coordinates, p.k_coordinates)
                 if term is not None:
                     logits += p.scale * term if rule.scaled else term
         seen = p.visible() & (logits > 0.5 * LEAST_LOGIT)

@@ -1,6 +1,7 @@
 """Schemes and rules written by a user, of ten to twenty lines, that use rarer hooks."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -98,16 +99,30 @@ def test_a_subclass_acts_where_its_hooks_do():
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PerPair(pe.Rule):
-    """`added_logits` alone, without `lower`."""
+    """A number of one query and one key."""
 
     heads: jax.Array
 
     def on(self, transform):
         return self
 
-    def added_logits(self, q_features, k_features, q, k):
-        distances = jnp.abs(q[:, None] - k[None]).astype(jnp.float32)
-        return -self.heads[:, None, None] * distances[None]
+    def logit(self, q, k):
+        return -self.heads * jnp.abs(q.coordinates - k.coordinates).astype(jnp.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PerTile(pe.Rule):
+    """All numbers of a head at once."""
+
+    heads: jax.Array
+
+    def on(self, transform):
+        return self
+
+    def tile(self, q, k, seen=None):
+        distances = jnp.abs(q.coordinates[:, None] - k.coordinates[None])
+        return -self.heads * distances.astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,19 +131,40 @@ class Unregistered(pe.Rule):
         return self
 
 
-def test_a_rule_without_tiles_is_not_dropped():
-    """Beside float64 logits in NumPy, at a length for which tiles are the default."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Empty(Unregistered):
+    """A rule without a number."""
+
+
+@pytest.mark.parametrize("cls", [PerPair, PerTile])
+@pytest.mark.parametrize("implementation", ["reference", "dense", "xla"])
+def test_a_rule_is_one_method(cls, implementation):
+    """Beside float64 logits in NumPy; gradients are those of "reference"."""
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 40, 2, 8)).astype(np.float32)
-    rule = PerPair(jnp.array([0.5, 0.1]))
+    slopes = jnp.array([0.5, 0.1])
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def attend(slopes, implementation):
+        out = pe.attention(q, k, v, rules=cls(slopes), implementation=implementation)
+        return (out**2).sum(), out
+
+    (_, out), slope = jax.value_and_grad(attend, has_aux=True)(slopes, implementation)
     distances = np.abs(np.arange(40)[:, None] - np.arange(40))
     logits = np.einsum("btnh,bsnh->bnts", q, k, dtype=np.float64) / 8**0.5
     logits -= np.array([0.5, 0.1])[:, None, None] * distances
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     expected = np.einsum("bnts,bsnh->btnh", weights, v)
-    np.testing.assert_allclose(pe.attention(q, k, v, rules=rule), expected, atol=1e-5)
-    with pytest.raises(NotImplementedError, match=r'PerPair defines no `lower`.*"dense"'):
-        pe.attention(q, k, v, rules=rule, implementation="xla")
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    (_, expected) = jax.value_and_grad(attend, has_aux=True)(slopes, "reference")
+    np.testing.assert_allclose(slope, expected, rtol=1e-5)
+
+
+def test_rules_that_are_incomplete_are_named():
+    q = k = v = np.ones((1, 4, 2, 8), np.float32)
+    with pytest.raises(TypeError, match="Empty adds nothing: it has no `logit` and no `tile`"):
+        pe.attention(q, k, v, rules=Empty())
     with pytest.raises(TypeError, match=r"Unregistered must be a pytree: put @jax.tree_util.regis"):
         pe.attention(q, k, v, rules=Unregistered())
 

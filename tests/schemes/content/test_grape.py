@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
+from posenc_jax.engine.rules import added_logits
 from tests.oracle import attend, qkv, softmax_attention
 from tests.support import initial, parameters
 
@@ -67,8 +68,7 @@ def test_the_bias_at_far_positions():
     @jax.jit
     def added(q, k, at):
         features = scheme.features(params, None, q, k, None, None, None)[:2]
-        features = jax.tree.map(lambda a: a[0], features)
-        return scheme.rules(params, *features).added_logits(*features, at, at)
+        return added_logits(scheme.rules(params, *features), at[None], at[None])[0]
 
     got = added(q, k, positions)
     near = authors(params, q, k, "both")
