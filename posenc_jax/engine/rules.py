@@ -68,6 +68,23 @@ class Sizes(NamedTuple):
 class Rule(abc.ABC):
     """A term of attention, as data: arrays, and static functions that read them.
 
+    A rule of your own is a pytree with `on` and `logit`, the number of one query and one key, or
+    `tile`, those of many:
+
+    >>> @jax.tree_util.register_dataclass
+    ... @dataclasses.dataclass(frozen=True)
+    ... class Slope(pe.Rule):
+    ...     heads: jax.Array  # [N]
+    ...
+    ...     def on(self, transform):
+    ...         return self
+    ...
+    ...     def logit(self, q, k):
+    ...         return -self.heads * jnp.abs(q.coordinates - k.coordinates).astype(jnp.float32)
+    >>> q = k = v = jnp.ones((1, 5, 2, 4))
+    >>> pe.attention(q, k, v, rules=Slope(jnp.array([0.5, 0.25])), is_causal=True).shape
+    (1, 5, 2, 4)
+
     Attributes:
       heads: pytree of arrays [N, ...], or None.
       shared: pytree of arrays that all heads share, or None.
@@ -187,8 +204,8 @@ class Rule(abc.ABC):
 
         Args:
           q, k: leaves [T, ...] and [S, ...], without slots.
-          seen: bool [T, S]; other pairs may get any number, and have no gradient. None: all pairs
-            are seen.
+          seen: bool [T, S]; other pairs may get any number, and their gradient is to be zero where
+            that is NaN or infinite. None: all pairs are seen.
         """
         return pairs_of(self.logit, q, k, seen)
 
@@ -210,7 +227,7 @@ class Rule(abc.ABC):
     def careful(self, token: Any) -> bool:
         """Returns whether the rule may be NaN or infinite, for coordinates of this type."""
         if not self.is_pairwise:
-            return False
+            return True  # Its `tile` gets the pairs that are seen.
         arrays = self.with_features(None, None), _slice(self.heads, 1)
         features = _slice(self.q_features, 3), _slice(self.k_features, 3)
         return may_be_infinite(pair_of, *arrays, *(Tokens(None, token, x) for x in features))
