@@ -179,7 +179,7 @@ def attention(
         distance, and no log-sum-exp), "cudnn" (the same with NVIDIA's kernel), an
         `Implementation` such as `posenc_jax.engine.xla.XLA(...)` with settings of your own, or
         None to choose. An implementation that is named is used or raises; it never falls back. Of
-        a sequence, such as `("pallas", None)`, the first that serves the call is used.
+        a tuple, such as `("pallas", None)`, the first that serves the call is used.
 
     Returns:
       [B, T, N, V] in q's dtype, and with `return_lse` also float32 [B, T, N].
@@ -304,7 +304,7 @@ def run(problem: Problem, implementation: Implementations = None) -> tuple[jax.A
       NotImplementedError: if the implementation, or each of a sequence, refuses the problem.
     """
     choices = implementation if isinstance(implementation, tuple | list) else (implementation,)
-    require(len(choices) > 0, "attention: implementation is an empty sequence.")
+    require(len(choices) > 0, "attention: implementation is an empty tuple.")
     reasons = []
     for chosen in [find(x) for x in choices]:
         if chosen is None:
@@ -401,7 +401,7 @@ def find(implementation: Any) -> Implementation | None:
     require(
         isinstance(implementation, str) and implementation in IMPLEMENTATIONS,
         f"attention: implementation must be None, an Implementation, one of "
-        f"{tuple(IMPLEMENTATIONS)} or a sequence of these, got {implementation!r}.",
+        f"{tuple(IMPLEMENTATIONS)} or a tuple of these, got {implementation!r}.",
     )
     return IMPLEMENTATIONS[implementation]
 

@@ -80,7 +80,7 @@ def test_of_a_sequence_the_first_that_serves_is_used():
         match=r'^attention: implementation="splash": it has no rules.*; implementation="mean": it',
     ):
         attend(("splash", Mean()), bias)
-    with pytest.raises(ValueError, match="attention: implementation is an empty sequence"):
+    with pytest.raises(ValueError, match="attention: implementation is an empty tuple"):
         attend(())
 
 
