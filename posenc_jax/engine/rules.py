@@ -14,7 +14,7 @@ each call, which compiles again outside of `jit`.
     ValueBias        a vector per pair, added to the values         Shaw
 
 Methods define the numbers of a rule: `logit` or `tile` of one row and head, `transformed_logits`,
-and `added_values`. Tiles of backends go through `Rule.lower`, which finds what is constant.
+and `added_values`. Tiles of backends go through `Rule.lower`, which finds tables and constants.
 """
 
 import abc
@@ -69,7 +69,7 @@ class Rule(abc.ABC):
     """A term of attention, as data: arrays, and static functions that read them.
 
     A rule of your own is a pytree with `on` and `logit`, the number of one query and one key, or
-    `tile`, those of many:
+    `tile`, the numbers of many pairs:
 
     >>> @jax.tree_util.register_dataclass
     ... @dataclasses.dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Rule(abc.ABC):
     def logit(self, q: Tokens, k: Tokens) -> jax.Array | None:
         """Returns the float32 number that is added for one query and one key.
 
-        Arrays of `heads` are those of one head, and features are in the tokens: see `of_head`.
+        `heads` has the arrays of one head, and features are in the tokens: see `of_head`.
         """
         return None
 

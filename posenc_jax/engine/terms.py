@@ -467,7 +467,7 @@ def pair_of(rule: Any, heads: Any, q: Tokens, k: Tokens) -> jax.Array:
 
 
 def pairs_of(pair: Callable, q: Tokens, k: Tokens, seen: jax.Array | None) -> jax.Array:
-    """Returns `pair` of all pairs [Q, K]; those that are not in `seen` may get any number."""
+    """Returns `pair` of all pairs [Q, K]; pairs that are not in `seen` may get any number."""
     if seen is None:
         return jax.vmap(jax.vmap(pair, (None, 0)), (0, None))(q, k)
     return jax.vmap(jax.vmap(pair))(*of_seen_pairs(seen, q, k))
