@@ -87,6 +87,7 @@ class Rotary(Scheme, abc.ABC):
     def __post_init__(self):
         positive_fields(self, "head_dim", "groups")
         self._check_layout()
+        rotary_dims(self.label, self.head_dim, self.rotary_dim, self.rotary_start)
         _ = self.base_frequencies  # Raises for an invalid theta, size or scaling.
 
     @property
@@ -104,7 +105,7 @@ class Rotary(Scheme, abc.ABC):
     @property
     def num_rotated(self) -> int:
         """The number d of dimensions that are rotated."""
-        return rotary_dims(self.label, self.head_dim, self.rotary_dim, self.rotary_start)
+        return self.head_dim - self.rotary_start if self.rotary_dim is None else self.rotary_dim
 
     @property
     def base_frequencies(self) -> np.ndarray:
