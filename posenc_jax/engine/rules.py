@@ -428,7 +428,7 @@ class LogitBias(Rule):
 
     @property
     def of_pair(self) -> Callable:
-        """The rule for any pair: distances beyond int32 count as 2^31 - 1."""
+        """The rule for any pair; distances beyond int32 count as 2^31 - 1."""
         return _InReach(self.rule) if self.relative else self.rule
 
     def logit(self, q, k):

@@ -597,8 +597,8 @@ def vmap_rows_and_heads(f: Callable, *arguments: Any) -> jax.Array:
 
 def _vmap_leading(f: Callable, *arguments: Any) -> jax.Array:
     """Vmaps over the leading axis of the leaves where it is longer than one."""
-    axes = jax.tree.map(lambda x: 0 if x.shape[0] > 1 else None, arguments)
-    arguments = jax.tree.map(lambda x: x if x.shape[0] > 1 else x[0], arguments)
+    axes = jax.tree.map(lambda x: None if x.shape[0] == 1 else 0, arguments)
+    arguments = jax.tree.map(lambda x: x[0] if x.shape[0] == 1 else x, arguments)
     if not jax.tree.leaves(axes):
         return f(*arguments)[None]
     return jax.vmap(f, axes)(*arguments)
