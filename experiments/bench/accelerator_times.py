@@ -313,7 +313,7 @@ def bias_jobs(
 
 
 def decode_jobs(shape: tuple[int, ...], schemes: list[str]) -> list[Job]:
-    """Returns one token against a cache, by the default implementation, "pallas" and `jax.nn`."""
+    """Returns one token against a cache, by the default implementation and `jax.nn`."""
     batch, slots, heads, kv_heads, dim = shape
     row = {"what": f"decode, {heads} heads", "T": slots}
     row["bytes"] = 2 * 2 * math.prod((batch, slots, kv_heads, dim))  # bfloat16, k and v.
@@ -324,10 +324,10 @@ def decode_jobs(shape: tuple[int, ...], schemes: list[str]) -> list[Job]:
         if by == "jax.nn":
             case = jax_nn_case(*arrays[:3])
         else:
-            case = our_case(scheme, arrays, None if by == "default" else by)
+            case = our_case(scheme, arrays)
         return case.call, dict(case.facts)
 
-    cases = [("none", "jax.nn"), *((x, by) for by in ("default", "pallas") for x in schemes)]
+    cases = [("none", "jax.nn"), *((x, "default") for x in schemes)]
     return [
         Job(row | {"name": name, "by": by}, functools.partial(prepare, name, by))
         for name, by in cases

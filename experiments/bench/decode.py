@@ -14,13 +14,12 @@ import posenc_jax as pe
 from experiments.bench.peers import Case, compile_program
 
 
-def our_case(scheme: pe.Scheme, arguments: tuple, implementation: str | None = None) -> Case:
-    """Returns attention of the last token; earlier ones are written by the default implementation.
+def our_case(scheme: pe.Scheme, arguments: tuple) -> Case:
+    """Returns attention of the last token, by the default implementation.
 
     Args:
       scheme: the scheme.
       arguments: q, k, v, parameters and, if the scheme reads it, x, of all tokens.
-      implementation: of `pe.attention`.
     """
     q, k, v, params, *inputs = arguments
     batch, slots, heads, dim = q.shape
@@ -35,28 +34,16 @@ def our_case(scheme: pe.Scheme, arguments: tuple, implementation: str | None = N
         model_dim=heads * dim,
         dtype=q.dtype,
     )
-    scale = dim**-0.5
     first, last = slice(None, slots - 1), slice(slots - 1, None)
 
     def part(slots: slice) -> tuple:
         return tuple(None if y is None else y[:, slots] for y in (q, k, v, x))
 
-    def attend(cache, params, q, k, v, x, implementation=None):
-        return pe.scheme_attention(
-            scheme,
-            params,
-            q,
-            k,
-            v,
-            x=x,
-            cache=cache,
-            scale=scale,
-            is_causal=True,
-            implementation=implementation,
-        )
+    def attend(cache, params, q, k, v, x):
+        return pe.scheme_attention(scheme, params, q, k, v, x=x, cache=cache, is_causal=True)
 
     def step(cache, *arguments):
-        out, after = attend(cache, *arguments, implementation)
+        out, after = attend(cache, *arguments)
         # With the old counters and state, the next call writes the same slots again.
         before = {"length": cache.length, "next_positions": cache.next_positions}
         return out, dataclasses.replace(after, state=cache.state, **before)
