@@ -246,7 +246,7 @@ def explicit_mask(options, batch, heads, length):
         value = options.pop(name, default)
         return value if value is default or isinstance(value, bool | tuple) else np.asarray(value)
 
-    slots = np.arange(length, dtype=np.int32)
+    slots, by_default = np.arange(length, dtype=np.int32), "q_positions" not in options
     q_at, k_at = take("q_positions", slots), take("k_positions", slots)
     window, prefix, ids = take("window"), take("prefix_length"), take("q_segment_ids")
     take("contiguous")
@@ -260,6 +260,9 @@ def explicit_mask(options, batch, heads, length):
     if prefix is not None:
         seen |= (k_at < prefix[:, None])[:, None]
     if ids is not None:
-        seen &= (ids[:, :, None] == ids[:, None]) & (ids >= 0)[:, :, None]
+        same = ids[:, :, None] == ids[:, None]
+        seen &= same & (ids >= 0)[:, :, None]
+        if by_default:  # They restart in each segment.
+            q_at = k_at = np.tril(same, -1).sum(-1).astype(np.int32)
     mask = np.broadcast_to(seen[:, None] & take("mask", True), (batch, heads, *distance.shape))
     return options | {"mask": mask, "q_positions": q_at, "k_positions": k_at}

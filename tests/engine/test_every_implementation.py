@@ -103,7 +103,7 @@ MORE_CASES = [
 
 def _case(kinds, options):
     """Returns the static options, the arrays, the weights of the loss and the other options."""
-    queries = options["q_positions"].shape[0] if "q_positions" in options else T
+    queries = options["q_positions"].shape[-1] if "q_positions" in options else T
     random = np.random.default_rng(0)
 
     def normal(*shape):
