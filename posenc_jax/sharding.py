@@ -269,7 +269,7 @@ def _ring_backward(axis_name, attend, saved, cotangents):
     w (d_out . (out_s - out) + d_lse).
     """
     diff, nondiff, out, lse = saved
-    d_out, d_lse = cotangents  # The derivative of `d_lse.total` is that of `d_lse.top`.
+    d_out, d_lse = cotangents  # `d_lse.total` and `d_lse.top` have the same derivative.
     delta = (d_out * out).sum(-1)
     total = jnp.where(lse.total == 0, 1.0, lse.total)
 

@@ -454,7 +454,7 @@ def with_sinks(
 def lse_and_delta(
     out: jax.Array, lse: LogSumExp, d_out: jax.Array, d_lse: jax.Array, unit: float = 1.0
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns what tiles of the backward pass read: lse and delta, float32 [B, N, T], and d_out.
+    """Returns the arrays of the backward pass: lse and delta, float32 [B, N, T], and d_out.
 
     With weights p = exp(logits - lse) and their cotangent dp, the cotangent of the logits is
     p * (dp - delta). The rounded lse lacks a rest, all of log(total) where logits are near -1e9:

@@ -248,7 +248,7 @@ def _attend_forward(diff, nondiff):
 
 
 def _attend_backward(saved, cotangents):
-    d_out, d_lse = cotangents  # The derivative of `d_lse.total` is that of `d_lse.top`.
+    d_out, d_lse = cotangents  # `d_lse.total` and `d_lse.top` have the same derivative.
     return _backward(*saved, d_out, d_lse.top), None
 
 

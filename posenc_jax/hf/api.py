@@ -174,7 +174,7 @@ def _as_dict(label: str, config: Any) -> Mapping[str, Any]:
 
 
 def _read(function: str, config: Any, decoder: bool | None, read: _Reader) -> Any:
-    """Returns what is read; errors of readers and schemes become a `ValueError` of the function."""
+    """Returns a reader's result; its errors become a `ValueError` of the function."""
     values = _as_dict(f"{function}: config", config)
     try:
         return _read_text_model(values, decoder, read)

@@ -87,7 +87,10 @@ class Kernels(ShardMapped):
         if any(rule.adds_values for rule in problem.rules):
             return 'rules that add to values need implementation="xla"'
         if problem.length == 1:  # A tile of queries would be padding but for one.
-            return 'one query per row, as in decode steps, needs implementation="dense"'
+            return (
+                'one query per row, as in decode steps, needs implementation="dense"; give a layer '
+                'that also decodes ("pallas", None)'
+            )
         return super().refusal(problem)
 
 

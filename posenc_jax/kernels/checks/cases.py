@@ -235,7 +235,7 @@ def expected(case: Case, x: Arrays, *, gradients: bool, lse: bool = True) -> Arr
 
 
 def reference(case: Case, **options: bool) -> Callable:
-    """Returns the function of `expected`, compiled for the CPU; `options` are those of `run`."""
+    """Returns the function of `expected`, compiled for the CPU; `options` are as for `run`."""
     with jax.default_device(jax.devices("cpu")[0]):
         return executable(dataclasses.replace(case, dtype="float32"), "reference", **options)
 

@@ -98,7 +98,7 @@ class Step:
         return first_wrong(self.case, *self._outcomes())
 
     def _outcomes(self, zero: bool = False) -> tuple[Arrays, Arrays]:
-        """Returns the outcome, and what is expected."""
+        """Returns the outcome and the expected arrays."""
         x = cases.inputs(self.case, zero)
         got = cases.run(self.case, self.checked, x, **self.options)
         return got, cases.expected(self.case, x, **self.options)
