@@ -61,6 +61,7 @@ def sequence_parallel_attention(
     is_causal: bool = False,
     window: Window = None,
     prefix_length: jax.Array | None = None,
+    k_visible_until: jax.Array | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
@@ -77,9 +78,9 @@ def sequence_parallel_attention(
       q_positions: integers [B, T], of these queries in the whole sequence.
       k_positions: integers [B, S].
       rules, q_coordinates, k_coordinates, q_segment_ids, k_segment_ids, is_causal, window,
-        prefix_length, scale, softcap, sinks, implementation: as in `attention`, for this device's
-        tokens. What goes by slots, such as `mask` and dropout, is not supported: a shard does not
-        know its slots in the whole sequence.
+        prefix_length, k_visible_until, scale, softcap, sinks, implementation: as in `attention`,
+        for this device's tokens. What goes by slots, such as `mask` and dropout, is not supported:
+        a shard does not know its slots in the whole sequence.
       method: "ring" or "all_gather"; see the module's docstring.
 
     Returns:
@@ -107,6 +108,7 @@ def sequence_parallel_attention(
         is_causal=is_causal,
         window=window,
         prefix_length=prefix_length,
+        k_visible_until=k_visible_until,
         scale=scale,
         softcap=softcap,
         sinks=sinks,

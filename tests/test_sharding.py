@@ -112,6 +112,30 @@ def test_window_sinks_and_softcap_over_a_ring():
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("method", ["ring", pytest.param("all_gather", marks=slow)])
+def test_a_tree_over_a_sharded_sequence(method):
+    """Its tokens are dealt out: `visible_until` travels with the keys."""
+    scheme = pe.T5(SIZES["num_heads"])
+    params, tokens = new(scheme)
+    parents = np.maximum(np.arange(LENGTH) - 1 - np.arange(LENGTH) % 5, -1)
+    tree = at.from_tree(np.tile(parents, (2, 1)))
+    order = zigzag(LENGTH, 8)
+
+    def loss(tokens, implementation):
+        options = tree._asdict() | {"implementation": implementation, "is_causal": True}
+        dealt = tokens.map(lambda x: x[:, order])
+        options |= {name: options[name][:, order] for name in tree._fields}
+        out, _ = pe.scheme_attention(scheme, params, dealt.q, dealt.k, dealt.v, **options)
+        return (out**2).sum(), out
+
+    f = jax.jit(jax.value_and_grad(loss, has_aux=True), static_argnums=1)
+    (_, expected), expected_grads = f(tokens, "reference")
+    with eight(AxisType.Auto):
+        (_, out), grads = f(tokens, SequenceParallel("sequence", method))
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    chex.assert_trees_all_close(jax.device_get(grads), jax.device_get(expected_grads), atol=5e-5)
+
+
 def test_running_sums_start_where_the_shard_before_ended():
     scheme = build(pe.FoX)
     params, tokens = new(scheme)

@@ -25,11 +25,15 @@ from posenc_jax.cache.slots import (
 from posenc_jax.cache.storage import Ring, Slots, order
 from posenc_jax.checks import array_of_rank, integer_positions, integers_from, require
 from posenc_jax.engine.mask import Window, add_saturated
+from posenc_jax.positions.packing import restarting
 from posenc_jax.schemes.combinators.chain import reads_order
 from posenc_jax.schemes.scheme import Scheme
 
 _BY_ROW = "length", "written", "rewindable", "next_positions", "next_segment_ids", "tied", "lost"
 """Arrays [B] of a cache."""
+
+_ALWAYS = 2**31 - 1
+"""`visible_until` of tokens that all later ones see."""
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +54,7 @@ class KVCache:
       positions: int32 [B, S].
       segment_ids: int32 [B, S], -1 in empty slots.
       coordinates: [B, S] or [A, B, S] where calls give coordinates, or None.
+      visible_until: int32 [B, S] where calls may give it, or None.
       k_features: the scheme's arrays per key, [B, S, ...].
       state: the scheme's arrays per sequence, [B, ...].
       past_states: states without the last 1, 2, ... tokens, [B, max_rewind, ...], or None.
@@ -69,6 +74,7 @@ class KVCache:
     positions: jax.Array
     segment_ids: jax.Array
     coordinates: jax.Array | None
+    visible_until: jax.Array | None
     k_features: Any
     state: Any
     past_states: Any
@@ -110,6 +116,7 @@ class KVCache:
         coordinates: jax.ShapeDtypeStruct | None = None,
         k_features: Any = None,
         state: Any = None,
+        visible_until: bool = False,
         scheme: Scheme | None = None,
         max_rewind: int = 0,
         ring: bool = False,
@@ -124,6 +131,7 @@ class KVCache:
           coordinates: shape [B, any] or [A, B, any] to store coordinates, or None.
           k_features: pytree of shapes [B, any, ...].
           state: pytree of shapes [B, ...].
+          visible_until: whether tokens may have one.
           scheme: the scheme whose arrays the cache holds.
           max_rewind: maximum number of tokens that `rewind` takes back, if there is a `state`.
           ring: whether a full row overwrites its oldest tokens.
@@ -171,6 +179,7 @@ class KVCache:
             positions=zeros((batch, capacity)),
             segment_ids=zeros((batch, capacity), value=-1),
             coordinates=None if coordinates is None else slots(coordinates, -1),
+            visible_until=zeros((batch, capacity), value=_ALWAYS) if visible_until else None,
             k_features=jax.tree.map(slots, k_features),
             state=jax.tree.map(lambda x: zeros(x.shape, x.dtype, sharded_axes(x)), state),
             past_states=jax.tree.map(past, state) if max_rewind else None,
@@ -196,6 +205,7 @@ class KVCache:
         k_features: Any = None,
         state: Any = None,
         past_states: Any = None,
+        visible_until: jax.Array | None = None,
         window: Window = None,
     ) -> Self:
         """Returns the cache with T more tokens.
@@ -212,6 +222,7 @@ class KVCache:
           state: the scheme's arrays per sequence, after these tokens.
           past_states: states without the last 1, 2, ... tokens of each row,
             [B, min(T - 1, max_rewind), ...].
+          visible_until: as in `scheme_attention`, int32 [B, T]. Default: later tokens see these.
           window: the window of the attention, as in `attention`. A row of a ring is lost if it
             does not hold all keys in the window of these tokens. Default: not checked.
 
@@ -278,6 +289,7 @@ class KVCache:
             positions=write_slots("positions", self.positions, positions, slots),
             segment_ids=write_slots("segment_ids", ids, segment_ids, slots),
             coordinates=self._with_coordinates(coordinates, slots),
+            visible_until=self._with_visible_until(visible_until, slots),
             state=state,
             past_states=past_states if limit else self.past_states,
             length=length,
@@ -461,6 +473,50 @@ class KVCache:
             lost=self.lost | lost,
         )
 
+    def keep(self, tokens: jax.Array, count: jax.Array | int) -> Self:
+        """Returns the cache with only some of its last tokens, as a branch of a tree of drafts.
+
+        They get the positions after the tokens before them, in their order, and later tokens see
+        them. Their coordinates, depths in the tree, stay. A ring has the limits of `rewind`.
+
+        Args:
+          tokens: integers [B, n], the tokens to keep, counted from 0 for the first of the last
+            `count`; entries below zero keep none.
+          count: number of last tokens, without padding: an integer or integers [B].
+
+        Raises:
+          ValueError: for tokens that are known to be out of range, and as `rewind`. Under `jit`
+            such rows are lost.
+          NotImplementedError: for a scheme with a running state.
+        """
+        if jax.tree.leaves(self.state):
+            raise NotImplementedError("KVCache.keep: the scheme has a running state.")
+        caller, batch = "KVCache.keep", self.length.shape[0]
+        tokens = integer_positions(caller, tokens, "tokens")
+        array_of_rank(caller, "tokens", tokens, 2, "[B, n]")
+        require(len(tokens) == batch, f"{caller}: tokens must be [{batch}, n], got {tokens.shape}.")
+        before = self.rewind(count)
+        past = tokens >= (self.length - before.length)[:, None]
+        if not isinstance(past, Tracer) and past.any():
+            row = int(past.any(1).argmax())
+            raise ValueError(f"{caller}: row {row} has tokens {tokens[row]} of the last {count}.")
+        slots = self.storage.slots(before.length[:, None] + jnp.maximum(tokens, 0), self.capacity)
+
+        def at_slots(x):
+            of_row = jax.vmap(lambda x, slots: x.at[slots].get(mode="clip"))
+            return of_row(x, slots)
+
+        k, v, features, ids = jax.tree.map(
+            at_slots, (self.k, self.v, self.k_features, self.segment_ids)
+        )
+        ids = jnp.where(tokens < 0, -1, ids)
+        coordinates = self.coordinates
+        if coordinates is not None:
+            coordinates = jnp.moveaxis(at_slots(batch_first(coordinates)), (0, 1), (-2, -1))
+        positions = restarting(ids) + before.positions_after(ids)
+        new = before.append(k, v, positions, ids, coordinates=coordinates, k_features=features)
+        return dataclasses.replace(new, lost=new.lost | past.any(1))
+
     def positions_after(self, segment_ids: jax.Array, ids_per_segment: int = 1) -> jax.Array:
         """Returns the position after the last token of each segment in the cache, int32 [B, T].
 
@@ -530,6 +586,14 @@ class KVCache:
         )
         return write_slots("coordinates", old, new, slots, batch=old.ndim - 2)
 
+    def _with_visible_until(self, new: jax.Array | None, slots: jax.Array) -> jax.Array | None:
+        """Returns `visible_until` with the numbers of new tokens, [B, T], in their slots."""
+        if self.visible_until is None:
+            require(new is None, "KVCache: visible_until needs a cache that was made for it.")
+            return None
+        new = jnp.full(slots.shape, _ALWAYS, jnp.int32) if new is None else new
+        return write_slots("visible_until", self.visible_until, new, slots)
+
     def _check_one_layer(self, method: str) -> None:
         """Raises `ValueError` for the stacked caches of several layers."""
         require(
@@ -570,7 +634,7 @@ class KVCache:
 
         def sizes(cache):
             coordinates = None if cache.coordinates is None else batch_first(cache.coordinates)
-            per_key = cache.k, cache.v, coordinates, cache.k_features
+            per_key = cache.k, cache.v, coordinates, cache.visible_until, cache.k_features
             per_row = cache.state, cache.past_states
             shapes = [
                 jax.tree.map(lambda x, n=axes: x.shape[n:], tree)

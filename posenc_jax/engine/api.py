@@ -86,6 +86,7 @@ class AttentionArguments(CommonOptions, total=False):
     k_segment_ids: jax.Array | None
     contiguous: bool | None
     prefix_length: jax.Array | None
+    k_visible_until: jax.Array | None
     sinks: jax.Array | None
 
 
@@ -124,6 +125,7 @@ def attention(
     is_causal: bool = False,
     window: Window = None,
     prefix_length: jax.Array | None = None,
+    k_visible_until: jax.Array | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
@@ -165,6 +167,8 @@ def attention(
       window: W, the query's own token and W - 1 on either side, which are W tokens if `is_causal`
         and 2 W - 1 if not; or `(left, right)`, both inclusive, negative for no limit.
       prefix_length: integers [B]; keys at positions below it are seen by every query.
+      k_visible_until: integers [S] or [B, S]; queries at this position and later do not see the
+        key: the end of a branch, in trees of `positions.from_tree`.
       scale: the factor on q . k and on scaled terms. Default 1 / sqrt(H).
       softcap: logits become `softcap * tanh(logits / softcap)`.
       sinks: [N] or [B, T, N], a logit per head, or per query and head, that takes its share of
@@ -206,6 +210,7 @@ def attention(
         is_causal=is_causal,
         window=window,
         prefix_length=prefix_length,
+        k_visible_until=k_visible_until,
         scale=scale,
         softcap=softcap,
         sinks=sinks,
@@ -244,6 +249,7 @@ class AttentionCall:
     is_causal: bool = False
     window: Window = None
     prefix_length: jax.Array | None = None
+    k_visible_until: jax.Array | None = None
     scale: float | None = None
     softcap: float | None = None
     sinks: jax.Array | None = None
@@ -279,6 +285,11 @@ class AttentionCall:
             of_side(q, self.q_positions, self.q_segment_ids),
             of_side(k, self.k_positions, self.k_segment_ids),
         )
+
+    def refuse_visible_until(self, name: str) -> None:
+        """Raises `NotImplementedError` for `k_visible_until`: queries get other positions."""
+        if self.k_visible_until is not None:
+            raise NotImplementedError(f"{name}: visible_until, as queries have several positions.")
 
     def replace(self, **changes: Any) -> Self:
         """Returns the call with some arguments changed."""
@@ -469,6 +480,10 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
             "attention: prefix_length does nothing without is_causal or a window.",
         )
     tokens = _tokens(batch, length, keys, rules, call)
+    until = call.k_visible_until
+    if until is not None:
+        until = token_integers("attention", "k_visible_until", until, (batch, keys))
+        until = jnp.broadcast_to(until, (batch, keys))
     window = window_sides(call.window)
     same_sinks = False
     if sinks is not None:
@@ -483,6 +498,7 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
         rules=rules,
         mask=call.mask,
         prefix_length=prefix,
+        k_visible_until=until,
         sinks=sinks,
         same_sinks=same_sinks,
         dropout_seeds=None if key is None else make_dropout_seeds(key, batch, num_heads),
@@ -675,7 +691,7 @@ def _tokens(
     if positions and all(are_restarting(raw(positions, s), raw(segments, s)) for s in "qk"):
         positions = {}
     default = not (positions or coordinates)
-    has_order = call.is_causal or call.window is not None
+    has_order = call.is_causal or call.window is not None or call.k_visible_until is not None
     order_matters = has_rules or has_order
     guessed = order_matters if default else has_order and not positions
     require(

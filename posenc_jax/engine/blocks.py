@@ -111,6 +111,7 @@ class TokenArrays(NamedTuple):
       coordinates: [1 or B, 1, T] or [1 or B, 1, T, A].
       segments: int32 [1 or B, 1, T], or None.
       features: for each term, a pytree with leaves [B, N or K, T, ...].
+      until: of keys, int32 [B, 1, S], or None.
     """
 
     slots: Any
@@ -118,6 +119,7 @@ class TokenArrays(NamedTuple):
     coordinates: Any
     segments: Any
     features: tuple[Any, ...] = ()
+    until: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -149,7 +151,7 @@ class BlockSummary:
     """Ranges of the blocks of queries or of keys; None where they are not needed.
 
     Attributes:
-      positions, segments, coordinates: ranges of the tokens that are not padding.
+      positions, segments, coordinates, until: ranges of the tokens that are not padding.
       whole: bool [B, blocks], whether a block has no padding.
     """
 
@@ -157,6 +159,7 @@ class BlockSummary:
     segments: BlockRange | None
     whole: jax.Array | None
     coordinates: BlockRange | None
+    until: BlockRange | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +172,8 @@ class Visibility:
       mask_in_bias: causality and window are mask values in the bias by distance: they make
         tiles empty, but tiles need no mask for them.
       bias_everywhere: interior tiles add the bias by distance too.
-      segments, prefix, mask: whether the problem has segments, prefix lengths, a mask.
+      segments, prefix, mask, until: whether the problem has segments, prefix lengths, a mask,
+        positions until which keys are visible.
       has_terms: whether rules add anything.
       horizon: tiles with all distances of coordinates at or beyond it are interior; None:
         none is.
@@ -183,6 +187,7 @@ class Visibility:
     segments: bool
     prefix: bool
     mask: bool
+    until: bool
     has_terms: bool
     horizon: int | None
     by_slot: bool
@@ -199,6 +204,7 @@ class Visibility:
             None if segments is None else BlockRange.of(segments, size, valid),
             None if valid is None else valid.reshape(valid.shape[0], -1, size).all(-1),
             coordinate_range,
+            None if tokens.until is None else BlockRange.of(tokens.until[:, 0], size, valid),
         )
 
     @property
@@ -209,7 +215,8 @@ class Visibility:
     @property
     def all_interior(self) -> bool:
         """Whether every tile that is not empty is interior."""
-        return not (self.ordered or self.segments or self.mask or self.has_terms)
+        hides = self.ordered or self.segments or self.mask or self.until
+        return not (hides or self.has_terms)
 
     @property
     def none_interior(self) -> bool:
@@ -224,13 +231,14 @@ class Visibility:
         None if they depend on positions or segments, and for more than 2^14 tiles.
         """
         shape = length // blocks.q, keys // blocks.k
-        if not self.by_slot or self.segments or self.prefix or math.prod(shape) > 2**14:
+        by_slot = self.by_slot and not (self.segments or self.prefix or self.until)
+        if not by_slot or math.prod(shape) > 2**14:
             return None
 
         def slots(size, axis):
             low = np.expand_dims(size * np.arange(shape[axis], dtype=np.int32), 1 - axis)
             part = BlockRange(low, low + np.int32(size - 1))
-            return BlockSummary(part, None, None, part)
+            return BlockSummary(part, None, None, part, None)
 
         return self.classify(slots(blocks.q, 0), slots(blocks.k, 1), None)
 
@@ -260,6 +268,9 @@ class Visibility:
             full = np.ones(live.shape, bool)
         if prefix is not None:
             live = live | (k.positions.low < prefix[:, None])
+        if self.until:
+            live = live & (q.positions.low < k.until.high)
+            full = full & (q.positions.high < k.until.low)
         if self.segments:
             a, b = q.segments, k.segments
             live = live & (a.low <= b.high) & (b.low <= a.high)
@@ -290,8 +301,7 @@ def padded_tokens(
       visibility: the masks of the problem.
       length, keys: T and S, rounded up to whole blocks.
     """
-    # Contiguous tokens are ordered by slot.
-    by_slot = p.contiguous and p.prefix_length is None
+    by_slot = p.ordered_by_slot
     q_segments, k_segments = p.q_segment_ids, p.k_segment_ids
     has_padding = length > p.length or keys > p.keys
     causality_hides_it = by_slot and p.is_causal
@@ -300,7 +310,7 @@ def padded_tokens(
         q_segments, k_segments = (jnp.zeros((1, n), jnp.int32) for n in (p.length, p.keys))
         visibility = dataclasses.replace(visibility, segments=True)
 
-    def padded(count, positions, coordinates, segments):
+    def padded(count, positions, coordinates, segments, until=None):
         slots = jnp.arange(count, dtype=jnp.int32)[None]
         coordinates = coordinates[:1] if p.same_rows else coordinates
         arrays = TokenArrays(
@@ -308,8 +318,10 @@ def padded_tokens(
             positions=slots if by_slot else pad_axis(positions, 1, count, mode="edge"),
             coordinates=pad_axis(coordinates, 1, count, mode="edge"),
             segments=None if segments is None else pad_axis(segments + 1, 1, count) - 1,
+            until=None if until is None else pad_axis(until, 1, count),
         )
         return jax.tree.map(lambda x: x[:, None], arrays)
 
     queries = padded(length, p.q_positions, p.q_coordinates, q_segments)
-    return queries, padded(keys, p.k_positions, p.k_coordinates, k_segments), visibility
+    key_tokens = padded(keys, p.k_positions, p.k_coordinates, k_segments, p.k_visible_until)
+    return queries, key_tokens, visibility

@@ -92,7 +92,7 @@ def _attend_row(tile: int, p: Problem) -> tuple[jax.Array, LogSumExp]:
 def _causal_bands(p: Problem) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Returns ranges of queries, each with the range of keys that it can see by its slots."""
     length, keys = p.length, p.keys
-    by_slot = p.contiguous and p.prefix_length is None
+    by_slot = p.ordered_by_slot
     by_slot &= all(rule.reads_seen_only for rule in p.rules if rule.whole_rows)
     if not by_slot or not (p.is_causal or p.window) or length < 1024:
         return [((0, length), (0, keys))]

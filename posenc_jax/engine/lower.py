@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.blocks import Visibility
-from posenc_jax.engine.mask import MASK_VALUE
+from posenc_jax.engine.mask import MASK_VALUE, add_saturated
 from posenc_jax.engine.problem import Problem, repeat_heads
 from posenc_jax.engine.rules import Rule
 from posenc_jax.engine.terms import (
@@ -120,6 +120,7 @@ def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
         and not any(x.term.any_value for x in terms)
         and p.softcap is None
         and p.prefix_length is None
+        and p.k_visible_until is None
         and p.mask is None
         and (p.is_causal or p.window is not None)
     )
@@ -141,6 +142,7 @@ def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
             segments=p.q_segment_ids is not None,
             prefix=p.prefix_length is not None,
             mask=p.mask is not None,
+            until=p.k_visible_until is not None,
             has_terms=bool(horizons),
             horizon=None if None in horizons else max(known_horizons, default=None),
             by_slot=p.contiguous,
@@ -167,6 +169,8 @@ def _seen_distances(p: Problem, distances: jax.Array) -> jax.Array:
     if p.q_segment_ids is not None:
         longest = jnp.max(since(changes(p.q_segment_ids)))
         low, high = jnp.maximum(low, -longest), jnp.minimum(high, longest)
+    if p.k_visible_until is not None:
+        high = jnp.minimum(high, jnp.max(_last_distances(p)))
     distances = jnp.clip(distances, low, high)
     if p.mask is None:
         return distances
@@ -174,6 +178,17 @@ def _seen_distances(p: Problem, distances: jax.Array) -> jax.Array:
     counts = diagonal_sums(jnp.any(p.mask, (0, 1)).astype(jnp.float32))[::-1]
     seen = (counts > 0) & (every >= low) & (every <= high)
     return jnp.where(seen[distances - every[0]], distances, every[jnp.argmax(seen)])
+
+
+def _last_distances(p: Problem) -> jax.Array:
+    """Returns the greatest distance at which `k_visible_until` shows each key, int32 [B, S]."""
+    first = jnp.zeros((1, p.keys), bool).at[:, 0].set(True)
+    starts = first if p.k_segment_ids is None else changes(p.k_segment_ids[:, ::-1])
+    to_the_end = since(starts)[:, ::-1]  # Of the segment.
+    limits = (add_saturated(p.k_positions, count) for count in (-p.keys, p.keys))
+    last = jnp.clip(p.k_visible_until, *limits) - 1 - p.k_positions
+    last = jnp.minimum(last, to_the_end)
+    return last if p.k_segment_ids is None else jnp.where(p.k_segment_ids < 0, -p.keys, last)
 
 
 def _lower_rules(rules: list[Rule], context: LoweringContext) -> list[Lowering]:

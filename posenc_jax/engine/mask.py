@@ -93,6 +93,7 @@ def visible(
     is_causal: bool = False,
     window: Window = None,
     prefix_length: jax.Array | None = None,
+    k_visible_until: jax.Array | None = None,
 ) -> jax.Array:
     """Returns bool [B, T, S], true where the query may see the key.
 
@@ -105,6 +106,7 @@ def visible(
       window: see `window_sides`.
       prefix_length: int32 [B]; keys at positions below it are visible to every query of
         their segment, causal or not (prefix language models).
+      k_visible_until: int32 [B, S]; queries at this position and later do not see the key.
     """
     i, j = q_positions[:, :, None], k_positions[:, None, :]
     seen = jnp.ones(jnp.broadcast_shapes(i.shape, j.shape), bool)
@@ -119,6 +121,8 @@ def visible(
             seen &= j <= add_saturated(i, right_side)
     if prefix_length is not None:
         seen |= j < prefix_length[:, None, None]
+    if k_visible_until is not None:
+        seen &= i < k_visible_until[:, None, :]
     if q_segment_ids is not None:
         seen &= (q_segment_ids >= 0)[:, :, None]
     if k_segment_ids is not None:

@@ -13,9 +13,10 @@ from jax.core import Tracer
 from posenc_jax.engine.mask import LEAST_LOGIT, differentiable_in_units, visible
 from posenc_jax.engine.rules import STATIC, Rule, Sizes
 
+_OF_KEYS = "positions", "coordinates", "segment_ids", "slots", "visible_until"
 _SIDES = {
     "q": (("q", "q_positions", "q_coordinates", "q_segment_ids", "q_slots", "sinks"), 2),
-    "k": (("k", "v", "k_positions", "k_coordinates", "k_segment_ids", "k_slots"), 3),
+    "k": (("k", "v", *(f"k_{name}" for name in _OF_KEYS)), 3),
 }
 """Arrays that belong to queries and to keys, and the axis of the mask that does."""
 
@@ -31,6 +32,7 @@ _AXES = {
     "q_segment_ids": "BT",
     "k_segment_ids": "BS",
     "prefix_length": "B",
+    "k_visible_until": "BS",
     "sinks": "BTN",
     "dropout_seeds": "BN",
     "q_slots": "BT",
@@ -55,6 +57,7 @@ class Problem:
       q_coordinates, k_coordinates: int32 or float32 [B, T], [B, S] or [B, T, A], [B, S, A].
       q_segment_ids, k_segment_ids: int32 [B, T], [B, S], or both None.
       prefix_length: int32 [B], or None.
+      k_visible_until: int32 [B, S], or None.
       sinks: float32 [1 or B, T, N], or None.
       dropout_seeds: of `make_dropout_seeds`, uint32 [B, N, 2], or None.
       q_slots, k_slots: int32 [1, T], [1 or B, S], the slots that dropout hashes.
@@ -82,6 +85,7 @@ class Problem:
     q_segment_ids: jax.Array | None
     k_segment_ids: jax.Array | None
     prefix_length: jax.Array | None
+    k_visible_until: jax.Array | None
     sinks: jax.Array | None
     dropout_seeds: jax.Array | None
     q_slots: jax.Array
@@ -118,6 +122,11 @@ class Problem:
     def whole_rows(self) -> bool:
         """Whether a rule needs all logits of a query at once."""
         return any(rule.whole_rows for rule in self.rules)
+
+    @property
+    def ordered_by_slot(self) -> bool:
+        """Whether causality and windows are all that orders tokens, and compare slots."""
+        return self.contiguous and self.prefix_length is None and self.k_visible_until is None
 
     @property
     def normalized(self) -> bool:
@@ -186,6 +195,7 @@ class Problem:
             is_causal=self.is_causal,
             window=self.window,
             prefix_length=self.prefix_length,
+            k_visible_until=self.k_visible_until,
         )[:, None]
         for rule in self.rules:
             seen = seen if rule.pairs is None else seen & ~jnp.isneginf(rule.pairs)

@@ -509,7 +509,7 @@ class Tiles:
         k = take_block(self.operands.keys, 2, j, self.blocks.k)
         seen = None if interior else self.seen(i, j, q, k)
         see = self.operands.visibility
-        known = see.by_slot and not see.segments and not see.mask and not self.operands.pairs
+        known = see.by_slot and not (see.segments or see.mask or see.until or self.operands.pairs)
         return q, k, seen, None if seen is None or known else jnp.any(seen, axis=2)
 
     def strip_start(self, i, j) -> jax.Array:
@@ -623,13 +623,14 @@ class Tiles:
     def seen(self, i, j, q: TokenArrays, k: TokenArrays) -> jax.Array | None:
         """Returns bool, broadcastable to the tile, or None where all pairs are visible."""
         see, out = self.operands.visibility, None
-        if see.ordered or see.segments:
+        if see.ordered or see.segments or see.until:
             order = q.positions, k.positions, q.segments, k.segments
             out = visible(
                 *jax.tree.map(lambda x: x[:, 0], order),
                 is_causal=see.is_causal and not see.mask_in_bias,
                 window=None if see.mask_in_bias else see.window,
                 prefix_length=self.operands.prefix_length,
+                k_visible_until=None if k.until is None else k.until[:, 0],
             )[:, None]
         if self.operands.mask is not None:
             mask = take_block(self.operands.mask, 2, i, self.blocks.q)

@@ -31,6 +31,7 @@ class TokenOptions(TypedDict, total=False):
     tables: Any
     mask: jax.Array | None
     prefix_length: jax.Array | None
+    visible_until: jax.Array | None
     sinks: jax.Array | None
     contiguous: bool | None
 

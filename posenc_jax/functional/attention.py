@@ -168,6 +168,7 @@ def scheme_attention(
     is_causal: bool = False,
     window: Window = None,
     prefix_length: jax.Array | None = None,
+    visible_until: jax.Array | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
@@ -197,6 +198,9 @@ def scheme_attention(
       norms: functions of q and of k after the scheme's `query` and `key`. Default: none.
       contiguous: as in `attention`, without a cache.
       scale: the factor on q . k. Default: 1/sqrt(H), for every scheme.
+      visible_until: integers [T] or [B, T]; tokens at this position and later do not see the token:
+        the end of its branch, in trees of `positions.from_tree`. With a cache, it is stored, and
+        tokens without one are seen by all later ones.
       mask, is_causal, window, prefix_length, softcap, sinks, dropout_rate, dropout_key,
         implementation: as in `attention`. With a cache, S is its capacity: the slots of a row hold
         its tokens in their order, without padding; a ring takes no mask. All tokens of a prefix go
@@ -227,6 +231,7 @@ def scheme_attention(
         is_causal=is_causal,
         window=window,
         prefix_length=prefix_length,
+        k_visible_until=visible_until,
         scale=scale,
         softcap=softcap,
         sinks=sinks,
@@ -277,11 +282,15 @@ def self_attention(
     positions = token_positions(caller, call.q_positions, cache, shape, segment_ids)
     if coordinates is not None:
         coordinates = scheme_coordinates(caller, scheme, "coordinates", coordinates, shape)
+    until = call.k_visible_until
+    if until is not None:
+        until = jnp.broadcast_to(token_integers(caller, "visible_until", until, shape), shape)
     call = call.replace(
         # By default attention knows them, so that rules are evaluated per distance.
         q_positions=None if by_default else positions,
         q_coordinates=coordinates,
         q_segment_ids=segment_ids,
+        k_visible_until=until,
     )
     coordinates = positions if coordinates is None else coordinates
     if tokens.tables is None:
@@ -291,7 +300,7 @@ def self_attention(
     tokens = tokens.replace(coordinates=coordinates, segment_ids=call.q_segment_ids, tables=tables)
     if cache is not None:
         return _with_cache(pipeline, tokens, positions, call, cache)
-    tokens = pipeline.encode(pipeline.read(tokens))
+    tokens = pipeline.encode(_read(pipeline, tokens, call))
     call = call.replace(
         k_positions=call.q_positions,
         k_coordinates=call.q_coordinates,
@@ -316,6 +325,11 @@ def _with_cache(
         "scheme_attention: the scheme reads the coordinates of cached keys and the cache has "
         "none; make it with new_cache(..., coordinates=...).",
     )
+    require(
+        call.k_visible_until is None or cache.visible_until is not None,
+        "scheme_attention: visible_until needs a cache made with new_cache(..., "
+        "visible_until=True).",
+    )
     segment_ids = tokens.segment_ids
     if segment_ids is None:
         segment_ids = jnp.broadcast_to(cache.next_segment_ids[:, None], positions.shape)
@@ -327,7 +341,7 @@ def _with_cache(
             segment_ids,
             min(positions.shape[1] - 1, cache.max_rewind),
         )
-    read = pipeline.read(tokens)
+    read = _read(pipeline, tokens, call)
     stored = pipeline.stored(read)
     k, v = finite_values(stored.k.astype(cache.k.dtype), stored.v.astype(cache.v.dtype))
     cache = cache.append(
@@ -339,6 +353,7 @@ def _with_cache(
         k_features=stored.k_features,
         state=stored.state,
         past_states=past_states,
+        visible_until=call.k_visible_until,
         window=(-1, -1) if call.window is None else call.window,  # All keys: a ring refuses.
     )
     call = call.replace(
@@ -347,6 +362,7 @@ def _with_cache(
         k_positions=cache.positions,
         k_coordinates=cache.coordinates,
         k_segment_ids=cache.segment_ids,
+        k_visible_until=cache.visible_until,
         finite_values=True,
     )
     queries = read.replace(q=pipeline.query(read))
@@ -362,6 +378,17 @@ def _with_cache(
     # Overflow cannot raise under jit: the rows concerned become NaN.
     overflowed = cache.overflowed[:, None, None, None]
     return jnp.where(overflowed, jnp.nan, out).astype(out.dtype), cache
+
+
+def _read(pipeline: Pipeline, tokens: Projections, call: AttentionCall) -> Projections:
+    """Returns the tokens after `mix` and `features`, which read one sequence, not a tree."""
+    read = pipeline.read(tokens)
+    if call.k_visible_until is not None and jax.tree.leaves(read.state):
+        raise NotImplementedError(
+            f"scheme_attention: {pipeline.scheme!r} has a running state of one sequence, and "
+            "visible_until makes a tree of several."
+        )
+    return read
 
 
 def _check_call(call: AttentionCall, cache: KVCache | None, scheme: Scheme) -> None:

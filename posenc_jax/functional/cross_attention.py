@@ -35,6 +35,7 @@ def scheme_cross_attention(
     is_causal: bool = False,
     window: Window = None,
     prefix_length: jax.Array | None = None,
+    k_visible_until: jax.Array | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
@@ -61,8 +62,8 @@ def scheme_cross_attention(
         Tokens see their own segment, and all but padding where one sequence has none.
       norms: functions of q and of k after the scheme's `query` and `key`. Default: none.
       scale: the factor on q . k. Default: 1/sqrt(H), for every scheme.
-      mask, is_causal, window, prefix_length, softcap, sinks, dropout_rate, dropout_key,
-        implementation: as in `attention`. Causality and windows compare positions.
+      mask, is_causal, window, prefix_length, k_visible_until, softcap, sinks, dropout_rate,
+        dropout_key, implementation: as in `attention`. Causality and windows compare positions.
 
     Returns:
       The output [B, T, N, V].
@@ -89,6 +90,7 @@ def scheme_cross_attention(
         is_causal=is_causal,
         window=window,
         prefix_length=prefix_length,
+        k_visible_until=k_visible_until,
         scale=scale,
         softcap=softcap,
         sinks=sinks,
@@ -126,10 +128,11 @@ def cross_attention(
     )
     # With T = S, positions of one side would be taken for both, and slots for missing ones.
     missing = [x is None for x in (q_positions, k_positions)]
-    ordered = call.is_causal or call.window is not None
+    ordered = call.is_causal or call.window is not None or call.k_visible_until is not None
     require(
         not any(missing) or (all(missing) and not ordered),
-        f"{caller}: positions and k_positions go together, and is_causal and window need them.",
+        f"{caller}: positions and k_positions go together, and is_causal, window and "
+        "k_visible_until need them.",
     )
 
     def read(tokens: Projections) -> Projections:

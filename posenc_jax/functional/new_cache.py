@@ -17,6 +17,7 @@ class CacheOptions(TypedDict, total=False):
     """Arguments of `new_cache` that attention layers pass on."""
 
     coordinates: jax.Array | jax.ShapeDtypeStruct | None
+    visible_until: bool
     ring: bool
     max_rewind: int
     qkv_sharding: PartitionSpec | None
@@ -34,6 +35,7 @@ def new_cache(
     model_dim: int | None = None,
     dtype: Any = jnp.float32,
     coordinates: jax.Array | jax.ShapeDtypeStruct | None = None,
+    visible_until: bool = False,
     ring: bool = False,
     max_rewind: int = 0,
     qkv_sharding: PartitionSpec | None = None,
@@ -55,6 +57,7 @@ def new_cache(
       coordinates: an array or shape [T], [B, T] or [A, B, T] with the axes and the kind of
         numbers of the coordinates of calls: integers, or real numbers for float32. Default: calls
         give positions only.
+      visible_until: whether calls may give `visible_until`, such as trees of drafts.
       ring: whether a full cache overwrites its oldest slots; needs a window.
       max_rewind: the most tokens that `rewind` of the cache takes back at once, if the scheme
         has a running state; other schemes take back any number.
@@ -126,6 +129,7 @@ def new_cache(
         coordinates=None if coordinates is None else encoded,
         k_features=tokens.k_features,
         state=tokens.state,
+        visible_until=visible_until,
         scheme=scheme,
         max_rewind=max_rewind,
         ring=ring,

@@ -98,7 +98,7 @@ def without_hidden(p: Problem) -> Problem:
     """Returns the problem with zeros for keys that no query sees: NaN times zero is NaN."""
     if any(rule.pairs is not None for rule in p.rules):
         return p.without_keys(~_seen_if_not_finite(p))
-    if not p.contiguous:
+    if not p.contiguous or p.k_visible_until is not None:
         return p.without_unseen_keys()
     return p if p.k_segment_ids is None else p.without_keys(p.k_segment_ids < 0)
 

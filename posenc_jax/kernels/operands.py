@@ -25,7 +25,7 @@ def kinds(see: Visibility) -> tuple[int, ...]:
     possible = {
         PLAIN: not _ruled_everywhere(see),
         RULED: has_rules,
-        MASKED: see.ordered or see.segments,
+        MASKED: see.ordered or see.segments or see.until,
     }
     return tuple(kind for kind, occurs in possible.items() if occurs)
 
@@ -57,7 +57,7 @@ def tile_kinds(
     plain = jnp.zeros_like(live)
     if not _ruled_everywhere(see):
         # Causality and the window count where they are part of the bias.
-        _, plain = classify(segments=False, **({} if see.mask_in_bias else unordered))
+        _, plain = classify(segments=False, until=False, **({} if see.mask_in_bias else unordered))
     _, seen = classify(has_terms=False, **(unordered if see.mask_in_bias else {}))
     kind = jnp.where(seen, jnp.where(plain, PLAIN, RULED), MASKED)
     return jnp.where(live, kind, EMPTY).astype(jnp.int32)
@@ -177,6 +177,7 @@ class TokenScalars(NamedTuple):
     positions: Any = None
     segments: Any = None
     slots: Any = None
+    until: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -240,7 +241,7 @@ def spec_fields(p: Problem, lowered: Lowered) -> dict[str, Any]:
         "dim": p.q.shape[3],
         "value_dim": p.v.shape[3],
         "visibility": lowered.visibility,
-        "by_slot": p.contiguous and p.prefix_length is None,
+        "by_slot": p.ordered_by_slot,
         "rules_in_bias": lowered.bias is not None,
         "products": any(isinstance(x.term, DotTerm) for x in lowered.terms),
         "pairs": bool(lowered.pairs),
@@ -310,10 +311,12 @@ def prepare(
 
 
 def _token_scalars(spec: Spec, x: TokenArrays, reads_coordinates: bool) -> TokenScalars:
+    see = spec.visibility
     return TokenScalars(
         coordinates=x.coordinates if reads_coordinates else None,
-        positions=x.positions if spec.visibility.ordered and not spec.by_slot else None,
+        positions=x.positions if (see.ordered or see.until) and not spec.by_slot else None,
         segments=x.segments,
+        until=x.until,
     )
 
 

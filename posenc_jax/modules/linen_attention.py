@@ -167,8 +167,8 @@ class Attention(AttentionLayer, nn.Module):
             v [B, T, heads, H] are sharded.
           kv_sharding: of k and v, where fewer devices share their heads. Default: `qkv_sharding`.
           **options: `positions`, `coordinates`, `segment_ids`, `contiguous`, `tables`, `mask`,
-            `prefix_length` and `sinks`, as in `posenc_jax.scheme_attention`; with `inputs_k` also
-            `k_positions`, `k_coordinates` and `k_segment_ids`.
+            `prefix_length`, `visible_until` and `sinks`, as in `posenc_jax.scheme_attention`; with
+            `inputs_k` also `k_positions`, `k_coordinates`, `k_segment_ids` and `k_visible_until`.
 
         Raises:
           ValueError: for arguments that do not fit, and dropout without `deterministic`.
@@ -239,6 +239,7 @@ class Attention(AttentionLayer, nn.Module):
                 shared_encoding=encoding,
                 dtype=tokens.k.dtype,
                 coordinates=options.get("coordinates"),
+                visible_until=options.get("visible_until") is not None,
                 qkv_sharding=kv_sharding,
             )
         call = self.attention_call(

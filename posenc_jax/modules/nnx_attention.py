@@ -283,8 +283,8 @@ class Attention(AttentionLayer, nnx.Module):
             v [B, T, heads, H] are sharded, as in `nnx.MultiHeadAttention`.
           kv_sharding: of k and v, where fewer devices share their heads. Default: `qkv_sharding`.
           **options: `positions`, `coordinates`, `segment_ids`, `contiguous`, `tables`, `mask`,
-            `prefix_length` and `sinks`, as in `posenc_jax.scheme_attention`; with `inputs_k` also
-            `k_positions`, `k_coordinates` and `k_segment_ids`.
+            `prefix_length`, `visible_until` and `sinks`, as in `posenc_jax.scheme_attention`; with
+            `inputs_k` also `k_positions`, `k_coordinates`, `k_segment_ids` and `k_visible_until`.
 
         Raises:
           ValueError: for arguments that do not fit, dropout without `deterministic` or rngs, and

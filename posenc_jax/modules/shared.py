@@ -49,6 +49,7 @@ class CallOptions(TokenOptions, total=False):
     k_positions: jax.Array | None
     k_coordinates: jax.Array | None
     k_segment_ids: jax.Array | None
+    k_visible_until: jax.Array | None
     deterministic: bool | None
     out_sharding: PartitionSpec | None
     qkv_sharding: PartitionSpec | None
@@ -297,8 +298,8 @@ class AttentionLayer:
           cache: the cache of the call.
           dropout_key: None for no dropout.
         """
-        other = {"tables", "contiguous"}
-        other = {"k_positions", "k_coordinates", "k_segment_ids"} if to_itself else other
+        names = "positions", "coordinates", "segment_ids", "visible_until"
+        other = {f"k_{n}" for n in names} if to_itself else {"tables", "contiguous", names[-1]}
         refuse_unknown("Attention", options, set(known) - other)
         spec = self.spec()
         call = AttentionCall(
@@ -311,10 +312,10 @@ class AttentionLayer:
             dropout_key=dropout_key,
             implementation=self.implementation,
         )
-        names = {name: f"q_{name}" for name in ("positions", "coordinates", "segment_ids")}
+        sides = {name: f"q_{name}" for name in names[:-1]} | {names[-1]: f"k_{names[-1]}"}
         # None is the default of each: it does not take the layer's sinks away.
         arrays = {n: x for n, x in options.items() if n != "tables" and x is not None}
-        call = call.replace(**{names.get(n, n): x for n, x in arrays.items()})
+        call = call.replace(**{sides.get(n, n): x for n, x in arrays.items()})
         require(
             to_itself or (cache is None and spec.chunk_size is None),
             "Attention: keys of another sequence have no cache and no chunks; give a call with "
@@ -322,8 +323,9 @@ class AttentionLayer:
         )
         if spec.chunk_size is None:
             return call
-        if call.prefix_length is not None:
-            raise NotImplementedError("Attention: prefix_length in a layer with chunks.")
+        for name in ("prefix_length", "visible_until"):
+            if arrays.get(name) is not None:
+                raise NotImplementedError(f"Attention: {name} in a layer with chunks.")
         ids = call.q_segment_ids
         if ids is not None:
             ids = jnp.broadcast_to(token_integers("Attention", "segment_ids", ids, shape), shape)
@@ -372,7 +374,7 @@ class AttentionLayer:
             input.
           dtype: of k and v. Default: the layer's `dtype`, or else `param_dtype`; without a `dtype`,
             wider inputs give wider k and v, which are then rounded.
-          **options: `coordinates`, `ring`, `max_rewind` and `qkv_sharding`, as in
+          **options: `coordinates`, `visible_until`, `ring`, `max_rewind` and `qkv_sharding`, as in
             `posenc_jax.new_cache`.
 
         Raises:

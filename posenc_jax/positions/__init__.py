@@ -1,4 +1,4 @@
-"""Positions and coordinates as data: packing, padding, random draws, image grids."""
+"""Positions and coordinates as data: packing, padding, trees, random draws, image grids."""
 
 from posenc_jax.positions.packing import (
     bilevel,
@@ -15,13 +15,16 @@ from posenc_jax.positions.random import (
     shifted,
     spaced_floats,
 )
+from posenc_jax.positions.trees import Tree, from_tree
 
 __all__ = [
+    "Tree",
     "bilevel",
     "count_up",
     "digit_places",
     "from_padding_mask",
     "from_segment_ids",
+    "from_tree",
     "random_floats",
     "randomized",
     "randomized_distances",

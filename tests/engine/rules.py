@@ -249,6 +249,7 @@ def explicit_mask(options, batch, heads, length):
     slots, by_default = np.arange(length, dtype=np.int32), "q_positions" not in options
     q_at, k_at = take("q_positions", slots), take("k_positions", slots)
     window, prefix, ids = take("window"), take("prefix_length"), take("q_segment_ids")
+    until = take("k_visible_until")
     take("contiguous")
     distance = q_at[:, None] - k_at
     seen = np.full((batch, *distance.shape), True)
@@ -264,5 +265,7 @@ def explicit_mask(options, batch, heads, length):
         seen &= same & (ids >= 0)[:, :, None]
         if by_default:  # They restart in each segment.
             q_at = k_at = np.tril(same, -1).sum(-1).astype(np.int32)
+    if until is not None:
+        seen &= q_at[..., :, None] < np.atleast_2d(until)[:, None]
     mask = np.broadcast_to(seen[:, None] & take("mask", True), (batch, heads, *distance.shape))
     return options | {"mask": mask, "q_positions": q_at, "k_positions": k_at}

@@ -46,6 +46,14 @@ def _positions():
     return {"q_positions": order, "k_positions": order}
 
 
+def _until():
+    """Ends of branches, most of them 0 to 11 positions after their token; one hides its token."""
+    until = np.arange(T) + np.random.default_rng(9).integers(1, 13, (B, T))
+    until[:, 17] = 3
+    until[:, :8] = np.arange(20, 28)  # Within a block of queries.
+    return until.astype(np.int32)
+
+
 FEATURES = {
     "plain": dict,
     "causal": lambda: {"is_causal": True},
@@ -73,6 +81,13 @@ FEATURES = {
         "q_segment_ids": _segments(),
         **_positions(),
     },
+    "until": lambda: {"is_causal": True, "k_visible_until": _until()},
+    "permuted_until": lambda: {
+        "window": 20,
+        "q_segment_ids": _segments(),
+        "k_visible_until": _until()[0],
+        **_positions(),
+    },
     "chunk": lambda: {
         "is_causal": True,
         "q_positions": np.arange(T - 6, T, dtype=np.int32),
@@ -85,6 +100,8 @@ CASES = [
     (("two_axes",), "prefix_mask", "xla"),
     (("wide", "alibi"), "two_sided_window", "xla"),
     (("t5",), "causal", "xla"),
+    (("none",), "until", "xla"),
+    (("t5",), "permuted_until", "xla"),
     (("shaw",), "permuted_segments", "xla"),  # Alone: the horizon is the largest of all rules.
     (("scaled",), "permuted", "xla"),
     (("fox", "separable", "all_pairs"), "chunk", "xla"),

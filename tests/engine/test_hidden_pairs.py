@@ -139,6 +139,14 @@ CASES = [
     for n, name in enumerate(BOTH)
     for m in range(2)
 ]
+# `near` by `visible_until`; tokens of the last segment end with it.
+BOTH["until"] = bias(near, relative=True), bias(near_clipped)
+HOW |= {
+    "until": {"is_causal": True, "k_visible_until": np.arange(T) + 6},
+    "until, packed": HOW["packed"]
+    | {"k_visible_until": np.where(np.arange(T) < 34, np.arange(T) % 17 + 6, 99)},
+}
+CASES += [("until", "until", "dense"), ("until", "until, packed", "xla")]
 CASES += [("relative", "mask", word) for word in ("dense", "xla")]
 CASES += [("of pairs", "softcap", "xla"), ("dot, bounds", "positions", "xla")]
 

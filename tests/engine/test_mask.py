@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from posenc_jax.engine.mask import visible, window_sides
 
 
-def sees(i, j, *, causal, window, prefix, a, b):
+def sees(i, j, *, causal, window, prefix, until, a, b):
     """The words of the documentation, in their order."""
     seen = j <= i or not causal
     if isinstance(window, int):  # W tokens with the query's own among them.
@@ -24,7 +24,7 @@ def sees(i, j, *, causal, window, prefix, a, b):
             and (right_side < 0 or j - i <= right_side)
         )
     seen = seen or (prefix is not None and j < prefix)
-    return seen and a == b and a >= 0
+    return seen and i < until and a == b and a >= 0
 
 
 windows = st.one_of(st.none(), st.integers(1, 6), st.tuples(st.integers(-1, 5), st.integers(-1, 5)))
@@ -36,14 +36,16 @@ def test_matches_the_rule(causal, window, prefix, seed):
     random = np.random.default_rng(seed)
     i, j = random.integers(-3, 9, (2, 5)), random.integers(-3, 9, (2, 7))
     a, b = random.integers(-2, 2, (2, 5)), random.integers(-2, 2, (2, 7))
+    until = random.integers(-3, 12, (2, 7))
     got = visible(
         *(jnp.asarray(x, jnp.int32) for x in (i, j, a, b)),
         is_causal=causal,
         window=window,
         prefix_length=None if prefix is None else jnp.array([prefix, prefix], jnp.int32),
+        k_visible_until=jnp.asarray(until, jnp.int32),
     )
     for r, t, s in np.ndindex(2, 5, 7):
-        options = {"causal": causal, "window": window, "prefix": prefix}
+        options = {"causal": causal, "window": window, "prefix": prefix, "until": until[r, s]}
         expected = sees(i[r, t], j[r, s], **options, a=a[r, t], b=b[r, s])
         assert got[r, t, s] == expected
 

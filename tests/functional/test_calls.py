@@ -203,8 +203,8 @@ CALLS = {
     "scheme_cross_attention: positions and k_positions go": lambda: pe.scheme_cross_attention(
         pe.NoPE(), {}, Q, K, V, k_positions=AT
     ),
-    "scheme_cross_attention: .*is_causal and window need them": lambda: pe.scheme_cross_attention(
-        ROPE, {}, Q, K, V, coordinates=AT, k_coordinates=AT, window=3
+    "scheme_cross_attention: .*is_causal, window and k_visible_until need them": lambda: (
+        pe.scheme_cross_attention(ROPE, {}, Q, K, V, coordinates=AT, k_coordinates=AT, window=3)
     ),
     "QKNorm: x must be floating, got int32": lambda: pe.QKNorm(scale="none")({}, Q.astype("i4")),
     "resize_grid: grid must be floating, got uint8": lambda: pe.resize_grid(X.astype("u1"), 2, 2),

@@ -48,6 +48,8 @@ MORE_CASES = [
     (case_of("table", kv_heads=1, dim=256, length=63, batch=1), {}),
     (case_of("gate", heads=4, kv_heads=4, dim=128, length=63, batch=1), {"value_dim": 64}),
     (case_of(), {"prefix": (100, 20)}),
+    (case_of("table", segments=True, kv_heads=1, branches=90), {}),
+    (case_of(shuffled=True, causal=False, length=300, branches=70), {}),
     (case_of(shuffled=True, window=200, kv_heads=1), {}),
 ]
 
@@ -56,7 +58,7 @@ MORE_CASES = [
 @pytest.mark.parametrize(
     ("case", "more"),
     [
-        (case_of("gate", causal=False, segments=True, length=120, batch=1), {}),
+        (case_of("gate", causal=False, segments=True, length=120, batch=1, branches=50), {}),
         *(pytest.param(*case, marks=slow) for case in MORE_CASES),
     ],
 )

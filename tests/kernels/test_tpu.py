@@ -38,6 +38,7 @@ KERNELS = PallasTPU(TILES, TILES, interpret=True)
 MORE_CASES = [
     (case_of("all pairs", segments=True, softcap=3.0, sinks=True), {"prefix": (100, 40)}, TILES),
     (case_of("wide"), {"prefix": (100, 20)}, TILES),
+    (case_of("table", segments=True, kv_heads=1, branches=90), {}, TILES),
     (case_of("wide", softcap=3.0), {}, TILES),
     (case_of("scaled"), {}, TILES),
     (case_of("hiding", softcap=3.0), {}, TILES),
@@ -56,6 +57,7 @@ MORE_CASES = [
     ("case", "more", "blocks"),
     [
         (case_of("several", segments=True, softcap=3.0, sinks=True), {"prefix": (100, 40)}, TILES),
+        (case_of(shuffled=True, causal=False, length=256, branches=70), {}, TILES),
         (case_of("kerple by pair", shuffled=True, window=200, kv_heads=1), {}, Blocks(256, 128)),
         (case_of("distance and pairs", length=200, window=(70, 3)), {}, TILES),
         *(pytest.param(*case, marks=slow) for case in MORE_CASES),

@@ -81,6 +81,7 @@ def features():
         "causality": {"is_causal": True},
         "a window": {"window": (3, 2)},
         "`prefix_length`": {"is_causal": True, "prefix_length": jnp.zeros(B, jnp.int32)},
+        "`k_visible_until`": {"is_causal": True, "k_visible_until": positions + 9},
         "packed rows": {"q_segment_ids": ids, "is_causal": True, "contiguous": True},
         "padding": {"q_segment_ids": ids, "contiguous": True},
         "given positions": {"q_positions": positions, "k_positions": positions, "is_causal": True},

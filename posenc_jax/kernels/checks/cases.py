@@ -37,6 +37,7 @@ class Case:
       sinks: whether there is a sink per head.
       shuffled: whether the positions are a permutation.
       later: queries are the last T of S = T + `later` tokens.
+      branches: keys are visible for up to so many positions; 0: for all.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Case:
     sinks: bool = False
     shuffled: bool = False
     later: int = 0
+    branches: int = 0
 
     @property
     def key_count(self) -> int:
@@ -203,6 +205,9 @@ def _places(c: Case, random: np.random.Generator) -> Arrays:
     if c.shuffled:
         order = random.permutation(at)
         places |= {"q_positions": order, "k_positions": order}
+    if c.branches:
+        reach = random.integers(1, c.branches + 1, (c.batch, c.key_count))
+        places["k_visible_until"] = (places.get("k_positions", at) + reach).astype(np.int32)
     if c.segments:
         # Segments begin and end inside tiles, and padding is on both sides.
         ids, length = np.zeros((c.batch, c.length), np.int32), c.length

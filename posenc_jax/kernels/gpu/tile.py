@@ -217,6 +217,8 @@ class Tile:
                 if spec.prefix:
                     seen = functools.reduce(jnp.logical_and, tests)
                     tests = [seen | (self._wide(k, k_axis) < x.prefix[self.b])]
+        if spec.visibility.until:
+            tests.append(self._of_q(x.rows.positions) < self._of_k(x.columns.until))
         if spec.visibility.segments:
             tests.append(self._of_q(x.rows.segments) == self._of_k(x.columns.segments))
         return functools.reduce(jnp.logical_and, tests)

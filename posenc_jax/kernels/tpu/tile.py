@@ -296,6 +296,8 @@ def visible(
                 tests.append(q <= add_saturated(k, before))
             if prefix is not None:
                 tests = [functools.reduce(jnp.logical_and, tests) | (k < prefix)]
+    if spec.visibility.until:
+        tests.append(queries.positions < keys.until)
     if spec.visibility.segments:
         q, k = queries.segments, keys.segments
         tests.append(q == k)  # Padding of queries and of keys has different ids.

@@ -1,0 +1,289 @@
+"""Trees of tokens by `visible_until`: every branch equals its sequence alone, in caches too.
+
+Expected are calls of each path from a root, by "reference", without a tree; and for masks of pairs
+float64 attention with the mask of its authors.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import posenc_jax as pe
+import posenc_jax.linen as pl
+import posenc_jax.nnx as pn
+from posenc_jax.positions import Tree, from_tree
+from tests import oracle
+from tests.support import SIZES, build, empty_cache, forward, make_batch, parameters, run, slow
+
+T = 63
+CHAIN = 5
+H, N, D = SIZES["head_dim"], SIZES["num_heads"], SIZES["model_dim"]
+
+
+def _parents(seed):
+    """A chain of tokens, then parents among the eight tokens before each one."""
+    random = np.random.default_rng(seed)
+    later = [random.integers(max(0, t - 8), t) for t in range(CHAIN, T)]
+    return np.array([*range(-1, CHAIN - 1), *later], np.int32)
+
+
+def _path(parents, token):
+    """The tokens from a root to a token."""
+    path = []
+    while token >= 0:
+        path.append(int(token))
+        token = parents[token]
+    return np.array(path[::-1])
+
+
+def _depth_first(parents):
+    """The same tree with its tokens in the order of their positions, as a ring needs them."""
+    at = np.asarray(from_tree(parents).positions)
+    order = np.argsort(at)
+    return np.where(parents[order] < 0, -1, at[np.maximum(parents[order], 0)])
+
+
+def _leaves(parents):
+    return [t for t in range(len(parents)) if t not in parents]
+
+
+PARENTS = np.stack([_parents(0), _parents(1)])
+TOKENS = make_batch(2, T)
+SCHEMES = {
+    "t5": pe.T5(N, num_buckets=8, max_distance=20),
+    "rope": pe.RoPE(H),
+    "stick breaking": pe.StickBreaking(),
+    "shaw": pe.Shaw(N, H, clip=4),
+    "learned": pe.LearnedAbsolute(64, D),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_positions_of_a_tree(rows):
+    """Positions and ends give the ancestors of each token, and depths their number."""
+    parents = PARENTS[0] if rows == 1 else PARENTS
+    tree = jax.jit(from_tree)(parents)
+    tree = Tree(*(np.atleast_2d(x) for x in tree))
+    for n, row in enumerate(np.atleast_2d(parents)):
+        at, until = tree.positions[n], tree.visible_until[n]
+        seen = (at[None] <= at[:, None]) & (at[:, None] < until[None])
+        for token in range(T):
+            path = _path(row, token)
+            np.testing.assert_array_equal(np.flatnonzero(seen[token]), np.sort(path))
+            assert tree.coordinates[n, token] == len(path) - 1
+        assert sorted(at) == list(range(T))
+    later = from_tree(parents).after(7 if rows == 1 else np.array([7, 8]))
+    start = np.array([[7], [8]])[:rows]
+    np.testing.assert_array_equal(np.atleast_2d(later.visible_until), tree.visible_until + start)
+
+
+def test_parents_that_come_late_are_refused():
+    with pytest.raises(ValueError, match=r"parents must come before their children, got \[2\]"):
+        from_tree(np.array([-1, 2, 0]))
+    with pytest.raises(ValueError, match=r"parents must be \[T\] or \[B, T\], got \(\)"):
+        from_tree(np.array(3))
+
+
+def _forward(scheme, word, params, tokens, tree):
+    return forward(scheme, params, tokens, implementation=word, **tree._asdict())[0]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=slow if n in ("shaw", "learned") else ()) for n in SCHEMES]
+)
+def test_branches_equal_their_sequences(name):
+    scheme = SCHEMES[name]
+    params, tree = parameters(scheme), from_tree(PARENTS)
+    out = run(_forward, (scheme, "xla"), params, TOKENS, tree)
+    for row, parents in enumerate(PARENTS):
+        for leaf in _leaves(parents)[::4]:
+            path = np.r_[_path(parents, leaf), np.zeros(T, int)][:24]  # One program for all.
+            alone = TOKENS.map(lambda x, row=row, path=path: x[row : row + 1, path])
+            line = Tree(*(np.arange(24, dtype=np.int32) + n for n in (0, 1000, 0)))
+            expected = run(_forward, (scheme, "reference"), params, alone, line)
+            count = len(_path(parents, leaf))
+            np.testing.assert_allclose(
+                out[row, path[:count]], expected[0, :count], atol=1e-5, err_msg=str(leaf)
+            )
+
+
+@pytest.mark.parametrize("kind", ["fox", *(pytest.param(x, marks=slow) for x in pe.SCHEMES)])
+def test_every_scheme_is_right_or_refuses(kind):
+    """Schemes with a running state refuse: it belongs to one sequence."""
+    scheme = build(pe.SCHEMES[kind])
+    tokens, parents = TOKENS[:1, :19], PARENTS[0, :19]
+    params, tree = parameters(scheme), from_tree(parents)
+    if jax.tree.leaves(empty_cache(scheme, 1).state):
+        with pytest.raises(NotImplementedError, match="has a running state of one sequence"):
+            jax.eval_shape(functools.partial(_forward, scheme, None), params, tokens, tree)
+        return
+    out = run(_forward, (scheme, None), params, tokens, tree)
+    for leaf in _leaves(parents):
+        path = _path(parents, leaf)
+        expected, _ = forward(scheme, params, tokens[:, path], implementation="reference")
+        np.testing.assert_allclose(out[:, path], expected, atol=1e-5)
+
+
+def test_rows_of_block_diffusion_equal_the_mask_of_their_authors():
+    """BD3-LM: noisy blocks and clean ones side by side; three integers per token, no mask.
+
+    The mask is block_diff_mask of kuleshov-group/bd3lms, models/dit.py.
+    """
+    half, size = 32, 8
+    index = np.arange(2 * half)
+    noisy, block = index < half, index % half // size
+    same = block[:, None] == block
+    later = block[:, None] > block
+    seen = same & (noisy[:, None] == noisy)
+    seen |= later & ~noisy & noisy[:, None]
+    seen |= (same | later) & ~noisy & ~noisy[:, None]
+    random = np.random.default_rng(0)
+    arrays = [random.normal(size=(1, 2 * half, n, 8)).astype("f4") for n in (N, 3, 3)]
+    d_out, d_lse = random.normal(size=(1, 2 * half, N, 8)), random.normal(size=(1, 2 * half, N))
+    expected = oracle.attention(arrays, np.zeros((1, 64, 64), "f4"), seen, d_out, d_lse)
+
+    @jax.jit
+    def outcome(*qkv):
+        def loss(*qkv):
+            order = 2 * block + ~noisy
+            until = np.where(noisy, 2 * block + 1, 2**31 - 1)
+            out, lse = pe.attention(
+                *qkv,
+                q_positions=order,
+                k_visible_until=until,
+                is_causal=True,
+                return_lse=True,
+                implementation="xla",
+            )
+            return (out * d_out).sum() + (lse * d_lse).sum(), (out, lse)
+
+        grads, outs = jax.grad(loss, (0, 1, 2), has_aux=True)(*qkv)
+        return *outs, *grads
+
+    for got, exact in zip(outcome(*arrays), expected, strict=False):
+        np.testing.assert_allclose(got, exact, atol=2e-5)
+
+
+def _draft(scheme, ring, params, tokens, more, tree, keep):
+    """A prompt of ten tokens, a tree of drafts, a branch that stays, and two more tokens."""
+    options = {"coordinates": np.zeros(1, np.int32), "visible_until": True, "ring": ring}
+    cache = empty_cache(scheme, 2, 59, **options)
+    options = {"window": 40} if ring else {}
+    start = np.array([10, 7], np.int32)
+    ids = np.where(np.arange(10) < start[:, None], 0, -1)
+    at = np.arange(10, dtype=np.int32)
+    _, cache = forward(
+        scheme, params, tokens[:, :10], cache=cache, segment_ids=ids, coordinates=at, **options
+    )
+    tree = tree.after(cache.next_positions)
+    drafts, cache = forward(
+        scheme, params, tokens[:, 10:30], cache=cache, **tree._asdict(), **options
+    )
+    cache = cache.keep(keep, 20)
+    at = cache.next_positions[:, None] + jnp.arange(2, dtype=jnp.int32)[None]
+    out, cache = forward(scheme, params, more, cache=cache, coordinates=at, **options)
+    return drafts, out, cache.length, cache.next_positions
+
+
+@pytest.mark.parametrize(
+    ("name", "ring"),
+    [("t5", False), ("rope", True), *(pytest.param(n, False, marks=slow) for n in SCHEMES)],
+)
+def test_a_branch_of_drafts_is_kept(name, ring):
+    """The drafts equal their sequences, and so do the tokens after a branch was kept."""
+    scheme, more = SCHEMES[name], make_batch(2, 2, seed=5)
+    parents = PARENTS[:, CHAIN - 1 : CHAIN + 19] - CHAIN + 1
+    parents = np.stack([_depth_first(row) for row in parents]) if ring else parents
+    branches = [_path(row, _leaves(row)[2])[:4] for row in parents]
+    keep = np.full((2, 5), -1)
+    for n, branch in enumerate(branches):
+        keep[n, : len(branch)] = branch
+    params, tree = parameters(scheme), from_tree(parents)
+    drafts, out, lengths, after = run(_draft, (scheme, ring), params, TOKENS, more, tree, keep)
+    for n, (start, branch) in enumerate(zip((10, 7), branches, strict=True)):
+        path = np.r_[np.arange(start), 10 + branch]
+        alone = TOKENS.map(lambda x, n=n, path=path: x[n : n + 1, path])
+        last = more.map(lambda x, n=n: x[n : n + 1])
+        whole = jax.tree.map(lambda a, b: np.concatenate([a, b], 1), alone, last)
+        expected, _ = forward(scheme, params, whole, implementation="reference")
+        np.testing.assert_allclose(drafts[n, branch], expected[0, start:-2], atol=1e-5)
+        np.testing.assert_allclose(out[n], expected[0, -2:], atol=1e-5)
+        assert lengths[n] == after[n] == len(path) + 2
+
+
+def test_what_cannot_be_kept_is_refused():
+    cache = empty_cache(pe.RoPE(H), 2, 8)
+    arrays = (make_batch(2, 4)[...].q, *(make_batch(2, 4)[...].k,) * 2)
+    _, cache = pe.scheme_attention(pe.RoPE(H), {}, *arrays, cache=cache, is_causal=True)
+    keep = np.array([[0, 1], [0, -1]])
+    assert (cache.keep(keep, 3).length == np.array([3, 2])).all()
+    with pytest.raises(ValueError, match=r"keep: row 0 has tokens \[0 1\] of the last 1"):
+        cache.keep(keep, 1)
+    with pytest.raises(ValueError, match=r"keep: tokens must be \[2, n\], got \(1, 2\)"):
+        cache.keep(keep[:1], 3)
+    assert jax.jit(lambda cache: cache.keep(keep, 1))(cache).overflowed.tolist() == [True, False]
+    with pytest.raises(NotImplementedError, match="keep: the scheme has a running state"):
+        empty_cache(pe.FoX(N, D)).keep(keep, 1)
+
+
+def test_what_has_no_trees_says_so():
+    q = make_batch(1, 9)
+    arrays, until = (q.q, q.k, q.v), np.arange(1, 10)
+    options = {"visible_until": until, "is_causal": True}
+    cache = empty_cache(pe.RoPE(H), 1)
+    with pytest.raises(ValueError, match=r"needs a cache made with new_cache\(\.\.\., visible_un"):
+        pe.scheme_attention(pe.RoPE(H), {}, *arrays, cache=cache, **options)
+    with pytest.raises(NotImplementedError, match="streaming: visible_until"):
+        pe.scheme_attention(pe.streaming(pe.RoPE(H)), {}, *arrays, window=(2, 0), **options)
+    with pytest.raises(NotImplementedError, match="Self-Extend and dual chunks: visible_until"):
+        pe.scheme_attention(pe.ReRoPE(H, window=3), {}, *arrays, **options)
+    with pytest.raises(ValueError, match=r"visible_until must be \[9\] or .*got \(3,\)"):
+        pe.scheme_attention(pe.RoPE(H), {}, *arrays, visible_until=until[:3])
+    with pytest.raises(TypeError, match="k_visible_until must be integers, got float32"):
+        pe.attention(*arrays, k_visible_until=until.astype("f4"))
+    with pytest.raises(ValueError, match="3 queries and 9 keys need q_positions and k_positions"):
+        pe.attention(q.q[:, :3], q.k, q.v, k_visible_until=until)
+    layer = pn.Attention(
+        *(16, 2), position=pe.LayerSpec(pe.NoPE(), chunk_size=4), is_causal=True, rngs=nnx.Rngs(0)
+    )
+    with pytest.raises(NotImplementedError, match="visible_until in a layer with chunks"):
+        layer(np.zeros((1, 9, 16), "f4"), visible_until=until)
+
+
+def test_layers_of_both_libraries():
+    """Trees in calls, and with `decode=True` in the caches of both."""
+    settings = {"num_heads": 2, "is_causal": True, "position": pe.RoPE(8)}
+    layer = pn.Attention(model_dim=16, **settings, rngs=nnx.Rngs(0))
+    module = pl.Attention(**settings, decode=True)
+    x = np.random.default_rng(0).normal(size=(2, 30, 16)).astype("f4")
+    parents = PARENTS[:, :30]
+    tree = from_tree(parents)
+
+    @jax.jit
+    def outputs(x):
+        whole = layer(x, **tree._asdict())
+        cache = layer.new_cache(2, 30, visible_until=True)
+        first, cache = layer(x[:, :20], **_part(tree, slice(0, 20)), cache=cache)
+        last, _ = layer(x[:, 20:], **_part(tree, slice(20, 30)), cache=cache)
+        variables = module.init(jax.random.key(0), x, **tree._asdict())
+        variables = variables | {"params": nnx.to_pure_dict(nnx.state(layer, nnx.Param))}
+        steps = []
+        for part in slice(0, 13), slice(13, 30):
+            y, new = module.apply(variables, x[:, part], **_part(tree, part), mutable=["cache"])
+            steps.append(y)
+            variables = variables | new
+        return whole, jnp.concatenate([first, last], 1), jnp.concatenate(steps, 1)
+
+    whole, *others = outputs(x)
+    for out in others:
+        np.testing.assert_allclose(out, whole, atol=1e-5)
+    path = _path(parents[0], _leaves(parents[0])[3])
+    np.testing.assert_allclose(whole[:1, path], layer(x[:1, path]), atol=1e-5)
+
+
+def _part(tree, part):
+    return {name: x[:, part] for name, x in tree._asdict().items()}
