@@ -15,7 +15,7 @@ name, and `help(posenc_jax.RoPE)` describes one:
     frequencies of RoPE  PI, NTK, NTKByParts, YaRN, Llama3, LongRoPE, DynamicNTK, Proportional,
                          ClippedFrequencies, HighFrequenciesOnly, Resonance (FrequencyMap)
     combinations         chain, with_positions, on_axis, on_distances, streaming
-    layers of a model    LayerSpec, QKNorm, layer_pattern
+    layers of a model    LayerSpec, QKNorm, SlidingWindow, layer_pattern
 
 Functions and modules that use schemes:
 
@@ -52,6 +52,7 @@ from posenc_jax.angles import cos_sin as cos_sin
 from posenc_jax.cache.kv_cache import KVCache as KVCache
 from posenc_jax.engine.api import AttentionCall as AttentionCall
 from posenc_jax.engine.api import attention as attention
+from posenc_jax.engine.mask import SlidingWindow as SlidingWindow
 from posenc_jax.engine.problem import Implementation as Implementation
 from posenc_jax.engine.problem import Problem as Problem
 from posenc_jax.engine.rules import ContentBias as ContentBias

@@ -492,9 +492,10 @@ def _cost(model: Decoder, plan: Plan, layers: Sequence[pe.LayerSpec]) -> float:
 
 def _seen(layer: pe.LayerSpec) -> int:
     """The number of tokens that a token sees, itself included, without sinks."""
-    if layer.window is None:
+    window = layer.window.sides if isinstance(layer.window, pe.SlidingWindow) else layer.window
+    if window is None:
         return 2**31
-    return layer.window[0] + 1 if isinstance(layer.window, tuple) else layer.window
+    return window[0] + 1 if isinstance(window, tuple) else window
 
 
 def as_code(value: Any) -> str:

@@ -25,7 +25,13 @@ from posenc_jax.engine import chips
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.dropout import make_dropout_seeds
 from posenc_jax.engine.jax_nn import CuDNN, JaxNN
-from posenc_jax.engine.mask import Window, window_sides
+from posenc_jax.engine.mask import (
+    SlidingWindow,
+    Window,
+    add_saturated,
+    by_coordinates,
+    window_sides,
+)
 from posenc_jax.engine.mesh import placement_is_known
 from posenc_jax.engine.pallas import Pallas
 from posenc_jax.engine.problem import (
@@ -165,7 +171,8 @@ def attention(
         `from_padding_mask`. Tokens of a segment that do not lie side by side are moved first.
       is_causal: hide keys at later positions.
       window: W, the query's own token and W - 1 on either side, which are W tokens if `is_causal`
-        and 2 W - 1 if not; or `(left, right)`, both inclusive, negative for no limit.
+        and 2 W - 1 if not; or `(left, right)`, both inclusive, negative for no limit; or a
+        `SlidingWindow`, which counts coordinates, or keeps first tokens visible.
       prefix_length: integers [B]; keys at positions below it are seen by every query.
       k_visible_until: integers [S] or [B, S]; queries at this position and later do not see the
         key: the end of a branch, in trees of `positions.from_tree`.
@@ -286,10 +293,21 @@ class AttentionCall:
             of_side(k, self.k_positions, self.k_segment_ids),
         )
 
-    def refuse_visible_until(self, name: str) -> None:
-        """Raises `NotImplementedError` for `k_visible_until`: queries get other positions."""
-        if self.k_visible_until is not None:
-            raise NotImplementedError(f"{name}: visible_until, as queries have several positions.")
+    def refuse_branches(self, name: str) -> None:
+        """Raises `NotImplementedError` for `k_visible_until` and for a `SlidingWindow`.
+
+        For schemes that replace positions and windows.
+        """
+        names = (
+            ("visible_until", self.k_visible_until is not None),
+            (
+                "a SlidingWindow",
+                isinstance(self.window, SlidingWindow),
+            ),
+        )
+        for argument, is_there in names:
+            if is_there:
+                raise NotImplementedError(f"{name}: {argument}, as queries have other positions.")
 
     def replace(self, **changes: Any) -> Self:
         """Returns the call with some arguments changed."""
@@ -484,7 +502,18 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
     if until is not None:
         until = token_integers("attention", "k_visible_until", until, (batch, keys))
         until = jnp.broadcast_to(until, (batch, keys))
-    window = window_sides(call.window)
+    window, counts_coordinates = window_sides(call.window), False
+    if isinstance(call.window, SlidingWindow):
+        counts_coordinates = by_coordinates(call.window) and not tokens["contiguous"]
+        require(
+            not counts_coordinates or tokens["q_coordinates"].ndim == 2,
+            "attention: a window by coordinates needs coordinates of one axis, got "
+            f"{tokens['q_coordinates'].shape[2:]} axes.",
+        )
+    if isinstance(call.window, SlidingWindow) and call.window.num_sink_tokens:
+        sink_window = _until_outside(call.window, tokens["k_positions"], prefix)
+        until = sink_window if until is None else jnp.minimum(until, sink_window)
+        window = -1, call.window.sides[1]
     same_sinks = False
     if sinks is not None:
         floating("attention", "sinks", jnp.asarray(sinks))
@@ -506,6 +535,7 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
         k_slots=jnp.arange(keys, dtype=jnp.int32)[None],
         is_causal=bool(call.is_causal),
         window=None if window is not None and max(window) < 0 else window,
+        window_by_coordinates=counts_coordinates,
         finite_values=call.finite_values,
         scale=dim**-0.5 if call.scale is None else float(call.scale),
         softcap=None if call.softcap is None else float(call.softcap),
@@ -513,6 +543,17 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
         platform=platform_of(q),
         **tokens,
     )
+
+
+def _until_outside(
+    window: SlidingWindow, positions: jax.Array, prefix: jax.Array | None
+) -> jax.Array:
+    """Returns `k_visible_until` of a window with sink tokens, int32 [B, S]."""
+    until = add_saturated(add_saturated(positions, window.sides[0]), 1)
+    always = positions < window.num_sink_tokens
+    if prefix is not None:
+        always |= positions < prefix[:, None]
+    return jnp.where(always, jnp.iinfo(jnp.int32).max, until)
 
 
 def _in_float32(rule: Any) -> Any:

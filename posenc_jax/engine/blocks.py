@@ -169,6 +169,7 @@ class Visibility:
     Attributes:
       is_causal: as in `attention`.
       window: `(left, right)`, or None.
+      window_by_coordinates: whether the window counts coordinates.
       mask_in_bias: causality and window are mask values in the bias by distance: they make
         tiles empty, but tiles need no mask for them.
       bias_everywhere: interior tiles add the bias by distance too.
@@ -182,6 +183,7 @@ class Visibility:
 
     is_causal: bool
     window: tuple[int, int] | None
+    window_by_coordinates: bool
     mask_in_bias: bool
     bias_everywhere: bool
     segments: bool
@@ -197,7 +199,9 @@ class Visibility:
         slots, positions, coordinates, segments = jax.tree.map(lambda x: x[:, 0], tokens[:4])
         coordinate_range: Any = None
         valid: Any = None if segments is None else segments >= 0
-        if self.has_terms and self.horizon is not None:
+        if self.window_by_coordinates:
+            coordinate_range = BlockRange.of(coordinates, size, valid)
+        elif self.has_terms and self.horizon is not None:
             coordinate_range = BlockRange.of(slots if self.by_slot else coordinates, size)
         return BlockSummary(
             BlockRange.of(positions, size, valid),
@@ -254,14 +258,16 @@ class Visibility:
             np.broadcast_shapes(q.positions.low.shape, k.positions.low.shape), bool
         )
         left_side, right_side = self.window or (-1, -1)
+        at, of_window = (q.positions, k.positions), (q.positions, k.positions)
+        if self.window_by_coordinates:
+            of_window = q.coordinates, k.coordinates
         limits = [
-            (self.is_causal, 0, k, q),
-            (left_side >= 0, left_side, q, k),
-            (right_side >= 0, right_side, k, q),
+            (self.is_causal, 0, *at[::-1]),
+            (left_side >= 0, left_side, *of_window),
+            (right_side >= 0, right_side, *of_window[::-1]),
         ]
         for applies, limit, late, early in limits:
             if applies:  # late - early <= limit, without overflow.
-                late, early = late.positions, early.positions
                 live = live & (late.low <= add_saturated(early.high, limit))
                 full = full & (late.high <= add_saturated(early.low, limit))
         if self.mask_in_bias and self.bias_everywhere:

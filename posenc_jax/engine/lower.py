@@ -137,6 +137,7 @@ def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
         visibility=Visibility(
             is_causal=p.is_causal,
             window=p.window,
+            window_by_coordinates=p.window_by_coordinates,
             mask_in_bias=mask_in_bias,
             bias_everywhere=bool(by_distance) and not drop,
             segments=p.q_segment_ids is not None,

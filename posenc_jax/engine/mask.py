@@ -4,13 +4,14 @@ The order of slots does not enter: one function masks a cache, a left-padded row
 row and a shard of a sequence.
 """
 
-from typing import Any
+import dataclasses
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-Window = int | tuple[int, int] | None
+from posenc_jax.checks import integers_from, one_of, require
 
 MASK_VALUE = float("-inf")
 """The logit of a hidden key. Every finite logit is legal, however low: see `LEAST_LOGIT`."""
@@ -53,6 +54,56 @@ def add_saturated(x: Any, number: int) -> Any:
     return numpy.maximum(x, limits.min - number) + number
 
 
+@dataclasses.dataclass(frozen=True)
+class SlidingWindow:
+    """A window that keeps first tokens visible, or that counts coordinates.
+
+    Attributes:
+      window: as in `attention`: W, or `(left, right)`.
+      num_sink_tokens: number of first tokens of a sequence, at positions from 0 on, that queries
+        after them see outside of the window too, at their distances: "attention sinks".
+      by: "positions", or "coordinates" where tokens share a position, such as those of an image
+        (Gemma 3), or positions count the tokens of a tree and coordinates its depths.
+
+    Raises:
+      ValueError: for an invalid window, a negative number, sink tokens of a window without a left
+        side or by coordinates, and another `by`.
+
+    >>> SlidingWindow(4096, num_sink_tokens=4).sides
+    (4095, 4095)
+    """
+
+    window: int | tuple[int, int]
+    num_sink_tokens: int = 0
+    by: Literal["positions", "coordinates"] = "positions"
+
+    def __post_init__(self):
+        integers_from(0, "SlidingWindow", num_sink_tokens=self.num_sink_tokens)
+        one_of("SlidingWindow", ("positions", "coordinates"), by=self.by)
+        left_side, _ = self.sides
+        require(
+            not self.num_sink_tokens or (left_side >= 0 and self.by == "positions"),
+            "SlidingWindow: num_sink_tokens needs a window with a left side, by positions, got "
+            f"{self!r}.",
+        )
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The pair `(left, right)`."""
+        sides = window_sides(self.window)
+        if sides is None:
+            raise TypeError("SlidingWindow: window must be an integer or a pair, got None.")
+        return sides
+
+
+Window = int | tuple[int, int] | SlidingWindow | None
+
+
+def by_coordinates(window: Window) -> bool:
+    """Returns whether a window counts coordinates."""
+    return isinstance(window, SlidingWindow) and window.by == "coordinates"
+
+
 _FAR = 2**31 - 1
 """The greatest int32 position. A larger window, such as `sys.maxsize`, hides no other keys."""
 
@@ -69,6 +120,8 @@ def window_sides(window: Window) -> tuple[int, int] | None:
     """
     if window is None:
         return None
+    if isinstance(window, SlidingWindow):
+        return window.sides
     if isinstance(window, tuple | list):
         if len(window) == 2 and all(map(_is_integer, window)):
             return min(int(window[0]), _FAR), min(int(window[1]), _FAR)
@@ -77,7 +130,9 @@ def window_sides(window: Window) -> tuple[int, int] | None:
             raise ValueError(f"attention: window must be at least 1 token, got {window}.")
         side = min(int(window) - 1, _FAR)
         return side, side
-    raise TypeError(f"attention: window must be an integer or a pair, got {window!r}.")
+    raise TypeError(
+        f"attention: window must be an integer, a pair or a SlidingWindow, got {window!r}."
+    )
 
 
 def _is_integer(x: object) -> bool:
@@ -92,6 +147,7 @@ def visible(
     *,
     is_causal: bool = False,
     window: Window = None,
+    window_places: tuple[jax.Array, jax.Array] | None = None,
     prefix_length: jax.Array | None = None,
     k_visible_until: jax.Array | None = None,
 ) -> jax.Array:
@@ -104,6 +160,7 @@ def visible(
       k_segment_ids: int32 [B, S]; below zero is padding. None: one segment.
       is_causal: whether keys at later positions are hidden.
       window: see `window_sides`.
+      window_places: the numbers that the window counts, [B, T] and [B, S]. Default: positions.
       prefix_length: int32 [B]; keys at positions below it are visible to every query of
         their segment, causal or not (prefix language models).
       k_visible_until: int32 [B, S]; queries at this position and later do not see the key.
@@ -115,10 +172,13 @@ def visible(
     sides = window_sides(window)
     if sides is not None:
         left_side, right_side = sides
+        q, k = (i, j) if window_places is None else window_places
+        if window_places is not None:
+            q, k = q[:, :, None], k[:, None, :]
         if left_side >= 0:
-            seen &= i <= add_saturated(j, left_side)
+            seen &= q <= add_saturated(k, left_side)
         if right_side >= 0:
-            seen &= j <= add_saturated(i, right_side)
+            seen &= k <= add_saturated(q, right_side)
     if prefix_length is not None:
         seen |= j < prefix_length[:, None, None]
     if k_visible_until is not None:

@@ -68,6 +68,7 @@ class Problem:
       same_sinks: all queries have the same sinks.
       finite_values: v is finite, also where no query sees it.
       window: `window_sides` of the argument.
+      window_by_coordinates: the window counts coordinates, which are no positions.
       is_causal, scale, softcap, dropout_rate: as in `attention`.
       platform: "cpu", "gpu" or "tpu", on which it is computed as far as is known.
       needs_lse: whether the log-sum-exp is used.
@@ -96,6 +97,7 @@ class Problem:
     finite_values: bool = dataclasses.field(metadata=STATIC)
     is_causal: bool = dataclasses.field(metadata=STATIC)
     window: tuple[int, int] | None = dataclasses.field(metadata=STATIC)
+    window_by_coordinates: bool = dataclasses.field(metadata=STATIC)
     scale: float = dataclasses.field(metadata=STATIC)
     softcap: float | None = dataclasses.field(metadata=STATIC)
     dropout_rate: float = dataclasses.field(metadata=STATIC)
@@ -187,6 +189,7 @@ class Problem:
 
         Arrays of all pairs hide keys too, by -inf; rules that are functions are not evaluated.
         """
+        coordinates = self.q_coordinates, self.k_coordinates
         seen = visible(
             self.q_positions,
             self.k_positions,
@@ -194,6 +197,7 @@ class Problem:
             self.k_segment_ids,
             is_causal=self.is_causal,
             window=self.window,
+            window_places=coordinates if self.window_by_coordinates else None,
             prefix_length=self.prefix_length,
             k_visible_until=self.k_visible_until,
         )[:, None]

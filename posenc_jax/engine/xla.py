@@ -625,10 +625,12 @@ class Tiles:
         see, out = self.operands.visibility, None
         if see.ordered or see.segments or see.until:
             order = q.positions, k.positions, q.segments, k.segments
+            order, places = jax.tree.map(lambda x: x[:, 0], (order, (q.coordinates, k.coordinates)))
             out = visible(
-                *jax.tree.map(lambda x: x[:, 0], order),
+                *order,
                 is_causal=see.is_causal and not see.mask_in_bias,
                 window=None if see.mask_in_bias else see.window,
+                window_places=places if see.window_by_coordinates else None,
                 prefix_length=self.operands.prefix_length,
                 k_visible_until=None if k.until is None else k.until[:, 0],
             )[:, None]

@@ -18,7 +18,7 @@ from posenc_jax.checks import (
     token_integers,
 )
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.engine.mask import Window
+from posenc_jax.engine.mask import SlidingWindow, Window, by_coordinates
 from posenc_jax.engine.problem import Implementations
 from posenc_jax.functional.arguments import (
     AttentionOptions,
@@ -319,11 +319,11 @@ def _with_cache(
     """Appends the tokens to the cache, and returns the output of attention to it and the cache."""
     scheme = pipeline.scheme
     reads_coordinates = not scheme.traits.cache_transformed_keys
-    reads_coordinates |= bool(scheme.acts & _BY_COORDINATES)
+    reads_coordinates |= bool(scheme.acts & _BY_COORDINATES) | by_coordinates(call.window)
     require(
         not reads_coordinates or call.q_coordinates is None or cache.coordinates is not None,
-        "scheme_attention: the scheme reads the coordinates of cached keys and the cache has "
-        "none; make it with new_cache(..., coordinates=...).",
+        "scheme_attention: the scheme or the window reads the coordinates of cached keys and the "
+        "cache has none; make it with new_cache(..., coordinates=...).",
     )
     require(
         call.k_visible_until is None or cache.visible_until is not None,
@@ -409,6 +409,16 @@ def _check_call(call: AttentionCall, cache: KVCache | None, scheme: Scheme) -> N
         not cache.ring or call.prefix_length is None,
         "scheme_attention: every query sees the keys of prefix_length, which a ring cache evicts.",
     )
+    require(
+        not cache.ring or not by_coordinates(call.window),
+        "scheme_attention: a ring counts positions, and the window coordinates: use a full cache.",
+    )
+    if cache.ring and isinstance(call.window, SlidingWindow):
+        sinks = cache.storage.num_sink_tokens
+        require(
+            sinks >= call.window.num_sink_tokens,
+            f"scheme_attention: {call.window} needs a ring with its num_sink_tokens, got {sinks}.",
+        )
     require(
         not cache.ring or call.mask is None,
         "scheme_attention: mask is by slot, and the slots of a ring cache take new tokens in turn: "

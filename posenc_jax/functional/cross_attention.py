@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import array_of_rank, require, token_integers
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.engine.mask import Window
+from posenc_jax.engine.mask import Window, by_coordinates
 from posenc_jax.engine.problem import Implementations
 from posenc_jax.functional.arguments import check_order, checked, scheme_coordinates
 from posenc_jax.functional.pipeline import Norms, Pipeline, Projections
@@ -154,11 +154,12 @@ def cross_attention(
     keys = read(keys.replace(q=zeros(q, k), coordinates=k_coordinates, segment_ids=k_ids))
     queries = queries.replace(q=pipeline.query(queries))
     keys = keys.replace(k=pipeline.key(keys), v=pipeline.value(keys))
+    reads_coordinates = scheme.acts_in_attention or by_coordinates(call.window)
     call = call.replace(
         q_positions=q_positions,
         k_positions=k_positions,
-        q_coordinates=q_coordinates if scheme.acts_in_attention else None,
-        k_coordinates=k_coordinates if scheme.acts_in_attention else None,
+        q_coordinates=q_coordinates if reads_coordinates else None,
+        k_coordinates=k_coordinates if reads_coordinates else None,
         q_segment_ids=q_ids,
         k_segment_ids=k_ids,
         contiguous=False,

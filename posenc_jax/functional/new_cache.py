@@ -19,6 +19,7 @@ class CacheOptions(TypedDict, total=False):
     coordinates: jax.Array | jax.ShapeDtypeStruct | None
     visible_until: bool
     ring: bool
+    num_sink_tokens: int
     max_rewind: int
     qkv_sharding: PartitionSpec | None
 
@@ -37,6 +38,7 @@ def new_cache(
     coordinates: jax.Array | jax.ShapeDtypeStruct | None = None,
     visible_until: bool = False,
     ring: bool = False,
+    num_sink_tokens: int = 0,
     max_rewind: int = 0,
     qkv_sharding: PartitionSpec | None = None,
     params: Params | None = None,
@@ -59,6 +61,7 @@ def new_cache(
         give positions only.
       visible_until: whether calls may give `visible_until`, such as trees of drafts.
       ring: whether a full cache overwrites its oldest slots; needs a window.
+      num_sink_tokens: number of first tokens that a ring keeps, as the `SlidingWindow` of calls.
       max_rewind: the most tokens that `rewind` of the cache takes back at once, if the scheme
         has a running state; other schemes take back any number.
       qkv_sharding: on explicit mesh axes, how q, k and v [B, T, heads, H] are sharded, as in
@@ -80,6 +83,8 @@ def new_cache(
     sizes |= {name: size for name, size in optional.items() if size is not None}
     positive_integers("new_cache", **sizes)
     integers_from(0, "new_cache", batch=batch, max_rewind=max_rewind, value_dim=value_dim or 0)
+    integers_from(0, "new_cache", num_sink_tokens=num_sink_tokens)
+    require(ring or not num_sink_tokens, "new_cache: num_sink_tokens needs ring=True.")
     heads_of = {"num_heads": num_heads, "num_kv_heads": num_kv_heads or num_heads}
     check_sizes("new_cache", scheme, head_dim=head_dim, model_dim=model_dim, **heads_of)
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -133,5 +138,5 @@ def new_cache(
         scheme=scheme,
         max_rewind=max_rewind,
         ring=ring,
-        num_sink_tokens=scheme.traits.num_sink_tokens if ring else 0,
+        num_sink_tokens=max(scheme.traits.num_sink_tokens, num_sink_tokens) if ring else 0,
     )

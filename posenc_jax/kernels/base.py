@@ -137,6 +137,8 @@ def rule_refusal(p: Problem, vector_refusal: Callable[[list[int]], str | None]) 
     """
     if p.mask is not None:
         return 'a given mask needs implementation="xla"; segment_ids and window are supported'
+    if p.window_by_coordinates and p.sizes().dtype != jnp.int32:
+        return 'a window by real coordinates needs implementation="xla"'
     refused = []
 
     def look(p):

@@ -127,9 +127,19 @@ class Spec:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """How many keys a query sees before it and after it; negative for no limit."""
-        before, after = self.visibility.window or (-1, -1)
-        return before, 0 if self.visibility.is_causal else after
+        """Positions before and after a query at which it sees keys; negative for no limit."""
+        see = self.visibility
+        before, after = (-1, -1) if see.window_by_coordinates else see.window or (-1, -1)
+        return before, 0 if see.is_causal else after
+
+    @property
+    def comparisons(self) -> tuple[tuple[str, int, int], ...]:
+        """Numbers of tokens that masks compare, with the greatest differences on both sides."""
+        see = self.visibility
+        positions, window = ("positions", *self.sides), see.window
+        if not see.window_by_coordinates or window is None:
+            return (positions,)
+        return (*(positions,) * see.is_causal, ("coordinates", *window))
 
     def reach(self, blocks: Blocks) -> tuple[int, int]:
         """Returns the least and greatest difference, first query minus first key, of tiles.
@@ -313,7 +323,7 @@ def prepare(
 def _token_scalars(spec: Spec, x: TokenArrays, reads_coordinates: bool) -> TokenScalars:
     see = spec.visibility
     return TokenScalars(
-        coordinates=x.coordinates if reads_coordinates else None,
+        coordinates=x.coordinates if reads_coordinates or see.window_by_coordinates else None,
         positions=x.positions if (see.ordered or see.until) and not spec.by_slot else None,
         segments=x.segments,
         until=x.until,

@@ -19,7 +19,7 @@ from posenc_jax.checks import (
     token_integers,
 )
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.engine.mask import window_sides
+from posenc_jax.engine.mask import SlidingWindow, by_coordinates, window_sides
 from posenc_jax.engine.problem import Implementations
 from posenc_jax.functional.arguments import TokenOptions, token_positions
 from posenc_jax.functional.attention import scheme_embedding, scheme_tables
@@ -374,8 +374,8 @@ class AttentionLayer:
             input.
           dtype: of k and v. Default: the layer's `dtype`, or else `param_dtype`; without a `dtype`,
             wider inputs give wider k and v, which are then rounded.
-          **options: `coordinates`, `visible_until`, `ring`, `max_rewind` and `qkv_sharding`, as in
-            `posenc_jax.new_cache`.
+          **options: `coordinates`, `visible_until`, `ring`, `num_sink_tokens`, `max_rewind`
+            and `qkv_sharding`, as in `posenc_jax.new_cache`.
 
         Raises:
           NotImplementedError: for a ring of a layer with chunks.
@@ -392,6 +392,7 @@ class AttentionLayer:
             dtype = self.param_dtype if self.dtype is None else self.dtype
         scheme = spec.scheme if encoding is None else encoding.scheme
         sides = window_sides(spec.window)
+        sinks = spec.window.num_sink_tokens if isinstance(spec.window, SlidingWindow) else 0
         if tokens_per_call is not None:
             positive_integers("Attention.new_cache", tokens_per_call=tokens_per_call)
             require(
@@ -402,9 +403,11 @@ class AttentionLayer:
             if sides is not None and sides[0] >= 0 and spec.chunk_size is None:
                 past, back = sides[0], options.get("max_rewind", 0)
                 count = max(past + tokens_per_call, back and max(past, 1) + back)
-                slots = scheme.traits.num_sink_tokens + count
-                if slots < capacity:
+                slots = max(scheme.traits.num_sink_tokens, sinks) + count
+                if slots < capacity and not by_coordinates(spec.window):
                     capacity, options["ring"] = slots, True
+        if options.get("ring"):
+            options["num_sink_tokens"] = max(sinks, options.get("num_sink_tokens", 0))
         model_dim = self.model_dim if model_dim is None else model_dim
         return new_cache(
             scheme,

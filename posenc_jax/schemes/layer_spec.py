@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import finite, one_of, positive, positive_integers, require
-from posenc_jax.engine.mask import Window, window_sides
+from posenc_jax.engine.mask import SlidingWindow, Window, window_sides
 from posenc_jax.qk_norm import QKNorm
 from posenc_jax.schemes.scheme import Scheme, check_scheme
 
@@ -88,6 +88,10 @@ class LayerSpec:
             positive("LayerSpec", softcap=self.softcap)
         if self.chunk_size is not None:
             positive_integers("LayerSpec", chunk_size=self.chunk_size)
+            require(
+                not isinstance(self.window, SlidingWindow),
+                f"LayerSpec: chunk_size has no SlidingWindow beside it, got {self.window!r}.",
+            )
             require(
                 not self.scheme.traits.reads_segments,
                 "LayerSpec: chunk_size needs a scheme that attends within its window alone, got "

@@ -246,26 +246,31 @@ def explicit_mask(options, batch, heads, length):
         value = options.pop(name, default)
         return value if value is default or isinstance(value, bool | tuple) else np.asarray(value)
 
-    slots, by_default = np.arange(length, dtype=np.int32), "q_positions" not in options
-    q_at, k_at = take("q_positions", slots), take("k_positions", slots)
-    window, prefix, ids = take("window"), take("prefix_length"), take("q_segment_ids")
-    until = take("k_visible_until")
+    ids, slots = take("q_segment_ids"), np.arange(length, dtype=np.int32)
+    same = None if ids is None else ids[:, :, None] == ids[:, None]
+    if ids is not None and "q_positions" not in options:  # They restart in each segment.
+        slots = np.tril(same, -1).sum(-1).astype(np.int32)
+    places = take("q_positions", slots), take("k_positions", slots)
+    q, k = (np.atleast_2d(x) for x in places)
+    window, prefix = options.pop("window", None), take("prefix_length")
+    sinks, distance = 0, q[:, :, None] - k[:, None]
+    away, until = distance, take("k_visible_until")
+    if isinstance(window, pe.SlidingWindow):
+        if window.by == "coordinates":
+            away = options["q_coordinates"][:, None] - options["q_coordinates"]
+        window, sinks = window.window, window.num_sink_tokens
     take("contiguous")
-    distance = q_at[:, None] - k_at
-    seen = np.full((batch, *distance.shape), True)
+    seen = np.full((batch, *distance.shape[1:]), True)
     if take("is_causal", False):
         seen &= distance >= 0
     if window is not None:
         left_side, right_side = window if isinstance(window, tuple) else (window - 1, window - 1)
-        seen &= (distance <= left_side) & (distance >= -right_side)
+        seen &= ((away <= left_side) | (k < sinks)[:, None]) & (away >= -right_side)
     if prefix is not None:
-        seen |= (k_at < prefix[:, None])[:, None]
-    if ids is not None:
-        same = ids[:, :, None] == ids[:, None]
-        seen &= same & (ids >= 0)[:, :, None]
-        if by_default:  # They restart in each segment.
-            q_at = k_at = np.tril(same, -1).sum(-1).astype(np.int32)
+        seen |= (k < prefix[:, None])[:, None]
     if until is not None:
-        seen &= q_at[..., :, None] < np.atleast_2d(until)[:, None]
-    mask = np.broadcast_to(seen[:, None] & take("mask", True), (batch, heads, *distance.shape))
-    return options | {"mask": mask, "q_positions": q_at, "k_positions": k_at}
+        seen &= q[:, :, None] < np.atleast_2d(until)[:, None]
+    if ids is not None:
+        seen &= same & (ids >= 0)[:, :, None]
+    mask = np.broadcast_to(seen[:, None] & take("mask", True), (batch, heads, *seen.shape[1:]))
+    return options | {"mask": mask, "q_positions": places[0], "k_positions": places[1]}

@@ -60,6 +60,18 @@ FEATURES = {
     "window": lambda: {"is_causal": True, "window": 9},
     "two_sided_window": lambda: {"window": (7, 3)},
     "segments": lambda: {"is_causal": True, "q_segment_ids": _segments()},
+    "window_with_sinks": lambda: {
+        "is_causal": True,
+        "window": pe.SlidingWindow(9, num_sink_tokens=3),
+        "q_segment_ids": _segments(),
+        "prefix_length": np.array([0, 5], np.int32),
+    },
+    "images": lambda: {
+        "is_causal": True,
+        "window": pe.SlidingWindow((12, 20), by="coordinates"),
+        **dict.fromkeys(("q_positions", "k_positions"), np.arange(T) // 5),
+        "q_coordinates": np.arange(T, dtype=np.int32),
+    },
     "prefix": lambda: {"is_causal": True, "prefix_length": np.array([4, 20], np.int32)},
     "softcap_sinks_dropout": lambda: {
         "is_causal": True,
@@ -101,6 +113,8 @@ CASES = [
     (("wide", "alibi"), "two_sided_window", "xla"),
     (("t5",), "causal", "xla"),
     (("none",), "until", "xla"),
+    (("alibi",), "window_with_sinks", "xla"),
+    (("none",), "images", "xla"),
     (("t5",), "permuted_until", "xla"),
     (("shaw",), "permuted_segments", "xla"),  # Alone: the horizon is the largest of all rules.
     (("scaled",), "permuted", "xla"),
@@ -115,6 +129,7 @@ MORE_CASES = [
     for n, kind in enumerate(KINDS)
     for feature in list(FEATURES)[n % 3 :: 3]
     if (kind, feature) not in (("two_axes", "chunk"), ("unbounded", "segments"), ("t5", "causal"))
+    and (kind, feature) != ("two_axes", "images")  # It has windows of one axis.
 ]
 
 

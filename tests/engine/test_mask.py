@@ -77,5 +77,5 @@ def test_sides_of_a_window():
 
 @pytest.mark.parametrize("window", [2.5, (3,), (1, 2, 3), (1.0, 2), "4"], ids=str)
 def test_a_malformed_window_is_refused(window):
-    with pytest.raises(TypeError, match="window must be an integer or a pair, got"):
+    with pytest.raises(TypeError, match="window must be an integer, a pair or a SlidingWindow"):
         window_sides(window)

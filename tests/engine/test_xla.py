@@ -53,9 +53,9 @@ def test_blocks_cover_the_tokens_and_waste_little(length, keys, heads):
 @pytest.mark.parametrize("horizon", [0, 7, None])
 def test_tiles_that_are_known_while_tracing(causal, window, horizon):
     """A tile has a visible pair, and an interior one nothing but pairs without mask and rule."""
-    names = "mask_in_bias", "bias_everywhere", "segments", "prefix", "mask", "until"
-    flags = dict.fromkeys(names, False) | {"has_terms": horizon != 0}
-    see = Visibility(causal, window, horizon=horizon, by_slot=True, **flags)
+    flags = {field.name: False for field in dataclasses.fields(Visibility)}
+    flags |= {"is_causal": causal, "window": window, "by_slot": True}
+    see = Visibility(**flags | {"has_terms": horizon != 0, "horizon": horizon})
     live, interior = see.known_tiles(Blocks(4, 6), 24, 36)
     distance = np.arange(24)[:, None] - np.arange(36)
     left_side, right_side = (np.inf if n < 0 else n for n in window or (-1, -1))

@@ -191,9 +191,11 @@ def test_chips_that_are_described_and_devices_that_a_trace_does_not_show(chip, m
 
 
 @gpu_lowered
-def test_branches_were_in_no_step_of_the_row(chip):
+def test_branches_and_images_were_in_no_step_of_the_row(chip):
     assert _chosen(T5) == "pallas"
     assert _chosen(T5, k_visible_until=np.arange(1, 513)) == "xla"
+    window, at = pe.SlidingWindow(9, by="coordinates"), np.arange(512)
+    assert _chosen(window=window, q_positions=at // 8, q_coordinates=at) == "xla"
 
 
 @gpu_lowered
@@ -226,8 +228,9 @@ def test_the_committed_run_gives_the_row():
     chip = program.chip_of(about, program.passed(_rows()))
     assert chip is not None and chips.CHIPS[0][:4] == chip[:4]
     assert chips.CHIPS[0][4:] == (about["date"], about["commit"])
-    # The run had decode steps, too, and none with branches: see `chips.are_default`.
-    names = {step.name for step in steps.steps() if not step.case.branches}
+    # The run had decode steps, too, and none of these: see `chips.are_default`.
+    new = ("branches", "images")
+    names = {x.name for x in steps.steps() if not any(getattr(x.case, n) for n in new)}
     ran = {row["step"] for row in _rows() if row["implementation"] == "pallas"}
     assert {name for name in ran if not name.startswith("decode: ")} == names
 
@@ -243,7 +246,7 @@ def test_the_row_is_of_the_kernels_as_they_are():
     files += [package / "kernels" / f"{name}.py" for name in ("base", "elements", "operands")]
     files += sorted(package.glob("kernels/gpu/*.py"))
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    assert not chips.CHIPS or digest[:12] == "d63a24080f9c"
+    assert not chips.CHIPS or digest[:12] == "dd0418fb161a"
 
 
 @pytest.mark.parametrize(

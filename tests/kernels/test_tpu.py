@@ -58,6 +58,7 @@ MORE_CASES = [
     [
         (case_of("several", segments=True, softcap=3.0, sinks=True), {"prefix": (100, 40)}, TILES),
         (case_of(shuffled=True, causal=False, length=256, branches=70), {}, TILES),
+        (case_of(images=True, window=(90, -1), length=256), {}, TILES),
         (case_of("kerple by pair", shuffled=True, window=200, kv_heads=1), {}, Blocks(256, 128)),
         (case_of("distance and pairs", length=200, window=(70, 3)), {}, TILES),
         *(pytest.param(*case, marks=slow) for case in MORE_CASES),

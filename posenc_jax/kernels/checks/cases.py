@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.engine.api import attention
+from posenc_jax.engine.mask import SlidingWindow
 from posenc_jax.engine.rules import ContentBias, DenseBias, DotBias, LogitBias, SeparableBias
 
 Arrays = dict[str, Any]
@@ -38,6 +39,7 @@ class Case:
       shuffled: whether the positions are a permutation.
       later: queries are the last T of S = T + `later` tokens.
       branches: keys are visible for up to so many positions; 0: for all.
+      images: eight tokens share a position, and the window counts coordinates.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Case:
     shuffled: bool = False
     later: int = 0
     branches: int = 0
+    images: bool = False
 
     @property
     def key_count(self) -> int:
@@ -208,6 +211,8 @@ def _places(c: Case, random: np.random.Generator) -> Arrays:
     if c.branches:
         reach = random.integers(1, c.branches + 1, (c.batch, c.key_count))
         places["k_visible_until"] = (places.get("k_positions", at) + reach).astype(np.int32)
+    if c.images:
+        places |= dict.fromkeys(("q_positions", "k_positions"), at // 8) | {"q_coordinates": at}
     if c.segments:
         # Segments begin and end inside tiles, and padding is on both sides.
         ids, length = np.zeros((c.batch, c.length), np.int32), c.length
@@ -261,6 +266,8 @@ def program(case: Case, implementation: Any, *, gradients: bool, lse: bool) -> A
     """
     c = case
     options: dict[str, Any] = {"is_causal": c.causal, "window": c.window, "softcap": c.softcap}
+    if c.images:
+        options["window"] = SlidingWindow(c.window, by="coordinates")
 
     def attend(learned, x):
         dropout: Arrays = {}

@@ -187,6 +187,7 @@ TRAINING = (
     Case("branches", branches=200),
     Case("table, branches, segments", "table", branches=200, segments=True),
     Case("shuffled branches, not causal", branches=200, shuffled=True, causal=False),
+    Case("images in a window", images=True, window=(100, -1)),
     Case("300 tokens", length=300),
     Case("dropout", dropout=0.3),
     Case("head dim 64", dim=64),

@@ -197,26 +197,26 @@ class Tile:
         spec, x, tests = self.spec, self.x, []
         q_axis, k_axis = self.q_axis, 1 - self.q_axis
         if spec.visibility.ordered:
-            before, after = spec.sides
             if spec.by_slot:
+                before, after = spec.sides
                 index = indices(self.shape, spec.interpret)
                 q, k = index[q_axis] + (self.q - self.k), index[k_axis]
                 if after >= 0:
                     tests.append(k <= q + after)
                 if before >= 0:
                     tests.append(q <= k + before)
-            else:
-                q = self._of_q(x.rows.positions, wide=False)
-                k = self._of_k(x.columns.positions, wide=False)
+            for name, before, after in () if spec.by_slot else spec.comparisons:
+                q = self._of_q(getattr(x.rows, name), wide=False)
+                k = self._of_k(getattr(x.columns, name), wide=False)
                 if after >= 0:
                     latest = self._wide(add_saturated(q, after), q_axis)
                     tests.append(self._wide(k, k_axis) <= latest)
                 if before >= 0:
                     latest = self._wide(add_saturated(k, before), k_axis)
                     tests.append(self._wide(q, q_axis) <= latest)
-                if spec.prefix:
-                    seen = functools.reduce(jnp.logical_and, tests)
-                    tests = [seen | (self._wide(k, k_axis) < x.prefix[self.b])]
+            if spec.prefix:
+                seen = functools.reduce(jnp.logical_and, tests)
+                tests = [seen | (self._of_k(x.columns.positions) < x.prefix[self.b])]
         if spec.visibility.until:
             tests.append(self._of_q(x.rows.positions) < self._of_k(x.columns.until))
         if spec.visibility.segments:

@@ -275,8 +275,8 @@ def visible(
     """
     tests = []
     if spec.visibility.ordered:
-        before, after = spec.sides
         if spec.by_slot:
+            before, after = spec.sides
             # One operation per pair, the comparison: indices have one axis, not two.
             sizes = [1, 1]
             sizes[q_axis] = shape[q_axis]
@@ -288,14 +288,14 @@ def visible(
                 tests.append(k - after <= q)
             if before >= 0:
                 tests.append(q <= k + before)
-        else:
-            q, k = queries.positions, keys.positions
+        for name, before, after in () if spec.by_slot else spec.comparisons:
+            q, k = getattr(queries, name), getattr(keys, name)
             if after >= 0:
                 tests.append(k <= add_saturated(q, after))
             if before >= 0:
                 tests.append(q <= add_saturated(k, before))
-            if prefix is not None:
-                tests = [functools.reduce(jnp.logical_and, tests) | (k < prefix)]
+        if prefix is not None:
+            tests = [functools.reduce(jnp.logical_and, tests) | (keys.positions < prefix)]
     if spec.visibility.until:
         tests.append(queries.positions < keys.until)
     if spec.visibility.segments:

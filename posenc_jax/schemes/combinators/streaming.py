@@ -61,7 +61,7 @@ class _Streaming(Wrapper):
         require(not attention.return_lse, "streaming: return_lse is used internally.")
         if attention.prefix_length is not None:
             raise NotImplementedError("streaming: prefix_length; it would show keys twice.")
-        attention.refuse_visible_until("streaming")
+        attention.refuse_branches("streaming")
 
         q_positions, k_positions = attention.positions(q, k)
         segments = attention.k_segment_ids

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 
 from posenc_jax.checks import require
+from posenc_jax.engine.mask import by_coordinates
 from posenc_jax.engine.rules import Rule, as_tuple
 from posenc_jax.schemes.scheme import Acts, Scheme
 
@@ -80,6 +81,10 @@ class Wrapper(Scheme):
     ):
         if Acts.ATTENTION not in self.scheme.acts:
             return attention(q, k, v, self.rules(params, q_features, k_features))
+        if by_coordinates(attention.window):
+            raise NotImplementedError(
+                f"{type(self).__name__}: a window by coordinates, of which it makes others."
+            )
         both = self.transformed(q_coordinates), self.transformed(k_coordinates)
         attention = attention.replace(q_coordinates=both[0], k_coordinates=both[1])
         if self.transform is not None:  # It was for coordinates before the transform.
