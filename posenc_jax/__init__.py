@@ -22,10 +22,11 @@ Functions and modules that use schemes:
     Flax layers          nnx, linen: Attention, PositionEncoding, AttentionFn
     functions            scheme_attention, scheme_cross_attention, scheme_embedding, scheme_tables,
                          new_cache (KVCache)
-    attention itself     attention, AttentionCall, score_mod, and rules: LogitBias, ContentBias,
-                         DotBias, SeparableBias, DenseBias, ValueBias, LogitsTransform
+    attention itself     attention, AttentionCall, score_mod, block_mask (BlockMask), and rules:
+                         LogitBias, ContentBias, DotBias, SeparableBias, DenseBias, ValueBias,
+                         LogitsTransform
     sharded sequences    sharding: SequenceParallel, sequence_parallel_attention, zigzag
-    positions            positions: padding, packing, random and other positions;
+    positions            positions: padding, packing, trees, random and other positions;
                          grid_coordinates, mrope_coordinates, resize_grid, resize_learned
     Hugging Face         from_hf, scheme_from_hf, attention_options_from_hf, to_hf,
                          heads_from_linear, split_qkv, permute_qk
@@ -52,6 +53,8 @@ from posenc_jax.angles import cos_sin as cos_sin
 from posenc_jax.cache.kv_cache import KVCache as KVCache
 from posenc_jax.engine.api import AttentionCall as AttentionCall
 from posenc_jax.engine.api import attention as attention
+from posenc_jax.engine.block_mask import BlockMask as BlockMask
+from posenc_jax.engine.block_mask import block_mask as block_mask
 from posenc_jax.engine.mask import SlidingWindow as SlidingWindow
 from posenc_jax.engine.problem import Implementation as Implementation
 from posenc_jax.engine.problem import Problem as Problem

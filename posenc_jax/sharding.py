@@ -167,7 +167,7 @@ class SequenceParallel(Implementation):
     def refusal(self, problem: Problem) -> str | None:
         """Returns None, or the reason why it does not support the problem, and an alternative."""
         for name, is_set in (
-            ("mask", problem.mask is not None),
+            ("mask", problem.mask is not None or problem.block_mask is not None),
             ("dropout", problem.dropout_seeds is not None),
             ("DenseBias", any(rule.pairs is not None for rule in problem.rules)),
         ):

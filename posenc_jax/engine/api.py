@@ -22,6 +22,7 @@ from posenc_jax.checks import (
     token_integers,
 )
 from posenc_jax.engine import chips
+from posenc_jax.engine.block_mask import BlockMask
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.dropout import make_dropout_seeds
 from posenc_jax.engine.jax_nn import CuDNN, JaxNN
@@ -83,7 +84,7 @@ class AttentionArguments(CommonOptions, total=False):
     """Keyword arguments of `attention`, except `return_lse`."""
 
     rules: Rule | tuple[Rule, ...]
-    mask: jax.Array | None
+    mask: jax.Array | BlockMask | None
     q_positions: jax.Array | None
     k_positions: jax.Array | None
     q_coordinates: jax.Array | None
@@ -120,7 +121,7 @@ def attention(
     v: jax.Array,
     *,
     rules: Rule | tuple[Rule, ...] = (),
-    mask: jax.Array | None = None,
+    mask: jax.Array | BlockMask | None = None,
     q_positions: jax.Array | None = None,
     k_positions: jax.Array | None = None,
     q_coordinates: jax.Array | None = None,
@@ -153,8 +154,8 @@ def attention(
       v: values [B, S, K, V].
       rules: terms added to logits and values, such as a scheme's `rules(...)` or your own.
         At most one may transform whole rows of logits, and at most one add to values.
-      mask: bool [B or 1, N or 1, T, S], true where the query may see the key; a query sees
-        the keys that neither it nor another argument hides.
+      mask: bool [B or 1, N or 1, T, S], true where the query may see the key, or a `block_mask`,
+        which skips the tiles that it hides. A query sees the keys that no argument hides.
       q_positions: integers [T] or [B, T], the order of tokens. Default: 0, 1, ... in every segment,
         without padding (`positions.from_segment_ids`). Where T = S, positions, coordinates or
         segment ids of one side serve both.
@@ -245,7 +246,7 @@ class AttentionCall:
     """
 
     finite_values: bool = False
-    mask: jax.Array | None = None
+    mask: jax.Array | BlockMask | None = None
     q_positions: jax.Array | None = None
     k_positions: jax.Array | None = None
     q_coordinates: jax.Array | None = None
@@ -321,7 +322,8 @@ class AttentionCall:
             **{
                 name: jnp.expand_dims(x, axis)
                 for name, (rank, axis) in ranks.items()
-                if (x := getattr(self, name)) is not None and jnp.ndim(x) == rank
+                if not isinstance(x := getattr(self, name), BlockMask | None)
+                and jnp.ndim(x) == rank
             }
         )
 
@@ -391,6 +393,9 @@ def _in_groups(attend: Callable, problem: Problem) -> tuple[jax.Array, Any]:
     p = vary_over(dataclasses.replace(problem, regroup=False))
     ids: Any = p.q_segment_ids
     grouped = are_grouped(ids)
+    if p.block_mask is not None:
+        moved_mask = p.block_mask.moved_unless(grouped, p.q.shape[0])
+        p = dataclasses.replace(p, block_mask=moved_mask)
 
     def moved(tree, order_of):
         """Returns arrays [B, T, ...] in another order; sinks of one row are alike for all T."""
@@ -479,8 +484,11 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
             )
     batch, length, num_heads, dim = q.shape
     keys = k.shape[1]
-    if call.mask is not None:
-        _check_mask(call.mask, (batch, num_heads, length, keys))
+    mask, blocks = call.mask, None
+    if mask is not None:
+        _check_mask(mask, (batch, num_heads, length, keys))
+    if isinstance(mask, BlockMask):
+        mask, blocks = None, mask
     sinks, prefix, key = call.sinks, call.prefix_length, call.dropout_key
     if sinks is not None and not all(rule.normalized for rule in rules):
         raise NotImplementedError(
@@ -525,7 +533,8 @@ def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Probl
         k=k,
         v=v,
         rules=rules,
-        mask=call.mask,
+        mask=mask,
+        block_mask=blocks,
         prefix_length=prefix,
         k_visible_until=until,
         sinks=sinks,
@@ -648,6 +657,14 @@ def _check_rules(rules: tuple) -> None:
 
 
 def _check_mask(mask, shape: tuple[int, int, int, int]) -> None:
+    if isinstance(mask, BlockMask):
+        require(
+            all(m in (1, w) for m, w in zip(mask.shape[:2], shape, strict=False))
+            and mask.shape[2:] == shape[2:],
+            f"attention: mask must be a block_mask of [B or 1, N or 1, T, S] = {shape}, got "
+            f"{mask.shape}.",
+        )
+        return
     dtype = getattr(mask, "dtype", type(mask).__name__)
     if dtype != jnp.bool_:
         raise TypeError(
@@ -751,7 +768,8 @@ def _tokens(
             contiguous = are_consecutive(raw(positions, "q"), ids)
         elif contiguous and segments and by_distance:
             # Slots always have the order of tokens; not their distances where segments lie apart.
-            arrays = call.mask is not None or any(rule.pairs is not None for rule in rules)
+            arrays = not isinstance(call.mask, BlockMask | None)
+            arrays |= any(rule.pairs is not None for rule in rules)
             regroup = isinstance(ids, Tracer) and not arrays
             contiguous = regroup or are_consecutive(np.arange(length), ids)
     require(

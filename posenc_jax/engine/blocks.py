@@ -112,6 +112,7 @@ class TokenArrays(NamedTuple):
       segments: int32 [1 or B, 1, T], or None.
       features: for each term, a pytree with leaves [B, N or K, T, ...].
       until: of keys, int32 [B, 1, S], or None.
+      index: what a block mask reads, int32 [1 or B, 1, T], or None.
     """
 
     slots: Any
@@ -120,6 +121,7 @@ class TokenArrays(NamedTuple):
     segments: Any
     features: tuple[Any, ...] = ()
     until: Any = None
+    index: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -173,8 +175,8 @@ class Visibility:
       mask_in_bias: causality and window are mask values in the bias by distance: they make
         tiles empty, but tiles need no mask for them.
       bias_everywhere: interior tiles add the bias by distance too.
-      segments, prefix, mask, until: whether the problem has segments, prefix lengths, a mask,
-        positions until which keys are visible.
+      segments, prefix, mask, until, block_mask: whether the problem has segments, prefix lengths,
+        a mask, positions until which keys are visible, a block mask.
       has_terms: whether rules add anything.
       horizon: tiles with all distances of coordinates at or beyond it are interior; None:
         none is.
@@ -190,6 +192,7 @@ class Visibility:
     prefix: bool
     mask: bool
     until: bool
+    block_mask: bool
     has_terms: bool
     horizon: int | None
     by_slot: bool
@@ -219,7 +222,7 @@ class Visibility:
     @property
     def all_interior(self) -> bool:
         """Whether every tile that is not empty is interior."""
-        hides = self.ordered or self.segments or self.mask or self.until
+        hides = self.ordered or self.segments or self.mask or self.until or self.block_mask
         return not (hides or self.has_terms)
 
     @property
@@ -235,8 +238,8 @@ class Visibility:
         None if they depend on positions or segments, and for more than 2^14 tiles.
         """
         shape = length // blocks.q, keys // blocks.k
-        by_slot = self.by_slot and not (self.segments or self.prefix or self.until)
-        if not by_slot or math.prod(shape) > 2**14:
+        others = self.segments or self.prefix or self.until or self.block_mask
+        if others or not self.by_slot or math.prod(shape) > 2**14:
             return None
 
         def slots(size, axis):
@@ -316,7 +319,7 @@ def padded_tokens(
         q_segments, k_segments = (jnp.zeros((1, n), jnp.int32) for n in (p.length, p.keys))
         visibility = dataclasses.replace(visibility, segments=True)
 
-    def padded(count, positions, coordinates, segments, until=None):
+    def padded(count, positions, coordinates, segments, index, until=None):
         slots = jnp.arange(count, dtype=jnp.int32)[None]
         coordinates = coordinates[:1] if p.same_rows else coordinates
         arrays = TokenArrays(
@@ -325,9 +328,11 @@ def padded_tokens(
             coordinates=pad_axis(coordinates, 1, count, mode="edge"),
             segments=None if segments is None else pad_axis(segments + 1, 1, count) - 1,
             until=None if until is None else pad_axis(until, 1, count),
+            index=None if index is None else pad_axis(index, 1, count, mode="edge"),
         )
         return jax.tree.map(lambda x: x[:, None], arrays)
 
-    queries = padded(length, p.q_positions, p.q_coordinates, q_segments)
-    key_tokens = padded(keys, p.k_positions, p.k_coordinates, k_segments, p.k_visible_until)
-    return queries, key_tokens, visibility
+    q_idx, kv_idx = (p.tokens(side)["index"] for side in "qk")
+    queries = padded(length, p.q_positions, p.q_coordinates, q_segments, q_idx)
+    of_keys = p.k_positions, p.k_coordinates, k_segments, kv_idx, p.k_visible_until
+    return queries, padded(keys, *of_keys), visibility

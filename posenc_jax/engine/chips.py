@@ -54,9 +54,10 @@ def here(platform: str | None = None) -> tuple[str, str, str]:
 
 def are_default(problem: Problem) -> bool:
     """Returns whether `None` may take "pallas" for a problem on the device that is there."""
-    # No step has values of another head dim, or another jaxlib than jax; none had branches or
-    # windows by coordinates when the steps of these rows ran.
+    # No step has values of another head dim, or another jaxlib than jax; none had branches,
+    # windows by coordinates or block masks when the steps of these rows ran.
     same = problem.q.shape[3] == problem.v.shape[3] and jax.__version__ == jaxlib.__version__
     same &= problem.k_visible_until is None and not problem.window_by_coordinates
+    same &= problem.block_mask is None
     dtype, device = problem.q.dtype.name, here(problem.platform)
     return same and any(chip[:3] == device and dtype in chip.dtypes for chip in CHIPS)

@@ -114,6 +114,8 @@ def _row_features(p: Problem) -> tuple:
         seen = jnp.any(p.visible(), axis=(1, 2))
     if p.mask is not None:
         seen &= jnp.any(p.mask, axis=(1, 2))
+    if p.block_mask is not None:
+        seen &= jnp.any(p.block_mask.pairs(), axis=(1, 2))
     for rule in p.rules:
         if rule.pairs is not None:
             seen &= ~jnp.all(jnp.isneginf(rule.pairs), axis=(1, 2))

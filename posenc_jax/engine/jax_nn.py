@@ -44,6 +44,7 @@ class JaxNN(Implementation):
                 "segments": p.q_segment_ids is not None,
                 "prefix_length": p.prefix_length is not None,
                 "k_visible_until": p.k_visible_until is not None,
+                "block_mask": p.block_mask is not None,
                 "positions of its own": ordered and not p.contiguous,
                 "values of another head dim than keys": p.q.shape[3] != p.v.shape[3],
                 "products of several dtypes": not p.q.dtype == p.k.dtype == p.v.dtype,

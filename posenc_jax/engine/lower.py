@@ -122,6 +122,7 @@ def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
         and p.prefix_length is None
         and p.k_visible_until is None
         and p.mask is None
+        and p.block_mask is None
         and (p.is_causal or p.window is not None)
     )
     bias = constant = None
@@ -144,6 +145,7 @@ def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
             prefix=p.prefix_length is not None,
             mask=p.mask is not None,
             until=p.k_visible_until is not None,
+            block_mask=p.block_mask is not None,
             has_terms=bool(horizons),
             horizon=None if None in horizons else max(known_horizons, default=None),
             by_slot=p.contiguous,
@@ -173,11 +175,14 @@ def _seen_distances(p: Problem, distances: jax.Array) -> jax.Array:
     if p.k_visible_until is not None:
         high = jnp.minimum(high, jnp.max(_last_distances(p)))
     distances = jnp.clip(distances, low, high)
-    if p.mask is None:
+    if p.mask is None and p.block_mask is None:
         return distances
     every = jnp.arange(1 - p.keys, p.length, dtype=jnp.int32)
-    counts = diagonal_sums(jnp.any(p.mask, (0, 1)).astype(jnp.float32))[::-1]
-    seen = (counts > 0) & (every >= low) & (every <= high)
+    seen = (every >= low) & (every <= high)
+    if p.mask is not None:
+        seen &= diagonal_sums(jnp.any(p.mask, (0, 1)).astype(jnp.float32))[::-1] > 0
+    if p.block_mask is not None:
+        seen &= p.block_mask.distances
     return jnp.where(seen[distances - every[0]], distances, every[jnp.argmax(seen)])
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from posenc_jax.engine.block_mask import BlockMask
 from posenc_jax.engine.mask import LEAST_LOGIT, differentiable_in_units, visible
 from posenc_jax.engine.rules import STATIC, Rule, Sizes
 
@@ -19,6 +20,9 @@ _SIDES = {
     "k": (("k", "v", *(f"k_{name}" for name in _OF_KEYS)), 3),
 }
 """Arrays that belong to queries and to keys, and the axis of the mask that does."""
+
+_INDEX = {"q": "q_idx", "k": "kv_idx"}
+"""What a block mask reads of queries and of keys."""
 
 _AXES = {
     "q": "BTNH",
@@ -53,6 +57,7 @@ class Problem:
       q, k, v: [B, T, N, H], [B, S, K, H], [B, S, K, V].
       rules: rules on logits and values.
       mask: bool, [B or 1, N or 1, T, S], or None.
+      block_mask: a mask that is a function of two tokens, or None.
       q_positions, k_positions: int32 [B, T], [B, S].
       q_coordinates, k_coordinates: int32 or float32 [B, T], [B, S] or [B, T, A], [B, S, A].
       q_segment_ids, k_segment_ids: int32 [B, T], [B, S], or both None.
@@ -79,6 +84,7 @@ class Problem:
     v: jax.Array
     rules: tuple[Rule, ...]
     mask: jax.Array | None
+    block_mask: BlockMask | None
     q_positions: jax.Array
     k_positions: jax.Array
     q_coordinates: jax.Array
@@ -155,6 +161,7 @@ class Problem:
         return {name: getattr(self, name) for name in names} | {
             "features": tuple(getattr(rule, f"{side}_features") for rule in self.rules),
             "mask": None if self.mask is None else jnp.moveaxis(self.mask, mask_axis, 1),
+            "index": None if self.block_mask is None else getattr(self.block_mask, _INDEX[side]),
             "pairs": tuple(
                 None if rule.pairs is None else jnp.moveaxis(rule.pairs, mask_axis, 1)
                 for rule in self.rules
@@ -164,7 +171,9 @@ class Problem:
     def with_tokens(self, side: str, tokens: dict[str, Any]) -> Self:
         """Returns the problem with other queries or keys."""
         names, mask_axis = _SIDES[side]
-        mask, rules = tokens["mask"], []
+        mask, rules, block_mask = tokens["mask"], [], self.block_mask
+        if block_mask is not None:
+            block_mask = dataclasses.replace(block_mask, **{_INDEX[side]: tokens["index"]})
         for rule, new, pairs in zip(self.rules, tokens["features"], tokens["pairs"], strict=True):
             features = (new, rule.k_features) if side == "q" else (rule.q_features, new)
             pairs = None if pairs is None else jnp.moveaxis(pairs, 1, mask_axis)
@@ -173,6 +182,7 @@ class Problem:
             self,
             rules=tuple(rules),
             mask=None if mask is None else jnp.moveaxis(mask, 1, mask_axis),
+            block_mask=block_mask,
             **{name: tokens[name] for name in names},
         )
 
@@ -182,7 +192,11 @@ class Problem:
         `axes` are letters of the first axes of x, as in `_AXES` and `Rule.axes`.
         """
         rules = tuple(_map_fields(rule, rule.axes, function) for rule in self.rules)
-        return dataclasses.replace(_map_fields(self, _AXES, function, ("rules",)), rules=rules)
+        block_mask = self.block_mask
+        if block_mask is not None:
+            block_mask = _map_fields(block_mask, block_mask.axes, function)
+        new = _map_fields(self, _AXES, function, ("rules", "block_mask"))
+        return dataclasses.replace(new, rules=rules, block_mask=block_mask)
 
     def visible(self) -> jax.Array:
         """Returns bool [B, 1 or N, T, S], true where the query sees the key.
@@ -201,6 +215,8 @@ class Problem:
             prefix_length=self.prefix_length,
             k_visible_until=self.k_visible_until,
         )[:, None]
+        if self.block_mask is not None:
+            seen &= self.block_mask.pairs()
         for rule in self.rules:
             seen = seen if rule.pairs is None else seen & ~jnp.isneginf(rule.pairs)
         return seen if self.mask is None else seen & self.mask

@@ -48,6 +48,7 @@ class Splash(ShardMapped):
                 "dropout": p.dropout_seeds is not None,
                 "prefix_length": p.prefix_length is not None,
                 "k_visible_until": p.k_visible_until is not None,
+                "block_mask": p.block_mask is not None,
                 "mask": p.mask is not None,
                 "sinks per query": p.sinks is not None and not p.same_sinks,
                 "positions of its own": (p.is_causal or p.window is not None) and not p.contiguous,

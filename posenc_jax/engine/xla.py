@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.checks import positive_integers
+from posenc_jax.engine.block_mask import BlockMask
 from posenc_jax.engine.blocks import (
     Blocks,
     Plan,
@@ -126,6 +127,7 @@ class Operands:
       values: a table on the values, or None.
       queries, keys: positions, segments, coordinates and features of tokens.
       mask: bool, [B or 1, N or 1, T, S], or None.
+      block_mask: a function of two tokens, or None.
       prefix_length, dropout_seeds: as in `Problem`.
       plan: block sizes.
       visibility: the masks, and which tiles need rules.
@@ -146,6 +148,7 @@ class Operands:
     queries: TokenArrays
     keys: TokenArrays
     mask: Any
+    block_mask: BlockMask | None
     prefix_length: Any
     dropout_seeds: Any
     plan: Plan = dataclasses.field(metadata=STATIC)
@@ -224,6 +227,7 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
         queries=queries._replace(features=padded_features((x.q_features for x in terms), length)),
         keys=key_tokens._replace(features=padded_features((x.k_features for x in terms), keys)),
         mask=mask,
+        block_mask=p.block_mask,
         prefix_length=p.prefix_length,
         dropout_seeds=p.dropout_seeds,
         plan=plan,
@@ -396,6 +400,7 @@ def _backward(diff: Operands, nondiff: Operands, out, lse, d_out, d_lse) -> Oper
     values = diff.values
     return dataclasses.replace(
         diff,
+        block_mask=jax.tree.map(jnp.zeros_like, diff.block_mask),
         q=(jnp.swapaxes(grads.q, 1, 2) * x.q_factor).astype(x.q.dtype),
         k=join_blocks(key_grads.k, 2),
         v=join_blocks(key_grads.v, 2),
@@ -509,7 +514,8 @@ class Tiles:
         k = take_block(self.operands.keys, 2, j, self.blocks.k)
         seen = None if interior else self.seen(i, j, q, k)
         see = self.operands.visibility
-        known = see.by_slot and not (see.segments or see.mask or see.until or self.operands.pairs)
+        others = see.segments or see.mask or see.until or see.block_mask or self.operands.pairs
+        known = see.by_slot and not others
         return q, k, seen, None if seen is None or known else jnp.any(seen, axis=2)
 
     def strip_start(self, i, j) -> jax.Array:
@@ -634,6 +640,9 @@ class Tiles:
                 prefix_length=self.operands.prefix_length,
                 k_visible_until=None if k.until is None else k.until[:, 0],
             )[:, None]
+        if self.operands.block_mask is not None:
+            blocks = self.operands.block_mask.visible(q.index[:, 0], k.index[:, 0])
+            out = blocks if out is None else out & blocks
         if self.operands.mask is not None:
             mask = take_block(self.operands.mask, 2, i, self.blocks.q)
             mask = take_block(mask, 3, j, self.blocks.k)
@@ -683,6 +692,10 @@ class Tiles:
             q, k = see.summary(x.queries, self.blocks.q), see.summary(x.keys, self.blocks.k)
             q, k = (take_block(y, 1, index, 1) if n == axis else y for n, y in enumerate((q, k)))
             live, interior = see.classify(q, k, x.prefix_length)
+            if x.block_mask is not None:
+                sizes = self.blocks.q, self.blocks.k, x.plan.length, x.plan.keys
+                tiles = (_take_row(y, index, 1 + axis) for y in x.block_mask.tiles(*sizes))
+                live, interior = (a & b for a, b in zip((live, interior), tiles, strict=True))
             row, live, interior = None, jnp.any(live, 0), jnp.all(interior, 0)
         else:
             live, interior = (np.moveaxis(y, axis, 0) for y in tiles)

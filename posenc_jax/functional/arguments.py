@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import require, token_coordinates, token_integers
 from posenc_jax.engine.api import AttentionCall, CommonOptions
+from posenc_jax.engine.block_mask import BlockMask
 from posenc_jax.functional.pipeline import Norms, Pipeline
 from posenc_jax.positions.packing import count_up, restarting
 from posenc_jax.schemes.scheme import (
@@ -29,7 +30,7 @@ class TokenOptions(TypedDict, total=False):
     coordinates: jax.Array | None
     segment_ids: jax.Array | None
     tables: Any
-    mask: jax.Array | None
+    mask: jax.Array | BlockMask | None
     prefix_length: jax.Array | None
     visible_until: jax.Array | None
     sinks: jax.Array | None

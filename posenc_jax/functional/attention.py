@@ -18,6 +18,7 @@ from posenc_jax.checks import (
     token_integers,
 )
 from posenc_jax.engine.api import AttentionCall
+from posenc_jax.engine.block_mask import BlockMask
 from posenc_jax.engine.mask import SlidingWindow, Window, by_coordinates
 from posenc_jax.engine.problem import Implementations
 from posenc_jax.functional.arguments import (
@@ -164,7 +165,7 @@ def scheme_attention(
     tables: Any = None,
     norms: Norms | None = None,
     contiguous: bool | None = None,
-    mask: jax.Array | None = None,
+    mask: jax.Array | BlockMask | None = None,
     is_causal: bool = False,
     window: Window = None,
     prefix_length: jax.Array | None = None,

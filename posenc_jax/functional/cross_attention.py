@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import array_of_rank, require, token_integers
 from posenc_jax.engine.api import AttentionCall
+from posenc_jax.engine.block_mask import BlockMask
 from posenc_jax.engine.mask import Window, by_coordinates
 from posenc_jax.engine.problem import Implementations
 from posenc_jax.functional.arguments import check_order, checked, scheme_coordinates
@@ -31,7 +32,7 @@ def scheme_cross_attention(
     segment_ids: jax.Array | None = None,
     k_segment_ids: jax.Array | None = None,
     norms: Norms | None = None,
-    mask: jax.Array | None = None,
+    mask: jax.Array | BlockMask | None = None,
     is_causal: bool = False,
     window: Window = None,
     prefix_length: jax.Array | None = None,

@@ -21,7 +21,7 @@ from posenc_jax.engine.problem import (
     with_sinks,
 )
 from posenc_jax.engine.terms import DotTerm
-from posenc_jax.kernels.elements import element_of
+from posenc_jax.kernels.elements import element_of, mask_mod_refusal
 from posenc_jax.kernels.operands import LOG2E, Grads, Operands, prepare, spec_fields
 
 
@@ -98,7 +98,7 @@ def without_hidden(p: Problem) -> Problem:
     """Returns the problem with zeros for keys that no query sees: NaN times zero is NaN."""
     if any(rule.pairs is not None for rule in p.rules):
         return p.without_keys(~_seen_if_not_finite(p))
-    if not p.contiguous or p.k_visible_until is not None:
+    if not p.contiguous or p.k_visible_until is not None or p.block_mask is not None:
         return p.without_unseen_keys()
     return p if p.k_segment_ids is None else p.without_keys(p.k_segment_ids < 0)
 
@@ -137,6 +137,8 @@ def rule_refusal(p: Problem, vector_refusal: Callable[[list[int]], str | None]) 
     """
     if p.mask is not None:
         return 'a given mask needs implementation="xla"; segment_ids and window are supported'
+    if p.block_mask is not None and (reason := mask_mod_refusal(p.block_mask)):
+        return f'{reason} needs implementation="xla"'
     if p.window_by_coordinates and p.sizes().dtype != jnp.int32:
         return 'a window by real coordinates needs implementation="xla"'
     refused = []

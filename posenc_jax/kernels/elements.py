@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from posenc_jax.engine.block_mask import BlockMask, OfIndices
 from posenc_jax.engine.terms import STATIC, RuleTerm, Term, Tokens, inner_jaxpr, trace_once
 
 _ELEMENTWISE = frozenset(
@@ -110,6 +111,17 @@ def element_of(
         rule=functools.partial(rule, ()),
         careful=term.careful,
     )
+
+
+def mask_mod_refusal(mask: BlockMask) -> str | None:
+    """Returns why the kernels cannot evaluate the function of a block mask, or None."""
+    if jax.tree.leaves(mask.arrays) or max(len(mask.rows), len(mask.heads)) > 1:
+        return "a block mask of rows, heads or arrays"
+    closed = jax.make_jaxpr(OfIndices(mask.function))(*(jax.ShapeDtypeStruct((), jnp.int32),) * 2)
+    if closed.consts:
+        return "a block mask whose function closes over an array"
+    other = _missing_operation(closed.jaxpr)
+    return other and f"a block mask with the operation {other}, which the kernels do not have,"
 
 
 def scalar_per_key(scalars: jax.Array) -> Element:

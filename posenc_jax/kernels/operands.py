@@ -2,11 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from posenc_jax.engine.block_mask import BlockMask, OfIndices
 from posenc_jax.engine.blocks import Blocks, TokenArrays, Visibility, padded_tokens
 from posenc_jax.engine.dropout import dropout_rows
 from posenc_jax.engine.lower import Lowered, masked_by_order
@@ -25,7 +27,7 @@ def kinds(see: Visibility) -> tuple[int, ...]:
     possible = {
         PLAIN: not _ruled_everywhere(see),
         RULED: has_rules,
-        MASKED: see.ordered or see.segments or see.until,
+        MASKED: see.ordered or see.segments or see.until or see.block_mask,
     }
     return tuple(kind for kind, occurs in possible.items() if occurs)
 
@@ -34,17 +36,28 @@ def _ruled_everywhere(see: Visibility) -> bool:
     return see.bias_everywhere or (see.has_terms and see.horizon is None)
 
 
-def tile_kinds(
-    see: Visibility, q: Any, k: Any, prefix: jax.Array | None, blocks: Blocks
-) -> jax.Array:
+class Hiding(NamedTuple):
+    """Arrays of masks that are not of tokens.
+
+    Attributes:
+      prefix: int32 [B], or None.
+      block_mask: a function of two tokens with its table, or None.
+    """
+
+    prefix: jax.Array | None
+    block_mask: BlockMask | None
+
+
+def tile_kinds(see: Visibility, q: Any, k: Any, hiding: Hiding, blocks: Blocks) -> jax.Array:
     """Returns the kinds of tiles, int32 [B or 1, blocks of queries, blocks of keys].
 
     Args:
       see: the masks.
       q, k: inputs of `Visibility.summary`, in whole blocks of tokens.
-      prefix: int32 [B], or None.
+      hiding: the arrays of masks that are not of tokens.
       blocks: queries and keys per tile.
     """
+    prefix = hiding.prefix
     of_q = jax.tree.map(lambda x: x[:, :, None], see.summary(q, blocks.q))
     of_k = see.summary(k, blocks.k)
 
@@ -59,6 +72,11 @@ def tile_kinds(
         # Causality and the window count where they are part of the bias.
         _, plain = classify(segments=False, until=False, **({} if see.mask_in_bias else unordered))
     _, seen = classify(has_terms=False, **(unordered if see.mask_in_bias else {}))
+    if hiding.block_mask is not None:
+        counts = of_q.positions.low.shape[1], of_k.positions.low.shape[1]
+        lengths = counts[0] * blocks.q, counts[1] * blocks.k
+        not_empty, whole = hiding.block_mask.tiles(blocks.q, blocks.k, *lengths)
+        live, seen = live & not_empty, seen & whole
     kind = jnp.where(seen, jnp.where(plain, PLAIN, RULED), MASKED)
     return jnp.where(live, kind, EMPTY).astype(jnp.int32)
 
@@ -81,6 +99,7 @@ class Spec:
       products: whether there are vectors per distance.
       pairs: whether there are arrays of all pairs.
       prefix: whether there are prefix lengths.
+      mask_mod: `mask_mod(q_idx, kv_idx)` of a block mask, or None.
       scale, softcap, dropout_rate: as in `attention`.
       dtype: of the output on TPUs; on GPUs the output has q's dtype.
       interpret: run in the interpreter.
@@ -101,6 +120,7 @@ class Spec:
     products: bool
     pairs: bool
     prefix: bool
+    mask_mod: Callable | None
     scale: float
     softcap: float | None
     dropout_rate: float
@@ -117,7 +137,7 @@ class Spec:
         """The factor of logits before they enter exp2, or the softcap's tanh."""
         return LOG2E if self.softcap is None else 1.0 / self.softcap
 
-    def schedules(self, q: Any, k: Any, prefix: jax.Array | None) -> tuple[Any, ...]:
+    def schedules(self, q: Any, k: Any, hiding: Hiding) -> tuple[Any, ...]:
         """Returns `Operands.schedules`, from what `Visibility.summary` reads."""
         raise NotImplementedError
 
@@ -188,6 +208,7 @@ class TokenScalars(NamedTuple):
     segments: Any = None
     slots: Any = None
     until: Any = None
+    index: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -256,6 +277,7 @@ def spec_fields(p: Problem, lowered: Lowered) -> dict[str, Any]:
         "products": any(isinstance(x.term, DotTerm) for x in lowered.terms),
         "pairs": bool(lowered.pairs),
         "prefix": p.prefix_length is not None,
+        "mask_mod": None if p.block_mask is None else OfIndices(p.block_mask.function),
         "scale": p.scale,
         "softcap": p.softcap,
         "dropout_rate": p.dropout_rate,
@@ -315,7 +337,7 @@ def prepare(
         dropped=dropped,
         products=products,
         pairs=tuple(dataclasses.replace(x, pairs=spec.pair_array(x.pairs)) for x in lowered.pairs),
-        schedules=spec.schedules(q_tokens, k_tokens, p.prefix_length),
+        schedules=spec.schedules(q_tokens, k_tokens, Hiding(p.prefix_length, p.block_mask)),
         first=first,
     )
 
@@ -327,6 +349,7 @@ def _token_scalars(spec: Spec, x: TokenArrays, reads_coordinates: bool) -> Token
         positions=x.positions if (see.ordered or see.until) and not spec.by_slot else None,
         segments=x.segments,
         until=x.until,
+        index=x.index,
     )
 
 

@@ -272,5 +272,9 @@ def explicit_mask(options, batch, heads, length):
         seen &= q[:, :, None] < np.atleast_2d(until)[:, None]
     if ids is not None:
         seen &= same & (ids >= 0)[:, :, None]
-    mask = np.broadcast_to(seen[:, None] & take("mask", True), (batch, heads, *seen.shape[1:]))
+    mask = options.pop("mask", True)
+    if isinstance(mask, pe.BlockMask):
+        index = np.ogrid[:batch, :heads, :length, :length]
+        mask = mask.function(*index, *map(np.asarray, mask.arrays))
+    mask = np.broadcast_to(seen[:, None] & mask, (batch, heads, *seen.shape[1:]))
     return options | {"mask": mask, "q_positions": places[0], "k_positions": places[1]}

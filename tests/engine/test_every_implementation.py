@@ -54,6 +54,16 @@ def _until():
     return until.astype(np.int32)
 
 
+def _striped(b, h, q_idx, kv_idx):
+    return (q_idx // 8 - kv_idx // 8) % 3 != 1
+
+
+def _of_rows(b, h, q_idx, kv_idx, groups):
+    """Groups see others by head and row, and within them every other token."""
+    own, other = groups[q_idx], groups[kv_idx]
+    return ((own + h) % 4 == other) | ((own == other) & ((q_idx + kv_idx + b) % 2 == 0))
+
+
 FEATURES = {
     "plain": dict,
     "causal": lambda: {"is_causal": True},
@@ -85,6 +95,13 @@ FEATURES = {
         "sinks": np.linspace(-2.0, 3.0, B * T * N, dtype=np.float32).reshape(B, T, N),
     },
     "mask": lambda: {"mask": np.random.default_rng(6).random((1, N, T, T)) < 0.4},
+    "block_mask": lambda: {"is_causal": True, "mask": pe.block_mask(_striped, T, T, block_size=8)},
+    "block_mask_of_rows": lambda: {
+        "mask": pe.block_mask(
+            _of_rows, T, T, np.arange(T) // 9, batch=B, num_heads=N, block_size=5
+        ),
+        "q_segment_ids": _segments(),
+    },
     "prefix_mask": lambda: FEATURES["prefix"]() | FEATURES["mask"](),
     "permuted": lambda: {"is_causal": True, **_positions()},
     "permuted_segments": lambda: {
@@ -115,6 +132,8 @@ CASES = [
     (("none",), "until", "xla"),
     (("alibi",), "window_with_sinks", "xla"),
     (("none",), "images", "xla"),
+    (("none",), "block_mask", "xla"),
+    (("t5",), "block_mask_of_rows", "xla"),
     (("t5",), "permuted_until", "xla"),
     (("shaw",), "permuted_segments", "xla"),  # Alone: the horizon is the largest of all rules.
     (("scaled",), "permuted", "xla"),
@@ -152,7 +171,8 @@ def _case(kinds, options):
         # Float coordinates, so that these have gradients too.
         arrays["at"] = 3 * normal(axes, B, T)
     options = {n: x for n, x in options.items() if n != "sinks"}
-    dynamic = {n: x for n, x in options.items() if isinstance(x, jax.Array | np.ndarray)}
+    types = jax.Array | np.ndarray | pe.BlockMask
+    dynamic = {n: x for n, x in options.items() if isinstance(x, types)}
     weights = {"out": normal(B, queries, N, V), "lse": normal(B, queries, N)}
     static = tuple((n, x) for n, x in options.items() if n not in dynamic)
     return static, arrays, weights, dynamic
@@ -205,7 +225,7 @@ def test_the_reference_reads_what_is_seen_from_the_options():
 
     def outcomes(change):
         cases = {}
-        for name in (f for f in FEATURES if "sinks" not in f):
+        for name in (f for f in FEATURES if "sinks" not in f and f != "block_mask_of_rows"):
             static, arrays, _, dynamic = _case(("none",), change(FEATURES[name]()))
             cases[name] = [arrays[n] for n in "qkv"], dict(static) | dynamic
         return {

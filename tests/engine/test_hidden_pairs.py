@@ -46,6 +46,19 @@ def near_clipped(shared, slope, q, k):
     return slope * (jnp.sqrt(6 - n) + 1 / jnp.sqrt(n + 1))
 
 
+def odd(shared, slope, q, k):
+    """Infinite at odd distances."""
+    return slope / (1 - (q - k) % 2).astype(jnp.float32) * jnp.log1p(q - k)
+
+
+def odd_clipped(shared, slope, q, k):
+    return slope * jnp.log1p(jnp.where((q - k) % 2 == 0, jnp.maximum(q - k, 0), 0))
+
+
+def even(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx) % 2 == 0
+
+
 def of_sums(shared, slope, row, col, q, k):
     return -slope * jnp.log(row - col + 0.5)
 
@@ -147,6 +160,10 @@ HOW |= {
     | {"k_visible_until": np.where(np.arange(T) < 34, np.arange(T) % 17 + 6, 99)},
 }
 CASES += [("until", "until", "dense"), ("until", "until, packed", "xla")]
+# `near` at every other distance: `odd` divides by zero at the others.
+BOTH["odd"] = bias(odd, relative=True), bias(odd_clipped)
+HOW["block mask"] = {"is_causal": True, "mask": None}
+CASES += [("odd", "block mask", "xla"), ("odd", "block mask", "reference")]
 CASES += [("relative", "mask", word) for word in ("dense", "xla")]
 CASES += [("of pairs", "softcap", "xla"), ("dot, bounds", "positions", "xla")]
 
@@ -154,6 +171,8 @@ CASES += [("of pairs", "softcap", "xla"), ("dot, bounds", "positions", "xla")]
 def _loss(make, static, word, arrays):
     slopes, sums, q, options = arrays
     rules, static = make(slopes, sums), dict(static)
+    if "mask" in static:
+        static["mask"] = pe.block_mask(even, T, T, block_size=8)
     if make in BOTH["window"]:
         static["window"] = (5, 0)
     out = pe.attention(q, K, V, rules=rules, implementation=word, **static, **options)

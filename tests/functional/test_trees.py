@@ -254,6 +254,27 @@ def test_what_has_no_trees_says_so():
         layer(np.zeros((1, 9, 16), "f4"), visible_until=until)
 
 
+def _every_other(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx) % 2 == 0
+
+
+def test_block_masks_in_layers_and_caches():
+    """A step gives the numbers of its queries; the slots of a full cache are those of the keys."""
+    layer = pn.Attention(16, 2, position=pe.T5(2), is_causal=True, rngs=nnx.Rngs(0))
+    x = np.random.default_rng(0).normal(size=(2, 12, 16)).astype("f4")
+    cache, steps = layer.new_cache(2, 20), []
+    for start in 0, 7:
+        part = x[:, start : start + (7 if start == 0 else 5)]
+        index = np.arange(start, start + part.shape[1])
+        mask = pe.block_mask(_every_other, len(index), 20, q_idx=index)
+        y, cache = layer(part, mask=mask, cache=cache)
+        steps.append(y)
+    whole = layer(x, mask=pe.block_mask(_every_other, 12, 12))
+    np.testing.assert_allclose(np.concatenate(steps, 1), whole, atol=1e-5)
+    every_other = layer(x[:, ::2], positions=2 * np.arange(6))
+    np.testing.assert_allclose(whole[:, ::2], every_other, atol=1e-5)
+
+
 def test_layers_of_both_libraries():
     """Trees in calls, and with `decode=True` in the caches of both."""
     settings = {"num_heads": 2, "is_causal": True, "position": pe.RoPE(8)}

@@ -191,11 +191,12 @@ def test_chips_that_are_described_and_devices_that_a_trace_does_not_show(chip, m
 
 
 @gpu_lowered
-def test_branches_and_images_were_in_no_step_of_the_row(chip):
+def test_new_masks_were_in_no_step_of_the_row(chip):
     assert _chosen(T5) == "pallas"
     assert _chosen(T5, k_visible_until=np.arange(1, 513)) == "xla"
     window, at = pe.SlidingWindow(9, by="coordinates"), np.arange(512)
     assert _chosen(window=window, q_positions=at // 8, q_coordinates=at) == "xla"
+    assert _chosen(mask=pe.block_mask(lambda b, h, i, j: i > j, 512, 512)) == "xla"
 
 
 @gpu_lowered
@@ -229,7 +230,7 @@ def test_the_committed_run_gives_the_row():
     assert chip is not None and chips.CHIPS[0][:4] == chip[:4]
     assert chips.CHIPS[0][4:] == (about["date"], about["commit"])
     # The run had decode steps, too, and none of these: see `chips.are_default`.
-    new = ("branches", "images")
+    new = ("branches", "images", "blocks")
     names = {x.name for x in steps.steps() if not any(getattr(x.case, n) for n in new)}
     ran = {row["step"] for row in _rows() if row["implementation"] == "pallas"}
     assert {name for name in ran if not name.startswith("decode: ")} == names
@@ -246,7 +247,7 @@ def test_the_row_is_of_the_kernels_as_they_are():
     files += [package / "kernels" / f"{name}.py" for name in ("base", "elements", "operands")]
     files += sorted(package.glob("kernels/gpu/*.py"))
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    assert not chips.CHIPS or digest[:12] == "dd0418fb161a"
+    assert not chips.CHIPS or digest[:12] == "4c5dbf471c2a"
 
 
 @pytest.mark.parametrize(

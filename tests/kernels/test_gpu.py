@@ -50,6 +50,7 @@ MORE_CASES = [
     (case_of(), {"prefix": (100, 20)}),
     (case_of("table", segments=True, kv_heads=1, branches=90), {}),
     (case_of(shuffled=True, causal=False, length=300, branches=70), {}),
+    (case_of("table", length=384, kv_heads=1, blocks=True), {}),
     (case_of("slopes", images=True, window=(90, 20), kv_heads=1), {}),
     (case_of(images=True, causal=False, window=(90, 20), length=128), {}),
     (case_of(shuffled=True, window=200, kv_heads=1), {}),

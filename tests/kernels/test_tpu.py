@@ -59,6 +59,7 @@ MORE_CASES = [
         (case_of("several", segments=True, softcap=3.0, sinks=True), {"prefix": (100, 40)}, TILES),
         (case_of(shuffled=True, causal=False, length=256, branches=70), {}, TILES),
         (case_of(images=True, window=(90, -1), length=256), {}, TILES),
+        (case_of(causal=False, length=384, blocks=True), {}, TILES),
         (case_of("kerple by pair", shuffled=True, window=200, kv_heads=1), {}, Blocks(256, 128)),
         (case_of("distance and pairs", length=200, window=(70, 3)), {}, TILES),
         *(pytest.param(*case, marks=slow) for case in MORE_CASES),
@@ -398,7 +399,7 @@ def test_what_cannot_be_sharded_is_refused():
 def test_every_array_of_a_problem_is_sharded_by_its_axes():
     """By letters that fields declare: a field without them is an error, not sharded by row."""
     fields = (x for x in dataclasses.fields(Problem) if not x.metadata.get("static"))
-    assert {x.name for x in fields} == {*_AXES, "rules"}
-    for rule in Rule.__subclasses__():
+    assert {x.name for x in fields} == {*_AXES, "rules", "block_mask"}
+    for rule in (*Rule.__subclasses__(), pe.BlockMask):
         for field in dataclasses.fields(rule) if dataclasses.is_dataclass(rule) else ():
             assert field.metadata.get("static") or field.name in rule.axes, (rule, field.name)

@@ -38,6 +38,10 @@ RULES = {
 }
 
 
+def _even(b, h, q_idx, kv_idx):
+    return (q_idx - kv_idx) % 2 == 0
+
+
 def _one_array(params, q, k):
     return KINDS["all_pairs"].rules(params, q, k)[:1]
 
@@ -82,6 +86,7 @@ def features():
         "a window": {"window": (3, 2)},
         "`prefix_length`": {"is_causal": True, "prefix_length": jnp.zeros(B, jnp.int32)},
         "`k_visible_until`": {"is_causal": True, "k_visible_until": positions + 9},
+        "a `block_mask`": {"mask": pe.block_mask(_even, T, T)},
         "packed rows": {"q_segment_ids": ids, "is_causal": True, "contiguous": True},
         "padding": {"q_segment_ids": ids, "contiguous": True},
         "given positions": {"q_positions": positions, "k_positions": positions, "is_causal": True},

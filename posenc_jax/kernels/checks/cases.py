@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.engine.api import attention
+from posenc_jax.engine.block_mask import block_mask
 from posenc_jax.engine.mask import SlidingWindow
 from posenc_jax.engine.rules import ContentBias, DenseBias, DotBias, LogitBias, SeparableBias
 
@@ -40,6 +41,7 @@ class Case:
       later: queries are the last T of S = T + `later` tokens.
       branches: keys are visible for up to so many positions; 0: for all.
       images: eight tokens share a position, and the window counts coordinates.
+      blocks: a block mask hides some tiles, some distances in others, and none in a third kind.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Case:
     later: int = 0
     branches: int = 0
     images: bool = False
+    blocks: bool = False
 
     @property
     def key_count(self) -> int:
@@ -78,6 +81,11 @@ class RuleCase(NamedTuple):
 
     make: Callable[[np.random.Generator, Case], Arrays]
     rules: Callable[[Arrays], tuple]
+
+
+def _in_blocks(b, h, q_idx, kv_idx):
+    is_far = (q_idx - kv_idx) % 40 == 3
+    return (q_idx // 128 + kv_idx // 128) % 3 != jnp.where(is_far, 0, 1)
 
 
 def _of_table(shared, head, q, k):
@@ -271,6 +279,8 @@ def program(case: Case, implementation: Any, *, gradients: bool, lse: bool) -> A
 
     def attend(learned, x):
         dropout: Arrays = {}
+        if c.blocks:
+            options["mask"] = block_mask(_in_blocks, c.length, c.key_count, block_size=64)
         if c.dropout:
             dropout = {"dropout_rate": c.dropout, "dropout_key": jax.random.key(_SEED)}
         others = {n: y for n, y in x.items() if n not in (*learned, "d_out", "d_lse")}

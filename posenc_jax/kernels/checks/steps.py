@@ -188,6 +188,8 @@ TRAINING = (
     Case("table, branches, segments", "table", branches=200, segments=True),
     Case("shuffled branches, not causal", branches=200, shuffled=True, causal=False),
     Case("images in a window", images=True, window=(100, -1)),
+    Case("block mask", blocks=True),
+    Case("table, block mask, segments", "table", blocks=True, segments=True),
     Case("300 tokens", length=300),
     Case("dropout", dropout=0.3),
     Case("head dim 64", dim=64),

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.mask import MASK_VALUE
 from posenc_jax.engine.problem import pad_axis
-from posenc_jax.kernels.operands import EMPTY, PLAIN, Operands, Spec, kinds, tile_kinds
+from posenc_jax.kernels.operands import EMPTY, PLAIN, Hiding, Operands, Spec, kinds, tile_kinds
 
 ROWS = 64
 """Rows of a warpgroup."""
@@ -56,13 +56,13 @@ class GPUSpec(Spec):
         low, high = self.reach(self.backward)
         return range(low, high + 1, self.backward.k)
 
-    def schedules(self, q: Any, k: Any, prefix: jax.Array | None) -> tuple[Any, ...]:
+    def schedules(self, q: Any, k: Any, hiding: Hiding) -> tuple[Any, ...]:
         """Returns `tiles` by queries, for the output and for dq, by keys, and by distance.
 
         The last entry is the kinds of tiles, if there are arrays of all pairs.
         """
         kinds_of_passes = [
-            tile_kinds(self.visibility, q, k, prefix, blocks)
+            tile_kinds(self.visibility, q, k, hiding, blocks)
             for blocks in (self.forward, self.backward, self.by_key)
         ]
         forward, backward, by_key = kinds_of_passes

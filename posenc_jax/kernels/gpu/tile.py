@@ -219,6 +219,9 @@ class Tile:
                 tests = [seen | (self._of_k(x.columns.positions) < x.prefix[self.b])]
         if spec.visibility.until:
             tests.append(self._of_q(x.rows.positions) < self._of_k(x.columns.until))
+        if spec.mask_mod is not None:
+            index = self._of_q(x.rows.index), self._of_k(x.columns.index)
+            tests.append(inlined(jax.vmap(jax.vmap(spec.mask_mod)))(*index))
         if spec.visibility.segments:
             tests.append(self._of_q(x.rows.segments) == self._of_k(x.columns.segments))
         return functools.reduce(jnp.logical_and, tests)

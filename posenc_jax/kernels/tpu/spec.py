@@ -14,7 +14,7 @@ import numpy as np
 
 from posenc_jax.engine.blocks import Blocks, Visibility
 from posenc_jax.engine.mask import MASK_VALUE
-from posenc_jax.kernels.operands import EMPTY, Operands, Spec, tile_kinds
+from posenc_jax.kernels.operands import EMPTY, Hiding, Operands, Spec, tile_kinds
 from posenc_jax.kernels.tpu.tile import Strip, line_of
 
 _FIRST, _LAST = 4, 8
@@ -65,7 +65,7 @@ def schedule(
     see: Visibility,
     q: Any,
     k: Any,
-    prefix: jax.Array | None,
+    hiding: Hiding,
     blocks: Blocks,
     order: tuple[np.ndarray, np.ndarray],
     by_key: bool,
@@ -75,7 +75,7 @@ def schedule(
     Empty tiles repeat the column of the last tile that is not empty, so
     that nothing is copied for them.
     """
-    kind = tile_kinds(see, q, k, prefix, blocks)
+    kind = tile_kinds(see, q, k, hiding, blocks)
     kind = jnp.swapaxes(kind, 1, 2) if by_key else kind
     live = kind != EMPTY
     column = jnp.broadcast_to(jnp.arange(live.shape[2], dtype=jnp.int32), live.shape)
@@ -140,14 +140,14 @@ class TPUSpec(Spec):
         sides = self.sides if self.by_slot else (-1, -1)
         return tile_order(self.length, self.keys, blocks, sides, by_key)
 
-    def schedules(self, q: Any, k: Any, prefix: jax.Array | None) -> tuple[Any, ...]:
+    def schedules(self, q: Any, k: Any, hiding: Hiding) -> tuple[Any, ...]:
         """Returns the schedules of both passes, and the kinds of tiles for arrays of all pairs."""
         see = self.visibility
         schedules = tuple(
-            schedule(see, q, k, prefix, blocks, self.order(by_key), by_key)
+            schedule(see, q, k, hiding, blocks, self.order(by_key), by_key)
             for blocks, by_key in ((self.forward, False), (self.backward, True))
         )
-        return *schedules, tile_kinds(see, q, k, prefix, self.forward) if self.pairs else None
+        return *schedules, tile_kinds(see, q, k, hiding, self.forward) if self.pairs else None
 
 
 def heads_first(x: Operands) -> Operands:

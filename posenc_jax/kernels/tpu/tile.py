@@ -298,6 +298,9 @@ def visible(
             tests = [functools.reduce(jnp.logical_and, tests) | (keys.positions < prefix)]
     if spec.visibility.until:
         tests.append(queries.positions < keys.until)
+    if spec.mask_mod is not None:
+        index = (jnp.broadcast_to(x.index, shape) for x in (queries, keys))
+        tests.append(jax.vmap(jax.vmap(spec.mask_mod))(*index))
     if spec.visibility.segments:
         q, k = queries.segments, keys.segments
         tests.append(q == k)  # Padding of queries and of keys has different ids.

@@ -1,0 +1,214 @@
+"""`block_mask`: its table, what it skips, and what it refuses; numbers are compared elsewhere."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import posenc_jax as pe
+from posenc_jax.engine.block_mask import EMPTY, FULL, PARTIAL
+from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.xla import XLA
+
+B, T, S, N, H = 2, 70, 53, 4, 8
+GROUPS = np.arange(T) // 13
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx >= kv_idx
+
+
+def of_groups(b, h, q_idx, kv_idx, groups):
+    return (groups[q_idx] == groups[kv_idx] + h) | (q_idx + b == kv_idx)
+
+
+def in_blocks(b, h, q_idx, kv_idx):
+    return q_idx // 16 == kv_idx // 16
+
+
+def brute_force(function, batch, heads, *arrays, q=None, k=None):
+    """The mask of all pairs, by NumPy."""
+    b, h, i, j = np.ogrid[:batch, :heads, :T, :S]
+    i = i if q is None else q[:, None, :, None]
+    j = j if k is None else k[:, None, None, :]
+    return np.broadcast_to(function(b, h, i, j, *arrays), (batch, heads, T, S))
+
+
+@pytest.mark.parametrize("size", [16, 128])
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_the_table_counts_the_pairs_of_blocks(size, is_traced):
+    shift = np.array([[0], [9]])
+    for function, arrays, options, expected in (
+        (causal, (), {}, brute_force(causal, 1, 1)),
+        (
+            of_groups,
+            (GROUPS,),
+            {"batch": B, "num_heads": N},
+            brute_force(of_groups, B, N, GROUPS),
+        ),
+        (
+            causal,
+            (),
+            {"q_idx": np.arange(T) + shift},
+            brute_force(causal, 2, 1, q=np.arange(T) + shift),
+        ),
+    ):
+        make = functools.partial(pe.block_mask, function, T, S, block_size=size, **options)
+        mask = (jax.jit(make) if is_traced else make)(*arrays)
+        np.testing.assert_array_equal(mask.pairs(), expected)
+        for i, j in np.ndindex(mask.table.shape[2:]):
+            block = expected[:, :, i * size : (i + 1) * size, j * size : (j + 1) * size]
+            kind = np.where(block.all((2, 3)), FULL, np.where(block.any((2, 3)), PARTIAL, EMPTY))
+            np.testing.assert_array_equal(mask.table[:, :, i, j], kind)
+        seen = np.zeros(T + S - 1, bool)
+        for i, j in np.argwhere(expected.any((0, 1))):
+            seen[i - j + S - 1] = True
+        np.testing.assert_array_equal(mask.distances, seen)
+
+
+@pytest.mark.parametrize("tile", [(16, 16), (24, 40), (7, 90)])
+def test_tiles_of_any_size_are_covered(tile):
+    """A tile that meets hidden and visible blocks is neither skipped nor whole."""
+    for function, arrays, batch, heads in ((of_groups, (GROUPS,), B, N), (in_blocks, (), 1, 1)):
+        sizes = {"batch": batch, "num_heads": heads, "block_size": 16}
+        mask = pe.block_mask(function, T, S, *arrays, **sizes)
+        q, k = tile
+        live, whole = mask.tiles(q, k, -(-T // q) * q, -(-S // k) * k)
+        pairs = brute_force(function, batch, heads, *arrays)
+        for b, i, j in np.ndindex(live.shape):
+            part = pairs[b, :, i * q : (i + 1) * q, j * k : (j + 1) * k]
+            assert live[b, i, j] or not part.any()
+            assert part.all() or not whole[b, i, j]
+            if tile == (16, 16):  # The size of the blocks: neither is a bound.
+                assert (live[b, i, j], whole[b, i, j]) == (part.any(), part.all())
+
+
+def _loss(mask, qkv, implementation):
+    out = pe.attention(*qkv, mask=mask, implementation=implementation)
+    return (out**2).sum(), out
+
+
+@pytest.mark.parametrize("word", ["xla", "slow"])
+def test_hidden_tiles_are_skipped_and_whole_ones_not_masked(word):
+    """The function is called back for the tiles in which it is evaluated."""
+    calls = []
+
+    def counted(b, h, q_idx, kv_idx):
+        jax.debug.callback(lambda q, k: calls.append((int(q) // 8, int(k) // 8)), q_idx, kv_idx)
+        return q_idx >= kv_idx
+
+    q = np.random.default_rng(0).normal(size=(1, 48, 2, H)).astype("f4")
+    mask = pe.block_mask(counted, 48, 48, block_size=8)
+    jax.effects_barrier()
+    calls.clear()
+    if word == "slow":  # As a mask in which every block is partial.
+        mask = dataclasses.replace(mask, table=jnp.ones_like(mask.table))
+    out = jax.jit(_loss, static_argnums=2)(mask, (q, q, q), XLA(Blocks(8, 8)))[1]
+    jax.block_until_ready(out)
+    jax.effects_barrier()
+    expected = {(i, i) for i in range(6)} if word == "xla" else set(np.ndindex(6, 6))
+    assert set(calls) == expected
+    np.testing.assert_allclose(out, pe.attention(q, q, q, is_causal=True), atol=1e-6)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_packed_rows_with_traced_ids(apart):
+    """Rules by distance need tokens side by side: what is moved has no table."""
+    ids = (np.arange(T) % 3 if apart else np.arange(T) // 30)[None].repeat(2, 0)
+    mask = pe.block_mask(of_groups, T, T, GROUPS, batch=2, num_heads=2, block_size=16)
+    q = np.random.default_rng(0).normal(size=(2, T, 2, H)).astype("f4")
+    t5 = pe.T5(2, num_buckets=8, max_distance=20)
+    rules = t5.rules(t5.init(jax.random.key(0)))
+
+    def attend(q, ids, implementation):
+        options = {"rules": rules, "mask": mask, "is_causal": True, "q_segment_ids": ids}
+        return pe.attention(q, q, q, implementation=implementation, **options)
+
+    out = jax.jit(attend, static_argnums=2)(q, ids, XLA(Blocks(16, 16)))
+    np.testing.assert_allclose(out, attend(q, ids, "reference"), atol=1e-5)
+
+
+def test_one_mask_serves_calls_of_jit_without_tracing():
+    """It is a pytree: other numbers do not trace again."""
+    traces = []
+
+    @jax.jit
+    def attend(q, mask):
+        traces.append(1)
+        return pe.attention(q, q, q, mask=mask)
+
+    q = np.random.default_rng(0).normal(size=(1, T, 2, H)).astype("f4")
+    for shift in 0, 3:
+        index = {"q_idx": np.arange(T) + shift, "kv_idx": np.arange(T)}
+        out = attend(q, pe.block_mask(causal, T, T, **index))
+        seen = np.tri(T, T, shift, dtype=bool)[None, None]
+        expected = pe.attention(q, q, q, mask=seen, implementation="reference")
+        np.testing.assert_allclose(out, expected, atol=1e-5)
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_a_mask_of_rows_and_heads_on_a_mesh(kind):
+    groups = np.arange(T) // 13
+    mask = pe.block_mask(of_groups, T, T, groups, batch=4, num_heads=N, block_size=16)
+    random = np.random.default_rng(0)
+    qkv = [random.normal(size=(4, T, n, H)).astype("f4") for n in (N, 2, 2)]
+    f = jax.jit(jax.grad(_loss, 1, has_aux=True), static_argnums=2)
+    slopes, expected = f(mask, qkv, "reference")
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "heads"), axis_types=(kind,) * 2)):
+        spread = [jax.device_put(x, P("data", None, "heads")) for x in qkv]
+        got, out = f(mask, spread, "xla")
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    for a, b in zip(got, slopes, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
+def test_arrays_of_a_mask_have_no_gradient():
+    def attend(limit, q):
+        mask = pe.block_mask(below, T, T, limit, block_size=16)
+        return (pe.attention(q, q, q, mask=mask, implementation="xla") ** 2).sum()
+
+    q = np.random.default_rng(0).normal(size=(1, T, 2, H)).astype("f4")
+    slope, of_q = jax.jit(jax.grad(attend, (0, 1)))(jnp.float32(9.5), q)
+    assert slope == 0 and np.isfinite(of_q).all() and np.any(of_q)
+
+
+def below(b, h, q_idx, kv_idx, limit):
+    return jnp.abs(q_idx - kv_idx).astype(jnp.float32) < limit
+
+
+def test_a_mask_that_hides_everything_gives_zeros():
+    mask = pe.block_mask(lambda b, h, i, j: i < j - 1000, T, T)
+    q = np.ones((1, T, 2, H), np.float32)
+    for word in ("xla", "dense", "reference"):
+        assert not np.any(pe.attention(q, q, q, mask=mask, implementation=word))
+
+
+def test_masks_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"block_mask: of_groups reads h; give num_heads="):
+        pe.block_mask(of_groups, T, S, GROUPS, batch=2)
+    with pytest.raises(ValueError, match=r"block_mask: of_groups reads b; give batch="):
+        pe.block_mask(of_groups, T, S, GROUPS, num_heads=2)
+    with pytest.raises(ValueError, match=r"must return one bool, got \['int32\[\]'\]"):
+        pe.block_mask(lambda b, h, i, j: i - j, T, S)
+    with pytest.raises(TypeError, match=r"arrays must be arrays, got 3"):
+        pe.block_mask(below, T, S, 3)
+    with pytest.raises(ValueError, match=r"q_idx must be \[70\] or .*got \(3,\)"):
+        pe.block_mask(causal, T, S, q_idx=np.arange(3))
+    with pytest.raises(ValueError, match="block_size must be >= 1, got 0"):
+        pe.block_mask(causal, T, S, block_size=0)
+    q = np.ones((1, T, 2, H), np.float32)
+    message = r"mask must be a block_mask of \[B or 1, N or 1, T, S\] = \(1, 2, 70, 70\), got "
+    with pytest.raises(ValueError, match=message + r"\(1, 1, 70, 53\)"):
+        pe.attention(q, q, q, mask=pe.block_mask(causal, T, S))
+    mask = pe.block_mask(of_groups, T, T, np.arange(T) // 13, batch=1, num_heads=3)
+    with pytest.raises(ValueError, match=message + r"\(1, 3, 70, 70\)"):
+        pe.attention(q, q, q, mask=mask)
+    for word in ("jax", "splash"):
+        with pytest.raises(NotImplementedError, match=f'implementation="{word}"'):
+            pe.attention(q, q, q, mask=pe.block_mask(causal, T, T), implementation=word)
