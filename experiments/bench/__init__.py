@@ -25,7 +25,7 @@ WARM_HEAP = {
     "glibc.malloc.arena_max": 1,
 }
 _STARTED = "POSENC_BENCH_WARM_HEAP"
-BENCHMARKS = ("attention", "released")
+BENCHMARKS = ("attention", "masks", "released")
 
 
 def main(arguments: list[str]) -> int:

@@ -62,8 +62,8 @@ class SlidingWindow:
       window: as in `attention`: W, or `(left, right)`.
       num_sink_tokens: number of first tokens of a sequence, at positions from 0 on, that queries
         after them see outside of the window too, at their distances: "attention sinks".
-      by: "positions", or "coordinates" where tokens share a position, such as those of an image
-        (Gemma 3), or positions count the tokens of a tree and coordinates its depths.
+      by: "positions", or "coordinates" where tokens share a position, as in an image (Gemma 3),
+        or positions count the tokens of a tree and coordinates its depths.
 
     Raises:
       ValueError: for an invalid window, a negative number, sink tokens of a window without a left

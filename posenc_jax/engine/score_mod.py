@@ -14,8 +14,7 @@ that a function adds, and attention refuses it with a function without a claim:
     adds=True           `LogitBias`, evaluated for pairs of tiles; `ContentBias` if it reads b
     relative=True       `LogitBias`, evaluated once per distance
 
-A `mask_mod` is `jnp.where(mask_mod(b, h, q_idx, kv_idx), score, -jnp.inf)`; `is_causal`, `window`,
-`prefix_length` and segment ids of `attention` also skip the tiles that they hide.
+A `mask_mod` is a `block_mask`, which skips the tiles that it hides.
 
 Paper: Dong et al. Flex Attention: A Programming Model for Generating Optimized Attention Kernels.
 2024. https://arxiv.org/abs/2412.05496

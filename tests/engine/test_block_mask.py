@@ -1,4 +1,4 @@
-"""`block_mask`: its table, what it skips, and what it refuses; numbers are compared elsewhere."""
+"""`block_mask`: its table, the tiles that it skips, and its errors; others compare its numbers."""
 
 import dataclasses
 import functools
@@ -118,7 +118,7 @@ def test_hidden_tiles_are_skipped_and_whole_ones_not_masked(word):
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_packed_rows_with_traced_ids(apart):
-    """Rules by distance need tokens side by side: what is moved has no table."""
+    """Rules by distance need tokens side by side: tokens that are moved have no table."""
     ids = (np.arange(T) % 3 if apart else np.arange(T) // 30)[None].repeat(2, 0)
     mask = pe.block_mask(of_groups, T, T, GROUPS, batch=2, num_heads=2, block_size=16)
     q = np.random.default_rng(0).normal(size=(2, T, 2, H)).astype("f4")

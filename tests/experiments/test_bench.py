@@ -11,7 +11,7 @@ import pytest
 import posenc_jax as pe
 from experiments import bench
 from experiments.__main__ import main
-from experiments.bench import WARM_HEAP, decode, released, use_warm_heap
+from experiments.bench import WARM_HEAP, decode, masks, released, use_warm_heap
 from experiments.bench.cases import attend_with, make_arguments, named_schemes
 from experiments.bench.peers import Case, agreeing
 from experiments.bench.timing import side_by_side
@@ -44,6 +44,18 @@ def test_bench_attention_at_tiny_size(tmp_path, capsys):
     names += ["jax.nn without bias", "jax.nn with T5 matrix"]
     assert [row["name"] for row in results[0]["rows"]] == names
     assert all(row["megabytes"] > 0 and row["median"] > 0 for row in results[0]["rows"])
+
+
+@slow
+def test_bench_masks_at_tiny_size(tmp_path, capsys):
+    """The ways to each mask have equal numbers, or it raises."""
+    path = tmp_path / "masks.json"
+    arguments = ["masks", "--length=256", "--heads=2", "--head-dim=8", "--rounds=1", "--seconds=0"]
+    assert bench.main([*arguments, "--unclaimed", f"--json={path}"]) == 0
+    assert "memory MB" in capsys.readouterr().out
+    results = json.loads(path.read_text())["results"]
+    assert [r["pattern"] for r in results] == list(masks.patterns(256))
+    assert all(0 < r["tiles"] <= 1 and len(r["rows"]) >= 5 for r in results)
 
 
 @pytest.mark.parametrize("wrong", [1.1, jnp.nan])
@@ -139,6 +151,7 @@ def test_bench_restarts_with_a_warm_heap(monkeypatch):
         (["released", "--slots=16,-1"], "argument --slots: must be an integer from 1, got '-1'"),
         (["attention", "--heads=many"], "--heads: must be an integer from 1, got 'many'"),
         (["attention", "--schemes=roep"], "unknown scheme 'roep'; did you mean 'rope'?"),
+        (["masks", "--patterns=squares"], "unknown pattern 'squares'; use some of block diffusion"),
     ],
 )
 def test_bad_arguments_exit_with_one_line(arguments, message, capsys):
