@@ -100,7 +100,9 @@ class XLA(Implementation):
             arrays = {name: getattr(p, name).astype(jnp.float32) for name in "qkv"}
             p = dataclasses.replace(p, **arrays)
         heads = p.q.shape[0] * p.num_heads
-        plan = make_plan(p.length, p.keys, heads, self.forward, self.backward, p.platform)
+        others = p.window, p.q_segment_ids, p.k_visible_until, p.block_mask, p.mask
+        skips = any(x is not None for x in others)
+        plan = make_plan(p.length, p.keys, heads, self.forward, self.backward, p.platform, skips)
         lowered = lower(p, max_table=plan.max_table, pairs_at_once=self.pairs_at_once)
         diff, nondiff = partition(_prepare(p, lowered, plan))
         out, lse = _attend(diff, nondiff)

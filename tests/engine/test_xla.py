@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 import re
 
 import chex
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
+from posenc_jax.engine import blocks
 from posenc_jax.engine.blocks import Blocks, Visibility, make_plan
 from posenc_jax.engine.terms import strip_tile
 from posenc_jax.engine.toeplitz import _row_by_row_sums, diagonal_sums, toeplitz_tile_vjp
@@ -41,9 +43,9 @@ def _attend(q, k, v, **options):
 )
 def test_blocks_cover_the_tokens_and_waste_little(length, keys, heads):
     p = make_plan(length, keys, heads)
-    for blocks in (p.forward, p.backward):
-        assert p.length % blocks.q == 0
-        assert p.keys % blocks.k == 0
+    for size in (p.forward, p.backward):
+        assert p.length % size.q == 0
+        assert p.keys % size.k == 0
     assert length <= p.length <= 1.25 * length + 16
     assert keys <= p.keys <= 1.25 * keys + 16
 
@@ -76,8 +78,31 @@ def test_on_gpus_blocks_are_as_large_as_memory_allows(heads, size):
     assert plan.forward.q == 128 or heads * size**2 * 4 <= 2**27
 
 
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [("2048K\n", (512, 256, 256)), ("512K\n", (256, 256, 128)), (None, (256, 256, 128))],
+)
+def test_large_caches_have_large_tiles_of_long_rows(text, sizes, monkeypatch):
+    """As measured on an Intel Xeon; an AMD EPYC keeps what was measured there."""
+
+    def read(path):
+        if text is None:
+            raise FileNotFoundError(path)
+        return text
+
+    monkeypatch.setattr(pathlib.Path, "read_text", read)
+    blocks._cache_per_core.cache_clear()
+    try:
+        plans = [make_plan(4096, 4096, heads).forward for heads in (4, 8, 16)]
+        assert plans == [Blocks(n, n) for n in sizes]
+        assert make_plan(4096, 4096, 4, skips=True).forward == Blocks(256, 256)
+        assert make_plan(1024, 1024, 16).forward == Blocks(128, 128)
+    finally:
+        blocks._cache_per_core.cache_clear()
+
+
 def test_on_tpu_many_heads_do_not_make_blocks_smaller():
-    assert make_plan(2048, 2048, 64).forward == Blocks(128, 128)
+    assert make_plan(1024, 1024, 64).forward == Blocks(128, 128)
     for heads in (8, 64):
         assert make_plan(2048, 2048, heads, platform="tpu").forward == Blocks(512, 256)
 
