@@ -4,8 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from experiments.bench.peers import Case
 
@@ -21,6 +19,9 @@ def torch_cases(
       qkv: [1, T, N, H].
       backward: whether to compute gradients.
     """
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
     tensors = [torch.from_numpy(np.array(x)).transpose(1, 2).contiguous() for x in qkv]
     captured = [torch.from_numpy(np.asarray(x, np.int64)) for x in arrays]
     length = qkv[0].shape[1]
@@ -51,6 +52,8 @@ def torch_cases(
 
 def _call(f: Callable, tensors: list, backward: bool) -> Callable[[], Any]:
     """Returns a call that gives NumPy arrays [1, T, N, H]: the output, and the gradients."""
+
+    import torch
 
     def numpy(x):
         return x.detach().transpose(1, 2).numpy()
