@@ -128,7 +128,8 @@ def nnx_llama(names):
     is_token = segments >= 0
     mask = np.tril((segments[:, :, None] == segments[:, None]) & is_token[:, None])[:, None]
     attend = nnx.jit(lambda layer, x, *arguments, **tokens: layer(x, *arguments, **tokens))
-    expected = attend(before, x, names["options"]["positions"], mask)[0]
+    positions = pe.positions.from_segment_ids(segments)
+    expected = attend(before, x, positions, mask)[0]
     close(attend(attention, x, **names["options"])[is_token], expected[is_token])
 
 
