@@ -57,8 +57,8 @@ def make_plan(
 ) -> Plan:
     """Returns the blocks for T queries and S keys, and `heads` = B * N heads.
 
-    With `skips`, a window, segments or another mask beside causality hides tiles: large ones would
-    hold more hidden pairs.
+    With `skips`, a window, segments or a mask hides tiles that causality does not: large tiles
+    would hold more hidden pairs.
 
     The arguments `forward` and `backward` are used as they are; one alone serves both passes. The
     defaults were measured on CPU, where a matrix product uses two cores only if it is wide enough,
@@ -135,7 +135,7 @@ class TokenArrays(NamedTuple):
       segments: int32 [1 or B, 1, T], or None.
       features: for each term, a pytree with leaves [B, N or K, T, ...].
       until: of keys, int32 [B, 1, S], or None.
-      index: what a block mask reads, int32 [1 or B, 1, T], or None.
+      index: the indices that a block mask reads, int32 [1 or B, 1, T], or None.
     """
 
     slots: Any

@@ -43,7 +43,7 @@ class JaxNN(Implementation):
                 "dropout": p.dropout_seeds is not None,
                 "segments": p.q_segment_ids is not None,
                 "prefix_length": p.prefix_length is not None,
-                "k_visible_until": p.k_visible_until is not None,
+                "k_visible_until and sink tokens of windows": p.k_visible_until is not None,
                 "block_mask": p.block_mask is not None,
                 "positions of its own": ordered and not p.contiguous,
                 "values of another head dim than keys": p.q.shape[3] != p.v.shape[3],

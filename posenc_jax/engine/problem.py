@@ -22,7 +22,7 @@ _SIDES = {
 """Arrays that belong to queries and to keys, and the axis of the mask that does."""
 
 _INDEX = {"q": "q_idx", "k": "kv_idx"}
-"""What a block mask reads of queries and of keys."""
+"""The fields of a block mask for queries and for keys."""
 
 _AXES = {
     "q": "BTNH",

@@ -47,7 +47,7 @@ class Splash(ShardMapped):
                 "rules": p.rules,
                 "dropout": p.dropout_seeds is not None,
                 "prefix_length": p.prefix_length is not None,
-                "k_visible_until": p.k_visible_until is not None,
+                "k_visible_until and sink tokens of windows": p.k_visible_until is not None,
                 "block_mask": p.block_mask is not None,
                 "mask": p.mask is not None,
                 "sinks per query": p.sinks is not None and not p.same_sinks,

@@ -366,9 +366,9 @@ class AttentionLayer:
 
         Args:
           batch, capacity: B and the number of slots for the tokens of a row.
-          tokens_per_call: the most tokens of a call. A layer with a window has a ring of the
-            slots that it then needs, if these are fewer than `capacity`. Default: any number of
-            tokens, and a full cache.
+          tokens_per_call: the most tokens of a call. A layer with a window of positions has a
+            ring of the slots that it then needs, if these are fewer than `capacity`. Default: any
+            number of tokens, and a full cache.
           shared_encoding: the argument of that name in calls of an NNX layer.
           model_dim: D, which Linen layers need without `head_dim`, and for schemes that read their
             input.

@@ -2,7 +2,8 @@
 
 A token of a tree sees the tokens from its root to itself. Positions count the tokens depth first,
 so that the tokens below one have the positions after it, up to `visible_until`; the coordinates,
-which schemes encode, are depths. Attention with `is_causal` then needs no mask of pairs.
+which schemes encode, are depths. Attention with `is_causal` then needs no mask of pairs. Windows
+need `SlidingWindow(W, by="coordinates")`: positions also count the tokens of other branches.
 """
 
 from typing import NamedTuple

@@ -39,7 +39,7 @@ class Case:
       sinks: whether there is a sink per head.
       shuffled: whether the positions are a permutation.
       later: queries are the last T of S = T + `later` tokens.
-      branches: keys are visible for up to so many positions; 0: for all.
+      branches: the most positions for which a key is visible; 0: for all.
       images: eight tokens share a position, and the window counts coordinates.
       blocks: a block mask hides some tiles, some distances in others, and none in a third kind.
     """
