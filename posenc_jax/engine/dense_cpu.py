@@ -8,7 +8,10 @@ elements, which XLA does on all cores.
 
 Tiles of keys before the first one that the query sees and after the last one are skipped, so that
 the empty slots of a cache cost nothing, and a tile of a smaller type becomes float32 near the
-processor, not the whole cache in memory. Other platforms take a product for each head.
+processor, not the whole cache in memory. Tiles of values are of one row, whose tokens are next to
+each other: XLA reads such a tile where it is, and copies one of several rows. A product of matrices
+is of a copy of the tile in any case, so more than half of the keys are read as they are, all at
+once. Other platforms take a product for each head.
 """
 
 import dataclasses
@@ -27,8 +30,8 @@ class OneQuery:
 
     Attributes:
       size: keys of a tile.
-      limits: the first tile that is read and the one after the last, int32 [2]; None: there is
-        one tile.
+      limits: of each row, the first tile that is read and the one after the last, int32 [B, 2];
+        None: there is one tile.
     """
 
     size: int
@@ -39,7 +42,7 @@ class OneQuery:
         """Returns the products for bool [B, N or 1, 1, S], the keys that the query sees."""
         if seen.shape[3] <= size:
             return cls(size, None)
-        return cls(size, _ends(seen) // size + jnp.arange(2, dtype=jnp.int32))
+        return cls(size, _ends(seen) // size + jnp.arange(2, dtype=jnp.int32)[None])
 
     def products(self, q: jax.Array, k: jax.Array) -> jax.Array:
         """Returns the dot products of [B, 1, N, H] and [B, S, K, H], float32 [B, N, 1, S].
@@ -82,59 +85,76 @@ def float_einsum(form: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 @jax.custom_batching.custom_vmap
 def _ends(seen: jax.Array) -> jax.Array:
-    """Returns the first and the last key that any query sees, int32 [2].
+    """Returns the first and the last key that the query of each row sees, int32 [B, 2].
 
-    Under `vmap` all rows share them, so that loops over tiles have one length.
+    Under `vmap` all share them, so that loops over tiles have one length.
+
+    Args:
+      seen: bool [B, N or 1, 1, S].
     """
     index = jnp.arange(seen.shape[-1], dtype=jnp.int32)
-    live = jnp.any(seen, range(seen.ndim - 1))
-    return jnp.stack([jnp.where(live, index, len(index)).min(), jnp.where(live, index, -1).max()])
+    live = jnp.any(seen, (1, 2))
+    first, last = jnp.where(live, index, len(index)), jnp.where(live, index, -1)
+    return jnp.stack([first.min(1), last.max(1)], 1)
 
 
 @_ends.def_vmap
-def _ends_of_rows(axis_size, in_batched, seen):
-    return _ends(seen), False
+def _ends_of_any(axis_size, in_batched, seen):
+    return _ends(jnp.any(seen, 0)), False
 
 
-def _tile(x: jax.Array, i: jax.Array, size: int, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Returns tile i, or the last `size` tokens where it has fewer, and its first token."""
-    start = jnp.minimum(i * size, x.shape[axis] - size)
-    tile = jax.lax.dynamic_slice_in_dim(x, start, size, axis, allow_negative_indices=False)
-    return tile, start
+def _start(i: jax.Array, size: int, keys: int) -> jax.Array:
+    """Returns the first key of tile i; the last tile has the last `size` keys."""
+    return jnp.minimum(i * size, keys - size)
+
+
+_slice = functools.partial(jax.lax.dynamic_slice, allow_negative_indices=False)
+_update = functools.partial(jax.lax.dynamic_update_slice, allow_negative_indices=False)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _products_of_tiles(size: int, q: jax.Array, k: jax.Array, limits: jax.Array) -> jax.Array:
-    """As `_products_of_token`, zero in other tiles."""
-    of_halves = q.dtype == k.dtype == jnp.bfloat16 and q.shape[2] * q.shape[4] > 1
+    """As `_products_of_token`; they may be zero in other tiles."""
+    batch, keys, heads, dim = k.shape
+    group = q.shape[3]
+    of_halves = q.dtype == k.dtype == jnp.bfloat16 and group * dim > 1
+    products = _products_of_vectors if of_halves else _products_of_token
+    first, stop = limits[:, 0].min(), limits[:, 1].max()
 
     def body(i, out):
-        k_tile, start = _tile(k, i, size, 1)
-        products = (_products_of_vectors if of_halves else _products_of_token)(q, k_tile)
-        return jax.lax.dynamic_update_slice_in_dim(
-            out, products, start, 4, allow_negative_indices=False
+        start = _start(i, size, keys)
+        tile = _slice(k, (0, start, 0, 0), (batch, size, heads, dim))
+        return _update(out, products(q, tile), (0, 0, 0, 0, start))
+
+    def of_tiles(q, k):
+        return jax.lax.fori_loop(
+            first, stop, body, jnp.zeros((batch, heads, group, 1, keys), jnp.float32)
         )
 
-    batch, _, heads, group, _ = q.shape
-    return jax.lax.fori_loop(
-        limits[0], limits[1], body, jnp.zeros((batch, heads, group, 1, k.shape[1]), jnp.float32)
-    )
+    if k.dtype != jnp.float32:
+        return of_tiles(q, k)
+    return jax.lax.cond(2 * size * (stop - first) > keys, _products_of_token, of_tiles, q, k)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _sums_of_tiles(size: int, weights: jax.Array, v: jax.Array, limits: jax.Array) -> jax.Array:
     """As `_sums_of_token`, without other tiles."""
+    _, heads, group, *_ = weights.shape
+    batch, keys, _, dim = v.shape
 
-    def body(i, out):
-        (v_tile, start), (tile, _) = _tile(v, i, size, 1), _tile(weights, i, size, 4)
-        if v.shape[1] % size:  # The last tile begins in the one before.
-            tile = jnp.where(start + jnp.arange(size, dtype=jnp.int32) >= i * size, tile, 0.0)
-        return out + _sums_of_token(tile, v_tile)
+    def row(b, out):
+        def body(i, total):
+            start = _start(i, size, keys)
+            tile = _slice(weights, (b, 0, 0, 0, start), (1, heads, group, 1, size))
+            if keys % size:  # The last tile begins in the one before.
+                tile = jnp.where(start + jnp.arange(size, dtype=jnp.int32) >= i * size, tile, 0.0)
+            return total + _sums_of_token(tile, _slice(v, (b, start, 0, 0), (1, size, heads, dim)))
 
-    batch, heads, group, *_ = weights.shape
-    return jax.lax.fori_loop(
-        limits[0], limits[1], body, jnp.zeros((batch, 1, heads, group, v.shape[3]), jnp.float32)
-    )
+        zero = jnp.zeros((1, 1, heads, group, dim), jnp.float32)
+        total = jax.lax.fori_loop(limits[b, 0], limits[b, 1], body, zero)
+        return _update(out, total, (b, 0, 0, 0, 0))
+
+    return jax.lax.fori_loop(0, batch, row, jnp.zeros((batch, 1, heads, group, dim), jnp.float32))
 
 
 # Loops of unknown length have no transpose: derivatives read all tokens.

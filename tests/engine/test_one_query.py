@@ -117,10 +117,10 @@ def test_one_query_at_any_positions(make):
 
 
 def _cache(seen, poisoned, dtype=np.float32):
-    """q, k, v and a call where rows see the keys `seen`; values are NaN at `poisoned` keys."""
+    """q, k, v and a call where rows see the keys `seen`; values are NaN at keys of `poisoned`."""
     random = np.random.default_rng(2)
     q, k, v = (random.normal(size=(2, n, h, 8)) for n, h in ((1, 6), (256, 3), (256, 3)))
-    v[:, poisoned] = np.nan
+    v[poisoned] = np.nan
     ids = np.where(seen, 0, -1).astype(np.int32)
     call = AttentionCall(
         q_segment_ids=np.zeros((2, 1), np.int32), k_segment_ids=ids, finite_values=True
@@ -140,9 +140,11 @@ def test_tiles_without_a_key_that_is_seen_are_not_read():
         )
         return call.replace(implementation=Dense(tile=32))(q, k, v)
 
-    for low, high, first, end in [(0, 1, 0, 32), (0, 33, 0, 64), (70, 129, 64, 160), (9, 9, 0, 0)]:
-        seen = np.stack([(slots >= low) & (slots < high), slots == low]) & (low < high)
-        q, k, v, call = _cache(seen, (slots < first) | (slots >= end))
+    for low, high in [(0, 1), (0, 33), (70, 129), (9, 9), (1, 130), (3, 256), (201, 256)]:
+        # The second row sees more keys.
+        seen = np.stack([slots == min(low, 200), (slots >= low) & (slots < high)]) & (low < high)
+        read = np.repeat(seen.reshape(2, 8, 32).any(2), 32, 1)
+        q, k, v, call = _cache(seen, ~read)
         clean = call.replace(finite_values=False, implementation="reference")
         out = run(q, k, v, call.k_segment_ids)
         np.testing.assert_allclose(out, clean(q, k, v), atol=1e-6)
@@ -152,7 +154,7 @@ def test_tiles_without_a_key_that_is_seen_are_not_read():
 @pytest.mark.parametrize("dtype, atol", [(np.float32, 1e-6), (jnp.bfloat16, 8e-3)])
 def test_tiles_under_vmap_and_derivatives(dtype, atol):
     seen = np.arange(256) < np.array([[40], [130]])
-    q, k, v, call = _cache(seen, [], dtype)
+    q, k, v, call = _cache(seen, np.zeros((2, 256), bool), dtype)
 
     def attend(implementation):
         def one(q, k, v, ids):
@@ -174,4 +176,4 @@ def test_tiles_under_vmap_and_derivatives(dtype, atol):
     chex.assert_trees_all_close(program(Dense(tile=32)), program("reference"), atol=atol)
     # One length for all rows: the number of a tile and the last one are not batched.
     loops = re.findall(r"stablehlo.while.* : (.*)", program.lower(Dense(tile=32)).as_text())
-    assert [x.split(", ").count("tensor<i32>") for x in loops] == [2, 2]
+    assert [x.split(", ").count("tensor<i32>") for x in loops] == [2, 2, 3]
