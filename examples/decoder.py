@@ -400,16 +400,18 @@ def jit_step(model: Decoder) -> Callable:
 
     Logits [B, V] are of the last token of each row. The caches are donated.
     `nnx.jit` would split and merge the model in every call, which takes longer than a step of a
-    model of 135 million parameters.
+    model of 135 million parameters; a list of its arrays is passed faster than its state.
     """
     graph, state = nnx.split(model)
+    arrays, structure = jax.tree.flatten(state)
 
     @functools.partial(jax.jit, donate_argnums=2)
-    def step(state, tokens, caches):
-        logits, caches = nnx.merge(graph, state)(tokens, caches, last=1)
+    def step(arrays, tokens, caches):
+        model = nnx.merge(graph, jax.tree.unflatten(structure, arrays))
+        logits, caches = model(tokens, caches, last=1)
         return logits[:, -1], caches
 
-    return functools.partial(step, state)
+    return functools.partial(step, arrays)
 
 
 def _holds(x: Any, condition: Callable) -> bool:

@@ -64,10 +64,11 @@ def make_plan(
     defaults were measured on CPU, where a matrix product uses two cores only if it is wide enough,
     and where a tile of all heads should stay in the cache; tokens of a single tile need no loop.
     With 2 MiB of cache per core (an Intel Xeon) long rows have larger tiles: 512 of up to four
-    heads take 0.65 to 0.95 of the time of 256, and 256 of 16 or more take 0.86 to 0.92 of 128. On
-    TPU many heads do not make blocks smaller: by its compiler's estimate, 128 x 128 takes 1.3 to
-    1.4 times as long. On GPUs every operation of a tile is launched, for some microseconds: blocks
-    are as large as 128 MiB of logits allow.
+    heads take 0.65 to 0.95 of the time of 256, and 256 of 16 or more take 0.86 to 0.92 of 128; the
+    forward pass over 4,096 tokens and more takes 0.85 to 0.96 with 512 of up to 16 heads (1.07 with
+    FIRE's network). On TPU many heads do not make blocks smaller: by its compiler's estimate,
+    128 x 128 takes 1.3 to 1.4 times as long. On GPUs every operation of a tile is launched, for
+    some microseconds: blocks are as large as 128 MiB of logits allow.
 
     >>> make_plan(2000, 2000, 8).forward
     Blocks(q=256, k=256)
@@ -99,6 +100,8 @@ def _measured(
     size = 128 if small and longest > 256 else 256
     if longest >= 2048 and not skips and _cache_per_core() >= 2**21:
         size = 512 if heads <= 4 else 256
+        first = 512 if heads <= 16 and longest >= 4096 else size
+        return Blocks(first, first), Blocks(size, size)
     return Blocks(size, size), Blocks(size, size)
 
 

@@ -93,8 +93,11 @@ def test_large_caches_have_large_tiles_of_long_rows(text, sizes, monkeypatch):
     monkeypatch.setattr(pathlib.Path, "read_text", read)
     blocks._cache_per_core.cache_clear()
     try:
-        plans = [make_plan(4096, 4096, heads).forward for heads in (4, 8, 16)]
+        plans = [make_plan(2048, 2048, heads).forward for heads in (4, 8, 16)]
         assert plans == [Blocks(n, n) for n in sizes]
+        plan = make_plan(4096, 4096, 16)
+        assert plan.backward == Blocks(sizes[2], sizes[2])
+        assert plan.forward == (Blocks(512, 512) if sizes[0] == 512 else plan.backward)
         assert make_plan(4096, 4096, 4, skips=True).forward == Blocks(256, 256)
         assert make_plan(1024, 1024, 16).forward == Blocks(128, 128)
     finally:
