@@ -16,6 +16,7 @@ once. Other platforms take a product for each head.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -117,14 +118,12 @@ def _products_of_tiles(size: int, q: jax.Array, k: jax.Array, limits: jax.Array)
     """As `_products_of_token`; they may be zero in other tiles."""
     batch, keys, heads, dim = k.shape
     group = q.shape[3]
-    of_halves = q.dtype == k.dtype == jnp.bfloat16 and group * dim > 1
-    products = _products_of_vectors if of_halves else _products_of_token
     first, stop = limits[:, 0].min(), limits[:, 1].max()
 
     def body(i, out):
         start = _start(i, size, keys)
         tile = _slice(k, (0, start, 0, 0), (batch, size, heads, dim))
-        return _update(out, products(q, tile), (0, 0, 0, 0, start))
+        return _update(out, _products_of_token(q, tile), (0, 0, 0, 0, start))
 
     def of_tiles(q, k):
         return jax.lax.fori_loop(
@@ -160,7 +159,7 @@ def _sums_of_tiles(size: int, weights: jax.Array, v: jax.Array, limits: jax.Arra
 # Loops of unknown length have no transpose: derivatives read all tokens.
 @_products_of_tiles.defjvp
 def _products_jvp(size, primals, tangents):
-    return jax.jvp(_products_of_token, primals[:2], tangents[:2])
+    return jax.jvp(_products_of_floats, primals[:2], tangents[:2])
 
 
 @_sums_of_tiles.defjvp
@@ -168,18 +167,31 @@ def _sums_jvp(size, primals, tangents):
     return jax.jvp(_sums_of_token, primals[:2], tangents[:2])
 
 
+@jax.custom_jvp
 def _products_of_token(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Returns q . k, [B, K, G, 1, S]; a key with NaN in one head is NaN in all.
+    """Returns q . k, float32 [B, K, G, 1, S]; a key with NaN in one head is NaN in all.
+
+    Of bfloat16 the products are exact, and their sums float32. Derivatives are of float32.
 
     Args:
       q: [B, 1, K, G, H].
       k: [B, S, K, H].
     """
+    if q.dtype == k.dtype == jnp.bfloat16 and math.prod(q.shape[3:]) > 1:
+        return _products_of_vectors(q, k)
+    return _products_of_floats(q, k)
+
+
+@_products_of_token.defjvp
+def _products_of_token_jvp(primals, tangents):
+    return jax.jvp(_products_of_floats, primals, tangents)
+
+
+def _products_of_floats(q: jax.Array, k: jax.Array) -> jax.Array:
     return _products_of_vectors(q.astype(jnp.float32), k.astype(jnp.float32))
 
 
 def _products_of_vectors(q: jax.Array, k: jax.Array) -> jax.Array:
-    """As `_products_of_token`; of bfloat16 the products are exact, and their sums float32."""
     batch, _, heads, group, _ = q.shape
     own_head = jnp.eye(heads, dtype=bool)[:, None, :, None]
     q = jnp.where(own_head, jnp.moveaxis(q, 1, 3), 0).reshape(batch, heads * group, -1)
