@@ -26,7 +26,7 @@ from posenc_jax.engine.problem import (
     zero_where,
 )
 from posenc_jax.engine.rules import added_logits
-from posenc_jax.engine.terms import Traced, trace_once
+from posenc_jax.engine.tracing import Traced, trace_once
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Lowering: from the rules of a problem to terms, a bias per distance, and one mask plan.
+"""Lowering: from the rules of a problem to simple ones, a bias per distance, and one mask plan.
 
 Any backend starts here. A constant that is added to all logits of a query cancels in the softmax
 and may be dropped, so that tiles beyond the horizon of every rule need no rule at all. The
@@ -8,7 +8,7 @@ log-sum-exp gets the dropped constants back as `lse_shift`.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,30 +17,10 @@ from posenc_jax.engine.blocks import Visibility
 from posenc_jax.engine.mask import MASK_VALUE, add_saturated
 from posenc_jax.engine.problem import Problem, repeat_heads
 from posenc_jax.engine.rules import Rule
-from posenc_jax.engine.terms import (
-    AllPairs,
-    Lowering,
-    LoweringContext,
-    Term,
-    ValueTable,
-)
+from posenc_jax.engine.simplified import AllPairs, Context, Simplified
+from posenc_jax.engine.tables import ValueTable
 from posenc_jax.engine.toeplitz import diagonal_sums
 from posenc_jax.positions.packing import changes, since
-
-
-class LoweredTerm(NamedTuple):
-    """A term with the arrays that it reads.
-
-    Attributes:
-      term: evaluated on tiles.
-      q_features, k_features: pytrees [B, T, N, ...] and [B, S, K or N, ...].
-      strip: `strip(first, stop) -> float32 [1 or N, L, F]`, or None.
-    """
-
-    term: Term
-    q_features: Any
-    k_features: Any
-    strip: Callable[[int, int], jax.Array] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +40,7 @@ class Lowered:
     """
 
     bias: Callable[[int, int], jax.Array] | None
-    terms: tuple[LoweredTerm, ...]
+    terms: tuple[Simplified, ...]
     pairs: tuple[AllPairs, ...]
     values: ValueTable | None
     v: jax.Array
@@ -68,14 +48,14 @@ class Lowered:
     lse_shift: jax.Array | None
 
 
-def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
+def lower(p: Problem, *, max_table: int) -> Lowered:
     """Lowers the rules of a problem; rules on whole rows are left to the caller.
 
     Args:
       p: the problem.
-      max_table, pairs_at_once: see `LoweringContext`.
+      max_table: as in a `Context`.
     """
-    context = LoweringContext(
+    context = Context(
         length=p.length,
         keys=p.keys,
         contiguous=p.contiguous,
@@ -85,24 +65,19 @@ def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
         scale=p.scale,
         drop_constants=p.softcap is None,
         max_table=max_table,
-        pairs_at_once=pairs_at_once,
         seen=functools.partial(_seen_distances, p),
     )
     rules = [rule for rule in p.rules if not rule.whole_rows]
-    lowerings = _lower_rules(rules, context)
-    terms = tuple(
-        LoweredTerm(x.term, rule.q_features, rule.k_features, x.strip)
-        for rule, x in zip(rules, lowerings, strict=True)
-        if x.term is not None
-    )
-    pairs = tuple(x.pairs for x in lowerings if x.pairs is not None)
-    by_distance = [x for x in lowerings if x.by_distance is not None]
-    values, v = _lower_values(p, lowerings)
+    parts = _simplified(rules, context)
+    terms = [x.term for x in parts if x.term is not None]
+    pairs = tuple(x.pairs for x in parts if x.pairs is not None)
+    by_distance = [x for x in parts if x.by_distance is not None]
+    values, v = _lower_values(p, parts)
 
     # Rules by distance         none   constant dropped   constant kept
     # added by interior tiles   no     no                 yes: bias_everywhere
     # raises the horizon        no     yes                no
-    horizons: list[int | None] = [*(x.term.horizon for x in terms), *(None for _ in pairs)]
+    horizons: list[int | None] = [*(x.horizon for x in terms), *(None for _ in pairs)]
     highs = [x.high for x in by_distance]
     drop = p.softcap is None and None not in horizons + highs
     if values is not None:
@@ -117,7 +92,7 @@ def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
     mask_in_bias = (
         bool(by_distance)
         and all(rule.pairs is None for rule in rules)
-        and not any(x.term.any_value for x in terms)
+        and not any(x.rule.any_value for x in terms)
         and p.softcap is None
         and p.prefix_length is None
         and p.k_visible_until is None
@@ -128,10 +103,10 @@ def lower(p: Problem, *, max_table: int, pairs_at_once: int = 1) -> Lowered:
     bias = constant = None
     if by_distance:
         bias, constant = _sum_by_distance(p, by_distance, drop, mask_in_bias)
-    dropped = [x for x in (*(x.dropped for x in lowerings), constant) if x is not None]
+    dropped = [x for x in (*(x.dropped for x in parts), constant) if x is not None]
     return Lowered(
         bias=bias,
-        terms=terms,
+        terms=tuple(x for x in parts if x.term is not None),
         pairs=pairs,
         values=values,
         v=v,
@@ -197,34 +172,33 @@ def _last_distances(p: Problem) -> jax.Array:
     return last if p.k_segment_ids is None else jnp.where(p.k_segment_ids < 0, -p.keys, last)
 
 
-def _lower_rules(rules: list[Rule], context: LoweringContext) -> list[Lowering]:
-    """Lowers rules; constants are dropped only where every term has a horizon."""
-    lowerings = [rule.lower(context) for rule in rules]
-    if any(x.pairs is not None or (x.term and x.term.horizon is None) for x in lowerings):
+def _simplified(rules: list[Rule], context: Context) -> list[Simplified]:
+    """Simplifies rules; constants are dropped only where every term has a horizon."""
+    parts = [rule.simplify(context) for rule in rules]
+    if any(x.pairs is not None or (x.term and x.term.horizon is None) for x in parts):
         context = dataclasses.replace(context, drop_constants=False)
-        lowerings = [rule.lower(context) for rule in rules]
-    return lowerings
+        parts = [rule.simplify(context) for rule in rules]
+    pairs = zip(rules, parts, strict=True)
+    return [x._replace(q_features=r.q_features, k_features=r.k_features) for r, x in pairs]
 
 
-def _lower_values(p: Problem, lowerings: list[Lowering]) -> tuple[ValueTable | None, jax.Array]:
+def _lower_values(p: Problem, parts: list[Simplified]) -> tuple[ValueTable | None, jax.Array]:
     """Returns the table on the values, and the values with its constant added."""
     # At most one rule adds to the values: `attention` refuses more.
-    lowering = next((x for x in lowerings if x.values is not None), None)
-    if lowering is None:
-        return None, p.v
-    if lowering.far_value is None:
-        return lowering.values, p.v
-    v = repeat_heads(p.v, p.num_heads).astype(jnp.float32) + lowering.far_value[None, None]
-    return lowering.values, v.astype(p.v.dtype)
+    part = next((x for x in parts if x.values is not None), None)
+    if part is None or part.far_value is None:
+        return part and part.values, p.v
+    v = repeat_heads(p.v, p.num_heads).astype(jnp.float32) + part.far_value[None, None]
+    return part.values, v.astype(p.v.dtype)
 
 
 def _sum_by_distance(
-    p: Problem, lowerings: list[Any], drop: bool, mask_in_bias: bool
+    p: Problem, by_distance: list[Any], drop: bool, mask_in_bias: bool
 ) -> tuple[Callable[[int, int], jax.Array], jax.Array | None]:
     """Returns the bias of distances, and the constant dropped from it, [1, 1, N or 1]."""
 
     def total(first, stop):
-        parts = [x.by_distance(first, stop) for x in lowerings]
+        parts = [x.by_distance(first, stop) for x in by_distance]
         return sum(parts[1:], parts[0])
 
     constant = total(p.length - 1, p.length) if drop else None

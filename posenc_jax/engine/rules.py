@@ -14,7 +14,8 @@ each call, which compiles again outside of `jit`.
     ValueBias        a vector per pair, added to the values         Shaw
 
 Methods define the numbers of a rule: `logit` or `tile` of one row and head, `transformed_logits`,
-and `added_values`. Tiles of backends go through `Rule.lower`, which finds tables and constants.
+and `added_values`. Backends evaluate what `Rule.simplify` returns: rules again, for a tile of one
+head and row, after tables and constants were taken out of them.
 """
 
 import abc
@@ -31,23 +32,23 @@ import numpy as np
 from jax.core import Tracer
 
 from posenc_jax.checks import coordinate_values, require
-from posenc_jax.engine.terms import (
-    STATIC,
-    AllPairs,
+from posenc_jax.engine.simplified import AllPairs, Context, Simplified, Term
+from posenc_jax.engine.tables import (
     DistanceRange,
-    DotTerm,
-    Lowering,
-    LoweringContext,
-    RuleTerm,
-    Tokens,
     ValueTable,
+    dot_products,
+    strip_tile,
+    table_tile,
+)
+from posenc_jax.engine.tokens import (
+    STATIC,
+    Tokens,
     in_reach,
-    may_be_infinite,
     over_heads,
-    pair_of,
     pairs_of,
     vmap_rows_and_heads,
 )
+from posenc_jax.engine.tracing import Traced, may_be_infinite, trace_once
 
 _NO_BOUNDS: tuple[int | None, int | None] = (None, None)
 
@@ -184,9 +185,25 @@ class Rule(abc.ABC):
                 f"({expected[0]}, {expected[1]}, {sizes.kv_heads} or {heads}), got {leaf.shape}.",
             )
 
-    def lower(self, context: LoweringContext) -> Lowering:
-        """Returns the rule as a backend evaluates it; empty for a rule on whole rows."""
-        return Lowering(_rule_term(self, context)) if self.adds_logits else Lowering()
+    def simplify(self, context: Context) -> Simplified:
+        """Returns the parts of the rule that a backend evaluates; none for a rule on whole rows."""
+        return Simplified(self._term(context)) if self.adds_logits else Simplified()
+
+    def _term(self, context: Context) -> Term:
+        """Returns the rule as it is, for tiles."""
+        return Term(
+            rule=self._bare(),
+            factor=context.scale if self.scaled else 1.0,
+            careful=self.careful(context.token),
+        )
+
+    def _bare(self) -> Self:
+        """Returns the rule without features."""
+        return self.with_features(None, None)
+
+    def without_heads(self: Any) -> Any:
+        """Returns the rule without the arrays of heads, which `of_head` takes."""
+        return self if self.heads is None else dataclasses.replace(self, heads=None)
 
     def expanded(self) -> Self:
         """Returns a rule on whole rows after its `expand` of `k_features`, if it has one."""
@@ -221,16 +238,16 @@ class Rule(abc.ABC):
 
     def of_head(self, heads: Any) -> Self:
         """Returns the rule with the arrays of one head, and without features."""
-        bare: Any = self.with_features(None, None)
+        bare: Any = self._bare()
         return bare if heads is None else dataclasses.replace(bare, heads=heads)
 
     def careful(self, token: Any) -> bool:
         """Returns whether the rule may be NaN or infinite, for coordinates of this type."""
         if not self.is_pairwise:
             return True  # Its `tile` gets the pairs that are seen.
-        arrays = self.with_features(None, None), _slice(self.heads, 1)
+        arrays = self._bare(), _slice(self.heads, 1)
         features = _slice(self.q_features, 3), _slice(self.k_features, 3)
-        return may_be_infinite(pair_of, *arrays, *(Tokens(None, token, x) for x in features))
+        return may_be_infinite(_logit, *arrays, *(Tokens(None, token, x) for x in features))
 
     def transformed_logits(
         self, logits: jax.Array, seen: jax.Array, q_features, k_features, q, k
@@ -376,21 +393,56 @@ def added_logits(
     return vmap_rows_and_heads(of_head, heads, *places, seen)
 
 
-def _rule_term(rule: Rule, context: LoweringContext, horizon: int | None = None) -> RuleTerm:
-    """Returns a rule as it is evaluated for every pair."""
-    bare: Any = rule.with_features(None, None)
-    return RuleTerm(
-        heads=rule.heads,
-        rule=bare if rule.heads is None else dataclasses.replace(bare, heads=None),
-        factor=context.scale if rule.scaled else 1.0,
-        horizon=horizon,
-        careful=rule.careful(context.token),
-        pairs_at_once=context.pairs_at_once,
-    )
+def _logit(rule: Rule, heads: Any, q: Tokens, k: Tokens) -> jax.Array:
+    """Returns the number of one query and one key, of a rule with the arrays of one head."""
+    out: Any = rule.of_head(heads).logit(q, k)
+    return out.astype(jnp.float32)
 
 
 def _by_head(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 2, 1)
+
+
+class _Simple(Rule):
+    """A rule that others were simplified to; it reads coordinates as they are."""
+
+    def on(self, transform):
+        return self
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TracedRule(_Simple):
+    """A rule whose `logit` was traced, so that the backward pass uses this trace.
+
+    Attributes:
+      heads: of the rule.
+      rule: without `heads`.
+      captured: the traced arrays that its functions close over.
+      function: of `captured`, the rule and the arguments of `_logit`.
+    """
+
+    heads: Any = dataclasses.field()
+    rule: Any = dataclasses.field()
+    captured: tuple[jax.Array, ...] = dataclasses.field()
+    function: Traced = dataclasses.field(metadata=STATIC)
+
+    def logit(self, q, k):
+        return self.function(self.captured, self.rule, self.heads, q, k)
+
+
+def traced(rule: Rule, q: Tokens, k: Tokens) -> Rule:
+    """Returns a rule with its `logit` traced, if it has one.
+
+    Args:
+      rule: without features.
+      q, k: types of the coordinates and features of one token and head.
+    """
+    if not rule.is_pairwise:
+        return rule
+    bare, head = rule.without_heads(), _slice(rule.heads, 1)
+    function, captured = trace_once(_logit, bare, head, q, k)
+    return TracedRule(rule.heads, bare, captured, function)
 
 
 @jax.tree_util.register_dataclass
@@ -445,7 +497,7 @@ class LogitBias(Rule):
         arguments = _slice(self.shared, 0), _slice(self.heads, 1), token, token
         _check_function(self, "rule", "(shared, head, q, k) -> scalar", arguments, sizes)
 
-    def lower(self, context):
+    def simplify(self, context):
         by_distance = self.relative and not context.axes
         high = self.bounds[1] if self.drop_far else None
         if by_distance and context.contiguous:
@@ -454,12 +506,16 @@ class LogitBias(Rule):
             values = functools.partial(
                 self._of_distances, factor=factor, dtype=context.dtype, seen=seen
             )
-            return Lowering(by_distance=values, high=context.horizon(high, by_slot=True))
-        horizon = None
+            return Simplified(by_distance=values, high=context.horizon(high, by_slot=True))
+        term, horizon = self._term(context), None
         if by_distance and context.drop_constants:
             horizon = context.horizon(high, by_slot=False)
-        term = _rule_term(self, context, horizon)
-        return Lowering(term, dropped=term.dropped(context.dtype))
+        if horizon is None:
+            return Simplified(term)
+        rule: Any = _LessFar(self.heads, self.without_heads(), horizon)
+        far = over_heads(lambda head: rule.of_head(head).far(context.dtype), self.heads)
+        term = dataclasses.replace(term, rule=rule, horizon=horizon)
+        return Simplified(term, dropped=term.factor * far[None, None])
 
     def _of_distances(
         self, first: int, stop: int, factor: float, dtype: Any, seen: Callable | None
@@ -519,6 +575,24 @@ class LogitBias(Rule):
         rows = (jnp.moveaxis(x, 0, -1) if axes else jnp.atleast_2d(x) for x in (q, k))
         out: Any = added_logits(self, *rows)
         return out[0] if q.ndim == 1 else out
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _LessFar(_Simple):
+    """A bias minus its number at a distance, from which on it is constant."""
+
+    heads: Any = dataclasses.field()
+    rule: LogitBias = dataclasses.field()  # Without `heads`.
+    horizon: int = dataclasses.field(metadata=STATIC)
+
+    def far(self, dtype: Any) -> jax.Array:
+        """Returns the number of one head at the horizon, for coordinates of a dtype."""
+        distance, zero = jnp.asarray(self.horizon, dtype), jnp.zeros((), dtype)
+        return _logit(self.rule, self.heads, *(Tokens(None, x, None) for x in (distance, zero)))
+
+    def logit(self, q, k):
+        return _logit(self.rule, self.heads, q, k) - self.far(q.coordinates.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -661,13 +735,13 @@ class DotBias(_FeatureRule):
         features = self.q_features, self.k_features
         return ContentBias(rule, self.heads, self.shared, *features, self.scaled)
 
-    def lower(self, context):
+    def simplify(self, context):
         if context.axes or not context.integer:
-            return self.by_pair().lower(context)
+            return self.by_pair().simplify(context)
         of_keys, by_slot = self.q_features is None, context.contiguous
         careful = self.careful(context.token)
         if careful and not by_slot:  # Which distances are seen is not known.
-            return self.by_pair().lower(context)
+            return self.by_pair().simplify(context)
         # Beyond the horizon a key adds one number, and a query a constant that may be dropped.
         horizon = None
         if of_keys or context.drop_constants:
@@ -678,28 +752,28 @@ class DotBias(_FeatureRule):
         if by_slot and table is not None and table.size > context.max_table:
             table = None  # A strip is smaller on each tile.
         if table is None and not by_slot:
-            return self.by_pair().lower(context)
+            return self.by_pair().simplify(context)
         seen = context.seen if careful else None
-        return self._lower_to_dot(context.scale if self.scaled else 1.0, horizon, table, seen)
+        return self._table_dot(context.scale if self.scaled else 1.0, horizon, table, seen)
 
     def careful(self, token):
         distance = jax.ShapeDtypeStruct((), jnp.int32)
         return may_be_infinite(self.vector, _slice(self.shared, 0), _slice(self.heads, 1), distance)
 
-    def _lower_to_dot(
+    def _table_dot(
         self,
         factor: float,
         horizon: int | None,
         distances: DistanceRange | None,
         seen: Callable | None,
-    ) -> Lowering:
-        """Lowers to products with a table of the vectors at some distances, or with a strip.
+    ) -> Simplified:
+        """Returns products with a table of the vectors at some distances, or with a strip.
 
         Args:
           factor: the factor on the term.
           horizon: the distance from which on the vectors are constant, or None.
           distances: the distances of the table; None: a strip, one vector per distance.
-          seen: as in a `LoweringContext`, or None for vectors that are finite anywhere.
+          seen: as in a `Context`, or None for vectors that are finite anywhere.
         """
         of_keys, table, dropped = self.q_features is None, None, None
         far: Any = None
@@ -723,15 +797,13 @@ class DotBias(_FeatureRule):
             features: Any = jnp.asarray(self.q_features, jnp.float32)
             far = jnp.broadcast_to(far, (features.shape[2], *far.shape[1:]))
             dropped = factor * jnp.einsum("btnf,nrf->btn", features, far, precision="highest")
-        term = DotTerm(
-            vectors=table,
-            far=far[:, 0] if of_keys and far is not None else None,
+        term = Term(
+            rule=TableDot(table, of_keys, distances),
+            interior=_FarKeys(far[:, 0]) if of_keys and far is not None else None,
             factor=factor,
             horizon=horizon,
-            of_keys=of_keys,
-            distances=distances,
         )
-        return Lowering(term, strip=vectors if distances is None else None, dropped=dropped)
+        return Simplified(term, strip=vectors if distances is None else None, dropped=dropped)
 
     def tile(self, q, k, seen=None):
         (low, high), x = self.bounds, q.coordinates
@@ -741,15 +813,58 @@ class DotBias(_FeatureRule):
         vectors = over(self.shared, self.heads, jnp.arange(low, high + 1, dtype=jnp.int32))
         vectors = vectors.astype(jnp.float32)
         distances = DistanceRange(low, high, by_slot=False, open_low=True, open_high=True)
-        entry = distances.entries(x, k.coordinates, transposed=False)
         of_keys = q.features is None
-        features = (k if of_keys else q).features.astype(jnp.float32)
         if of_keys and len(x) == 1:  # A vector for each key, not all for each.
-            return (features * vectors[entry[0]]).sum(-1)[None]
-        table = jnp.matmul(features, vectors.T, precision="highest")
+            entry = distances.entries(x, k.coordinates, transposed=False)
+            return (k.features.astype(jnp.float32) * vectors[entry[0]]).sum(-1)[None]
         if of_keys:
-            return jnp.take_along_axis(table, entry.T, 1).T
-        return jnp.take_along_axis(table, entry, 1)
+            distances, vectors = distances.mirrored(), vectors[::-1]
+        return TableDot(vectors, of_keys, distances).tile(q, k)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TableDot(_Simple):
+    """The features of the query or key, dot a vector of the distance from a table.
+
+    Distances are query from key, or key from query for features of keys.
+
+    Attributes:
+      heads: the vectors, float32 [N or 1, R, F]. Without `distances` each tile gets the vectors of
+        its own distances, ascending, [N or 1, F, Q + K - 1].
+      of_keys: whether features belong to keys.
+      distances: of the table.
+    """
+
+    heads: Any = dataclasses.field()
+    of_keys: bool = dataclasses.field(metadata=STATIC)
+    distances: DistanceRange | None = dataclasses.field(metadata=STATIC)
+
+    any_value = False
+
+    def tile(self, q, k, seen=None, *, in_vjp=False):
+        # The tokens with the features are in the place of the queries.
+        tokens, others = (k, q) if self.of_keys else (q, k)
+        if self.distances is None:
+            vectors = self.heads[:, ::-1] if self.of_keys else self.heads
+            out = strip_tile(tokens.features, vectors, others.slots.shape[0], in_vjp=in_vjp)
+            return out.T if self.of_keys else out
+        table = dot_products(tokens.features, self.heads, transposed=self.of_keys)
+        options = {"transposed": self.of_keys, "in_vjp": in_vjp}
+        return table_tile(table, tokens, others, self.distances, **options)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _FarKeys(_Simple):
+    """The features of the key, dot one vector, float32 [N or 1, F]."""
+
+    heads: Any = dataclasses.field()
+
+    any_value = False
+
+    def tile(self, q, k, seen=None):
+        return dot_products(k.features, self.heads[None], transposed=True)
 
 
 @jax.tree_util.register_dataclass
@@ -785,10 +900,10 @@ class SeparableBias(_FeatureRule):
                 f"{'T, N' if name[0] == 'q' else 'S, K or N'}], got {jnp.shape(x)}.",
             )
 
-    def lower(self, context):
+    def simplify(self, context):
         # Tokens at equal positions, such as drafts in a tree, see keys in later slots.
         symmetric = self.symmetric and not (context.is_causal and context.contiguous)
-        return Lowering(_rule_term(dataclasses.replace(self, symmetric=symmetric), context))
+        return Simplified(dataclasses.replace(self, symmetric=symmetric)._term(context))
 
     def logit(self, q, k):
         out = q.features.astype(jnp.float32) + k.features.astype(jnp.float32)
@@ -852,9 +967,9 @@ class DenseBias(Rule):
                 "array is a mask."
             )
 
-    def lower(self, context):
+    def simplify(self, context):
         factor = context.scale if self.scaled else 1.0
-        return Lowering(pairs=AllPairs(self.pairs, factor))
+        return Simplified(pairs=AllPairs(self.pairs, factor))
 
 
 @jax.tree_util.register_dataclass
@@ -991,18 +1106,18 @@ class ValueBias(Rule):
             f"attention: ValueBias.bucket must return an integer, got {out.dtype}.",
         )
 
-    def lower(self, context):
+    def simplify(self, context):
         table, span = self.table.astype(jnp.float32), None
         if self.relative:
             span = context.table_range(self.bounds, by_slot=context.contiguous, drop_high=True)
         if span is None:
-            return Lowering(values=ValueTable(table, None, self._nearest))
+            return Simplified(values=ValueTable(table, None, self._nearest))
         distances = jnp.arange(span.low, span.high + 1, dtype=jnp.int32)
         buckets = jax.vmap(self._nearest, (0, None))(distances, jnp.int32(0))
         table = jnp.take(table, buckets, axis=1, mode="clip")
         far = table[:, -1]
         values = ValueTable(table - far[:, None], span, self._nearest)
-        return Lowering(values=values, far_value=far)
+        return Simplified(values=values, far_value=far)
 
     def added_values(self, weights, q, k):
         buckets = jax.vmap(jax.vmap(self._nearest, (None, 0)), (0, None))(q, k)

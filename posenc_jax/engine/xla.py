@@ -53,15 +53,11 @@ from posenc_jax.engine.problem import (
     vary_over,
     with_sinks,
 )
-from posenc_jax.engine.terms import (
-    STATIC,
-    AllPairs,
-    Term,
-    Tokens,
-    ValueTable,
-    vmap_rows_and_heads,
-)
+from posenc_jax.engine.rules import TableDot, traced
+from posenc_jax.engine.simplified import AllPairs, Term
+from posenc_jax.engine.tables import ValueTable
 from posenc_jax.engine.toeplitz import toeplitz_tile, toeplitz_tile_vjp
+from posenc_jax.engine.tokens import STATIC, Tokens, vmap_rows_and_heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +99,8 @@ class XLA(Implementation):
         others = p.window, p.q_segment_ids, p.k_visible_until, p.block_mask, p.mask
         skips = any(x is not None for x in others)
         plan = make_plan(p.length, p.keys, heads, self.forward, self.backward, p.platform, skips)
-        lowered = lower(p, max_table=plan.max_table, pairs_at_once=self.pairs_at_once)
-        diff, nondiff = partition(_prepare(p, lowered, plan))
+        lowered = lower(p, max_table=plan.max_table)
+        diff, nondiff = partition(_prepare(p, lowered, plan, self.pairs_at_once))
         out, lse = _attend(diff, nondiff)
         top, total = (jnp.moveaxis(x, 1, 2)[:, : p.length] for x in lse)
         top = top if lowered.lse_shift is None else top + lowered.lse_shift
@@ -132,6 +128,7 @@ class Operands:
       block_mask: a function of two tokens, or None.
       prefix_length, dropout_seeds: as in `Problem`.
       plan: block sizes.
+      pairs_at_once: as in `XLA`.
       visibility: the masks, and which tiles need rules.
       q_factor, logit_factor: factors on q, and on q . k after it; their product is the scale.
       softcap, dropout_rate: as in `attention`.
@@ -154,6 +151,7 @@ class Operands:
     prefix_length: Any
     dropout_seeds: Any
     plan: Plan = dataclasses.field(metadata=STATIC)
+    pairs_at_once: int = dataclasses.field(metadata=STATIC)
     visibility: Visibility = dataclasses.field(metadata=STATIC)
     q_factor: float = dataclasses.field(metadata=STATIC)
     logit_factor: float = dataclasses.field(metadata=STATIC)
@@ -168,7 +166,7 @@ class Operands:
         return self.q.shape[2]
 
 
-def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
+def _prepare(p: Problem, lowered: Lowered, plan: Plan, pairs_at_once: int) -> Operands:
     """Pads a lowered problem to whole blocks."""
     terms = lowered.terms
     length, keys = plan.length, plan.keys
@@ -184,6 +182,12 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
         return jax.eval_shape(lambda: jax.tree.map(lambda x: x[(0,) * axes], tree))
 
     q_coordinate, k_coordinate = (one_token(x, 2) for x in (p.q_coordinates, p.k_coordinates))
+
+    def traced_term(x):
+        q = Tokens(None, q_coordinate, one_token(x.q_features, 3))
+        k = Tokens(None, k_coordinate, one_token(x.k_features, 3))
+        return dataclasses.replace(x.term, rule=traced(x.term.rule, q, k))
+
     mask = p.mask
     if mask is not None:
         mask = pad_axis(pad_axis(mask, 2, length), 3, keys)
@@ -218,13 +222,7 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
             dataclasses.replace(x, pairs=pad_axis(pad_axis(x.pairs, 2, length), 3, keys))
             for x in lowered.pairs
         ),
-        terms=tuple(
-            x.term.traced(
-                Tokens(None, q_coordinate, one_token(x.q_features, 3)),
-                Tokens(None, k_coordinate, one_token(x.k_features, 3)),
-            )
-            for x in terms
-        ),
+        terms=tuple(map(traced_term, terms)),
         values=lowered.values and lowered.values.traced(q_coordinate, k_coordinate),
         queries=queries._replace(features=padded_features((x.q_features for x in terms), length)),
         keys=key_tokens._replace(features=padded_features((x.k_features for x in terms), keys)),
@@ -233,6 +231,7 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan) -> Operands:
         prefix_length=p.prefix_length,
         dropout_seeds=p.dropout_seeds,
         plan=plan,
+        pairs_at_once=pairs_at_once,
         visibility=visibility,
         q_factor=q_factor,
         logit_factor=logit_factor,
@@ -444,7 +443,7 @@ def _backward_tile(
         # A rule that reads no array does not vary over a mesh; its cotangent does.
         return vary_over(tile, jax.typeof(x.q).mat.varying)
 
-    has_terms = any(term.has_interior or not interior for term in x.terms)
+    has_terms = any(not interior or term.interior is not None for term in x.terms)
     by_distance, pairs = tiles.by_distance(i, j, interior), tiles.pairs(i, j)
     extra: Any = None
     pull: Any = None
@@ -581,26 +580,47 @@ class Tiles:
             out = tile if out is None else out + tile
         k = k._replace(features=jax.tree.map(self._per_query_head, k.features))
         for n, (term, strip) in enumerate(zip(terms, strips, strict=True)):
-            if interior and not term.has_interior:
-                continue
-            tokens = self._tokens(term.gathers, q, n), self._tokens(term.gathers, k, n)
-            value = self._of_term(term, strip, *tokens, seen, interior)
-            out = value if out is None else out + value
+            rule = term.interior if interior else term.rule
+            if rule is not None:
+                value = self._of_rule(
+                    rule, term, strip, self._tokens(q, n), self._tokens(k, n), seen
+                )
+                out = value if out is None else out + value
         return out
 
-    def _of_term(self, term: Term, strip, q: Tokens, k: Tokens, seen, interior: bool) -> jax.Array:
-        """Evaluates a term for all rows and heads: [B or 1, N or 1, Q, K]."""
+    def _of_rule(
+        self, rule: Any, term: Term, strip, q: Tokens, k: Tokens, seen: jax.Array | None
+    ) -> jax.Array:
+        """Evaluates a rule of a term for all rows and heads: [B or 1, N or 1, Q, K]."""
         seen = seen if term.careful else None
+        in_table = isinstance(rule, TableDot)
+        q, k = (self._for_gather(x) if in_table else x._replace(slots=None) for x in (q, k))
+        has_features = bool(jax.tree.leaves((q.features, k.features)))
 
-        def evaluate(arrays, strip, q, k, seen):
-            of_head = dataclasses.replace(term, **arrays)
-            if interior:
-                return of_head.interior(q, k)
-            return of_head.tile(strip, q, k, seen, in_vjp=self.backward)
+        def evaluate(heads, q, k, seen):
+            of_head = rule.of_head(heads)
+            if in_table:
+                return term.factor * of_head.tile(q, k, in_vjp=self.backward)
 
-        arrays = {name: getattr(term, name) for name in term.by_head}
-        arrays, strip = jax.tree.map(lambda x: x[None], (arrays, strip))
-        return vmap_rows_and_heads(evaluate, arrays, strip, q, k, seen)
+            def tile(q, seen):
+                return differentiable_in_units(of_head.tile(q, k, seen), term.factor)
+
+            if self.backward and of_head.is_pairwise and not has_features:
+                return self._in_parts(tile, q, seen, len(k.coordinates))
+            return tile(q, seen)
+
+        heads = jax.tree.map(lambda x: x[None], rule.heads if strip is None else strip)
+        return vmap_rows_and_heads(evaluate, heads, q, k, seen)
+
+    def _in_parts(self, tile: Callable, q: Tokens, seen: jax.Array | None, keys: int) -> jax.Array:
+        """Returns `tile(q, seen)`, of `pairs_at_once` pairs at a time."""
+        length = len(q.coordinates)
+        size = math.gcd(length, max(self.operands.pairs_at_once // keys, 1))
+        if size == length:
+            return tile(q, seen)
+        parts = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), (q, seen))
+        out = jax.lax.map(lambda x: jax.checkpoint(tile)(*x), parts)
+        return out.reshape(length, keys)
 
     def of_values(
         self, method: Callable, x: jax.Array, q: TokenArrays, k: TokenArrays
@@ -612,18 +632,22 @@ class Tiles:
             of_head = dataclasses.replace(values, table=table)
             return method(of_head, x, q, k)
 
-        tokens = self._tokens(True, q), self._tokens(True, k)
+        tokens = (self._for_gather(self._tokens(y)) for y in (q, k))
         return vmap_rows_and_heads(evaluate, x, values.table[None], *tokens)
 
-    def _tokens(self, gathers: bool, block: TokenArrays, term: int | None = None) -> Tokens:
+    def _tokens(self, block: TokenArrays, term: int | None = None) -> Tokens:
         """Returns tokens as a term reads them, [B or 1, N or 1, T, ...]."""
-        slots, coordinates = block.slots, block.coordinates
-        if gathers:
-            shape = self.operands.q.shape[0], self.operands.heads
-            slots, coordinates = (
-                jnp.broadcast_to(x, (*shape, *x.shape[2:])) for x in (slots, coordinates)
-            )
-        return Tokens(slots, coordinates, None if term is None else block.features[term])
+        features = None if term is None else block.features[term]
+        return Tokens(block.slots, block.coordinates, features)
+
+    def _for_gather(self, x: Tokens) -> Tokens:
+        """Returns tokens with slots and coordinates of every head and row.
+
+        They are indices of one gather then; with shared indices, XLA for CPUs is slow.
+        """
+        shape = self.operands.q.shape[0], self.operands.heads
+        slots, coordinates = (jnp.broadcast_to(y, (*shape, *y.shape[2:])) for y in x[:2])
+        return Tokens(slots, coordinates, x.features)
 
     def _per_query_head(self, x: jax.Array) -> jax.Array:
         return repeat_heads(x, self.operands.heads, axis=1)

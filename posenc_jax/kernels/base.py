@@ -20,7 +20,7 @@ from posenc_jax.engine.problem import (
     partition,
     with_sinks,
 )
-from posenc_jax.engine.terms import DotTerm
+from posenc_jax.engine.rules import TableDot
 from posenc_jax.kernels.elements import element_of, mask_mod_refusal
 from posenc_jax.kernels.operands import LOG2E, Grads, Operands, prepare, spec_fields
 
@@ -147,9 +147,9 @@ def rule_refusal(p: Problem, vector_refusal: Callable[[list[int]], str | None]) 
         lowered = _lowered(p)
         refused.extend(x for x in _elements(p, lowered) if isinstance(x, str))
         counts = [
-            (x.k_features if x.term.of_keys else x.q_features).shape[3]
+            (x.k_features if x.term.rule.of_keys else x.q_features).shape[3]
             for x in lowered.terms
-            if isinstance(x.term, DotTerm) and x.strip is not None
+            if isinstance(x.term.rule, TableDot) and x.strip is not None
         ]
         refused.extend(filter(None, [vector_refusal(counts)]))
 
@@ -163,8 +163,8 @@ def _elements(p: Problem, lowered: Lowered) -> list[Any]:
     coordinates = p.q_coordinates, p.k_coordinates
     return [
         "a vector per distance, where positions are given,"
-        if isinstance(x.term, DotTerm)
-        else element_of(x.term, x.q_features, x.k_features, coordinates, p.num_heads)
+        if isinstance(x.term.rule, TableDot)
+        else element_of(x, coordinates, p.num_heads)
         for x in lowered.terms
         if x.strip is None
     ]

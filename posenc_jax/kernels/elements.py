@@ -13,7 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.engine.block_mask import BlockMask, OfIndices
-from posenc_jax.engine.terms import STATIC, RuleTerm, Term, Tokens, inner_jaxpr, trace_once
+from posenc_jax.engine.mask import differentiable_in_units
+from posenc_jax.engine.simplified import Simplified
+from posenc_jax.engine.tokens import STATIC, Tokens
+from posenc_jax.engine.tracing import inner_jaxpr, trace_once
 
 _ELEMENTWISE = frozenset(
     "abs add and clamp convert_element_type div eq exp exp2 floor ge gt integer_pow le log "
@@ -48,40 +51,40 @@ class Element:
 
 @dataclasses.dataclass(frozen=True)
 class _Scalars:
-    """The rule of a term as a function of flat scalars."""
+    """The rule of a term as a function of flat scalars; fields are structures."""
 
-    term: Any  # Its structure.
+    arrays: Any  # By head, and the rule without them.
     q_features: Any
     k_features: Any
+    factor: float
 
     def __call__(self, scalars, q_scalars, k_scalars, q, k):
-        term = jax.tree.unflatten(self.term, scalars)
+        heads, rule = jax.tree.unflatten(self.arrays, scalars)
         query = Tokens(None, q, jax.tree.unflatten(self.q_features, q_scalars))
         key = Tokens(None, k, jax.tree.unflatten(self.k_features, k_scalars))
-        return term.pair(query, key)
+        out = rule.of_head(heads).logit(query, key).astype(jnp.float32)
+        return differentiable_in_units(out, self.factor)
 
 
 def element_of(
-    term: Term,
-    q_features: Any,
-    k_features: Any,
-    coordinates: tuple[jax.Array, jax.Array],
-    heads: int,
+    x: Simplified, coordinates: tuple[jax.Array, jax.Array], heads: int
 ) -> Element | str:
     """Returns a term as an element, or why the kernels have no such element.
 
     Args:
-      term: the term.
-      q_features, k_features: leaves [B, T, N, ...] and [B, S, K or N, ...].
+      x: has a term.
       coordinates: of queries and keys, [B, T] or [B, T, A] each.
       heads: N.
     """
     if any(x.ndim != 2 or x.dtype != jnp.int32 for x in coordinates):
         return "coordinates of several axes, or not integers"
-    arrays = (term.heads, term.rule) if isinstance(term, RuleTerm) else ((), ())
-    of_heads, shared = map(jax.tree.leaves, arrays)
-    q_scalars, structure_q = jax.tree.flatten(q_features)
-    k_scalars, structure_k = jax.tree.flatten(k_features)
+    term: Any = x.term
+    if not term.rule.is_pairwise:
+        return "a rule that is no function of one query and one key"
+    by_head, bare = term.rule.heads, term.rule.without_heads()
+    of_heads, shared = map(jax.tree.leaves, (by_head, bare))
+    q_scalars, structure_q = jax.tree.flatten(x.q_features)
+    k_scalars, structure_k = jax.tree.flatten(x.k_features)
     small = all(x.ndim == 1 for x in of_heads) and all(x.ndim == 0 for x in shared)
     if not (small and all(x.ndim == 3 for x in (*q_scalars, *k_scalars))):
         return "a rule whose arrays are more than a number per head, query or key"
@@ -90,12 +93,10 @@ def element_of(
         return "a rule with arrays that are not floating point"
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     coordinate = jax.ShapeDtypeStruct((), jnp.int32)
-    rule = _Scalars(jax.tree.structure(term), structure_q, structure_k)
+    rule = _Scalars(jax.tree.structure((by_head, bare)), structure_q, structure_k, term.factor)
     counts = len(of_heads) + len(shared), len(q_scalars), len(k_scalars)
     arguments = (*((scalar,) * count for count in counts), coordinate, coordinate)
     rule, _ = trace_once(rule, *arguments)
-    if not rule.closed.out_avals:
-        return "a rule that is no function of one query and one key"
     if rule.closed.consts:
         return "a function that closes over an array"
     jaxpr = rule.closed.jaxpr

@@ -14,7 +14,9 @@ from posenc_jax.engine.dropout import dropout_rows
 from posenc_jax.engine.lower import Lowered, masked_by_order
 from posenc_jax.engine.mask import differentiable_in_units
 from posenc_jax.engine.problem import Problem, pad_axis, repeat_heads
-from posenc_jax.engine.terms import STATIC, AllPairs, DotTerm
+from posenc_jax.engine.rules import TableDot
+from posenc_jax.engine.simplified import AllPairs, Term
+from posenc_jax.engine.tokens import STATIC
 from posenc_jax.kernels.elements import Element, scalar_per_key
 
 EMPTY, PLAIN, RULED, MASKED = 0, 1, 2, 3
@@ -274,7 +276,7 @@ def spec_fields(p: Problem, lowered: Lowered) -> dict[str, Any]:
         "visibility": lowered.visibility,
         "by_slot": p.ordered_by_slot,
         "rules_in_bias": lowered.bias is not None,
-        "products": any(isinstance(x.term, DotTerm) for x in lowered.terms),
+        "products": any(isinstance(x.term.rule, TableDot) for x in lowered.terms),
         "pairs": bool(lowered.pairs),
         "prefix": p.prefix_length is not None,
         "mask_mod": None if p.block_mask is None else OfIndices(p.block_mask.function),
@@ -302,7 +304,7 @@ def prepare(
     length, keys = spec.length, spec.keys
     q_tokens, k_tokens, visibility = padded_tokens(p, spec.visibility, length, keys)
     # Masks do not hide NaN or infinity, which a rule of hidden pairs may have.
-    any_value = spec.pairs or any(x.term.any_value for x in lowered.terms)
+    any_value = spec.pairs or any(x.term.rule.any_value for x in lowered.terms)
     mask_by_distance &= spec.by_slot and p.softcap is None and not any_value
     if mask_by_distance and visibility.ordered:
         visibility = dataclasses.replace(visibility, mask_in_bias=True)
@@ -368,11 +370,13 @@ def _products(
 ) -> tuple[tuple[Product, ...], list[Element]]:
     """Returns the products, and the terms that hold their scalars per key, if there are any."""
     products, per_key = [], []
-    for term, q_features, k_features, strip in lowered.terms:
-        if not isinstance(term, DotTerm):
+    for x in lowered.terms:
+        term: Any = x.term
+        if not isinstance(term.rule, TableDot):
             continue
-        features, length = (k_features, spec.keys) if term.of_keys else (q_features, spec.length)
-        product, scalars = _product(term, strip, features, first, p.length)
+        of_keys = term.rule.of_keys
+        features, length = (x.k_features, spec.keys) if of_keys else (x.q_features, spec.length)
+        product, scalars = _product(term, x.strip, features, first, p.length)
         padded = pad_axis(product.features, 3, length)
         products.append(dataclasses.replace(product, features=padded))
         if scalars is not None:
@@ -381,19 +385,19 @@ def _products(
 
 
 def _product(
-    term: DotTerm, strip: Any, features: jax.Array, first: int, stop: int
+    term: Term, strip: Any, features: jax.Array, first: int, stop: int
 ) -> tuple[Product, jax.Array | None]:
     """Returns a term as a product, and the scalar per key that it adds at any distance, or None.
 
     Args:
-      term: the term.
+      term: of a `TableDot`.
       strip: `strip(first, stop) -> float32 [1 or N, stop - first, F]`.
       features: [B, T, N or K, F].
       first, stop: the distances, of integers first to stop - 1.
     """
     vectors, scalars = term.factor * strip(first, stop), None
-    if term.far is not None:
-        far = term.factor * term.far[:, None]
+    if term.interior is not None:
+        far = term.factor * term.interior.heads[:, None]
         vectors -= far
         repeated = repeat_heads(features, max(features.shape[2], far.shape[0]))
         far = jnp.broadcast_to(far[:, 0], repeated.shape[2:])
@@ -402,4 +406,4 @@ def _product(
     pad = (0, 0), (0, 0), (0, -features.shape[3] % _ROWS), (0, 0)
     features = jnp.pad(jnp.transpose(features, (0, 2, 3, 1)), pad)
     vectors = jnp.pad(jnp.swapaxes(vectors, 1, 2), pad[1:])
-    return Product(features, vectors, term.of_keys), scalars
+    return Product(features, vectors, term.rule.of_keys), scalars

@@ -14,7 +14,7 @@ import pytest
 import posenc_jax as pe
 from posenc_jax.engine import blocks
 from posenc_jax.engine.blocks import Blocks, Visibility, make_plan
-from posenc_jax.engine.terms import strip_tile
+from posenc_jax.engine.tables import strip_tile
 from posenc_jax.engine.toeplitz import _row_by_row_sums, diagonal_sums, toeplitz_tile_vjp
 from posenc_jax.engine.xla import XLA
 from tests.engine.rules import KINDS

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from posenc_jax.engine.terms import AllPairs
+from posenc_jax.engine.simplified import AllPairs
 from posenc_jax.kernels.gpu.bands import Band, sum_bands
 from posenc_jax.kernels.gpu.forward import TiledKernel
 from posenc_jax.kernels.gpu.pipe import COMPUTE, Warpgroup, matrix, most_slots, pipe

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.mask import MASK_VALUE, in_units
 from posenc_jax.engine.problem import LogSumExp
-from posenc_jax.engine.terms import AllPairs
+from posenc_jax.engine.simplified import AllPairs
 from posenc_jax.kernels.elements import evaluate
 from posenc_jax.kernels.operands import (
     EMPTY,

@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from posenc_jax.engine.dropout import is_kept
 from posenc_jax.engine.mask import LEAST_LOGIT, MASK_VALUE, add_saturated, in_units
 from posenc_jax.engine.problem import LogSumExp
-from posenc_jax.engine.terms import AllPairs
+from posenc_jax.engine.simplified import AllPairs
 from posenc_jax.kernels.operands import LOG2E, Spec, TokenScalars
 
 LANES = 128

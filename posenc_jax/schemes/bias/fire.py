@@ -34,7 +34,7 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import positive, positive_fields
 from posenc_jax.engine.rules import LogitBias
-from posenc_jax.engine.terms import in_reach
+from posenc_jax.engine.tokens import in_reach
 from posenc_jax.ops.init import torch_uniforms
 from posenc_jax.schemes.scheme import Scheme, Traits
 

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec
 
 from posenc_jax.checks import one_of, positive, positive_fields, require
 from posenc_jax.engine.rules import ContentBias
-from posenc_jax.engine.terms import in_reach
+from posenc_jax.engine.tokens import in_reach
 from posenc_jax.schemes.bias.alibi import alibi_slopes
 from posenc_jax.schemes.scheme import Scheme, Traits
 
