@@ -58,12 +58,12 @@ from posenc_jax.engine.block_mask import block_mask as block_mask
 from posenc_jax.engine.mask import SlidingWindow as SlidingWindow
 from posenc_jax.engine.problem import Implementation as Implementation
 from posenc_jax.engine.problem import Problem as Problem
+from posenc_jax.engine.rule import Rule as Rule
 from posenc_jax.engine.rules import ContentBias as ContentBias
 from posenc_jax.engine.rules import DenseBias as DenseBias
 from posenc_jax.engine.rules import DotBias as DotBias
 from posenc_jax.engine.rules import LogitBias as LogitBias
 from posenc_jax.engine.rules import LogitsTransform as LogitsTransform
-from posenc_jax.engine.rules import Rule as Rule
 from posenc_jax.engine.rules import SeparableBias as SeparableBias
 from posenc_jax.engine.rules import ValueBias as ValueBias
 from posenc_jax.engine.score_mod import score_mod as score_mod

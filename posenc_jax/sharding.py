@@ -39,7 +39,7 @@ from posenc_jax.engine.problem import (
     vary_over,
     with_sinks,
 )
-from posenc_jax.engine.rules import Rule, as_tuple
+from posenc_jax.engine.rule import Rule, as_tuple
 from posenc_jax.engine.tracing import Traced, trace_once
 
 __all__ = ["SequenceParallel", "carried_in", "sequence_parallel_attention", "zigzag"]

@@ -40,8 +40,8 @@ CHECKPOINTS = "tests/models/test_checkpoints.py"
 # fmt: off
 MUTATIONS = [
     # Functions of rules.
-    Mutation("the backward pass of tiles traces rules again", "engine/rules.py",
-             "return TracedRule(rule.heads, bare, captured, function)",
+    Mutation("the backward pass of tiles traces rules again", "engine/rule.py",
+             "return TracedRule(bare, captured, function, rule.heads)",
              "return rule",
              "tests/engine/test_functions.py"),
     Mutation("the backward pass of tiles traces buckets again", "engine/tables.py",
@@ -133,7 +133,7 @@ MUTATIONS = [
     Mutation("jax.nn rounds keys to the dtype of queries", "engine/jax_nn.py",
              '"products of several dtypes": not p.q.dtype == p.k.dtype == p.v.dtype', '"x": False',
              "tests/engine/test_jax_nn.py::test_refuses_what_it_cannot_do"),
-    Mutation("bounds of other rules than relative ones are ignored", "engine/rules.py",
+    Mutation("bounds of other rules than relative ones are ignored", "engine/rule.py",
              'not known or getattr(self, "relative", True)', "True",
              "tests/functional/test_calls.py"),
     Mutation("any word is a bias", "modules/shared.py",
@@ -461,7 +461,7 @@ MUTATIONS = [
              "seen = (distances < left_side) | (left_side < 0)",
              XLA),
     Mutation("values of the table lack its far value", "engine/lower.py",
-             ".astype(jnp.float32) + lowering.far_value[None, None]", ".astype(jnp.float32)",
+             ".astype(jnp.float32) + part.far_value[None, None]", ".astype(jnp.float32)",
              f"{XLA} tests/schemes/content/test_shaw.py"),
     Mutation("rule bounds: constant begins one distance early", "engine/rules.py",
              "end = stop if high is None else max(min(stop, high + 1), start + 1)",
@@ -916,7 +916,7 @@ MUTATIONS = [
              "tests/experiments/test_report.py"),
     # Released checkpoints.
     Mutation("TPU: a mask by distance hides rules of pairs", "kernels/operands.py",
-             "any_value = spec.pairs or any(x.term.any_value for x in lowered.terms)",
+             "any_value = spec.pairs or any(x.term.rule.any_value for x in lowered.terms)",
              "any_value = spec.pairs",
              "tests/kernels/test_tpu.py::test_equals_the_reference[case2-more2-blocks2]"),
     Mutation("kernels: features of padding are zero", "kernels/operands.py",
@@ -1128,7 +1128,7 @@ MUTATIONS = [
     Mutation("hidden pairs of a tile are evaluated", "engine/xla.py",
              "seen = seen if term.careful else None", "seen = None",
              "tests/engine/test_hidden_pairs.py"),
-    Mutation("hidden pairs of rows are evaluated", "engine/rules.py",
+    Mutation("hidden pairs of rows are evaluated", "engine/rule.py",
              "seen = seen if seen is not None and rule.careful(token) else None", "seen = None",
              "tests/engine/test_hidden_pairs.py"),
     Mutation("hidden distances are evaluated", "engine/rules.py",

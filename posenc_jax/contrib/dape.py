@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 
 from posenc_jax.checks import one_of, positive_fields
-from posenc_jax.engine.rules import LogitBias, LogitsTransform, added_logits
+from posenc_jax.engine.rule import added_logits
+from posenc_jax.engine.rules import LogitBias, LogitsTransform
 from posenc_jax.ops.init import torch_uniforms
 from posenc_jax.schemes.bias.alibi import ALiBi
 from posenc_jax.schemes.bias.kerple import KERPLELog

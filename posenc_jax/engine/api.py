@@ -46,7 +46,7 @@ from posenc_jax.engine.problem import (
     zero_where,
 )
 from posenc_jax.engine.reference import Reference
-from posenc_jax.engine.rules import Rule, as_tuple
+from posenc_jax.engine.rule import Rule, as_tuple
 from posenc_jax.engine.score_mod import OfScores
 from posenc_jax.engine.splash import Splash
 from posenc_jax.engine.xla import XLA

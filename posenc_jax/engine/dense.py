@@ -25,7 +25,7 @@ from posenc_jax.engine.problem import (
     vary_over,
     zero_where,
 )
-from posenc_jax.engine.rules import added_logits
+from posenc_jax.engine.rule import added_logits
 from posenc_jax.engine.tracing import Traced, trace_once
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from posenc_jax.engine.blocks import Visibility
 from posenc_jax.engine.mask import MASK_VALUE, add_saturated
 from posenc_jax.engine.problem import Problem, repeat_heads
-from posenc_jax.engine.rules import Rule
+from posenc_jax.engine.rule import Rule
 from posenc_jax.engine.simplified import AllPairs, Context, Simplified
 from posenc_jax.engine.tables import ValueTable
 from posenc_jax.engine.toeplitz import diagonal_sums

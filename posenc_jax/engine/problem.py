@@ -12,7 +12,8 @@ from jax.core import Tracer
 
 from posenc_jax.engine.block_mask import BlockMask
 from posenc_jax.engine.mask import LEAST_LOGIT, differentiable_in_units, visible
-from posenc_jax.engine.rules import STATIC, Rule, Sizes
+from posenc_jax.engine.rule import Rule, Sizes
+from posenc_jax.engine.tokens import STATIC
 
 _OF_KEYS = "positions", "coordinates", "segment_ids", "slots", "visible_until"
 _SIDES = {

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from posenc_jax.engine.dropout import keep_mask
 from posenc_jax.engine.problem import Implementation, LogSumExp, Problem, repeat_heads, softmax
-from posenc_jax.engine.rules import added_logits
+from posenc_jax.engine.rule import added_logits
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,19 +12,14 @@ each call, which compiles again outside of `jit`.
     DenseBias        an array of all pairs                          pair biases
     LogitsTransform  a function of a query's complete logit row     CoPE, stick-breaking, PaTH
     ValueBias        a vector per pair, added to the values         Shaw
-
-Methods define the numbers of a rule: `logit` or `tile` of one row and head, `transformed_logits`,
-and `added_values`. Backends evaluate what `Rule.simplify` returns: rules again, for a tile of one
-head and row, after tables and constants were taken out of them.
 """
 
-import abc
 import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +27,16 @@ import numpy as np
 from jax.core import Tracer
 
 from posenc_jax.checks import coordinate_values, require
-from posenc_jax.engine.simplified import AllPairs, Context, Simplified, Term
+from posenc_jax.engine.rule import (
+    NO_BOUNDS,
+    Rule,
+    SimpleRule,
+    Sizes,
+    added_logits,
+    logit_of,
+    shapes_of,
+)
+from posenc_jax.engine.simplified import AllPairs, Simplified, Term
 from posenc_jax.engine.tables import (
     DistanceRange,
     ValueTable,
@@ -45,219 +49,8 @@ from posenc_jax.engine.tokens import (
     Tokens,
     in_reach,
     over_heads,
-    pairs_of,
-    vmap_rows_and_heads,
 )
-from posenc_jax.engine.tracing import Traced, may_be_infinite, trace_once
-
-_NO_BOUNDS: tuple[int | None, int | None] = (None, None)
-
-
-class Sizes(NamedTuple):
-    """Sizes of an attention call: B, T, S, N, K, V; axes (0: none) and dtype of coordinates."""
-
-    batch: int
-    length: int
-    keys: int
-    num_heads: int
-    kv_heads: int
-    value_dim: int
-    axes: int
-    dtype: Any
-
-
-class Rule(abc.ABC):
-    """A term of attention, as data: arrays, and static functions that read them.
-
-    A rule of your own is a pytree with `on` and `logit`, the number of one query and one key, or
-    `tile`, the numbers of many pairs:
-
-    >>> @jax.tree_util.register_dataclass
-    ... @dataclasses.dataclass(frozen=True)
-    ... class Slope(pe.Rule):
-    ...     heads: jax.Array  # [N]
-    ...
-    ...     def on(self, transform):
-    ...         return self
-    ...
-    ...     def logit(self, q, k):
-    ...         return -self.heads * jnp.abs(q.coordinates - k.coordinates).astype(jnp.float32)
-    >>> q = k = v = jnp.ones((1, 5, 2, 4))
-    >>> pe.attention(q, k, v, rules=Slope(jnp.array([0.5, 0.25])), is_causal=True).shape
-    (1, 5, 2, 4)
-
-    Attributes:
-      heads: pytree of arrays [N, ...], or None.
-      shared: pytree of arrays that all heads share, or None.
-      q_features: pytree of arrays [B, T, N, ...] that belong to the queries, or None.
-      k_features: pytree of arrays [B, S, K or N, ...] that belong to the keys, or None.
-      pairs: an array [B or 1, N or 1, T, S] that belongs to both, or None.
-      scaled: whether the term is multiplied by the logit scale, as q . k is.
-      whole_rows: whether the rule needs all logits of a query at once.
-      adds_values: whether the rule adds to the values.
-      bounds: `(low, high)`; distances beyond them are as the ends are. None: no bound.
-      normalized: whether the weights are a softmax of the logits.
-      reads_seen_only: of a rule on whole rows, see `LogitsTransform`.
-    """
-
-    heads: Any = None
-    shared: Any = None
-    q_features: Any = None
-    k_features: Any = None
-    pairs: Any = None
-    scaled: bool = False
-    bounds: tuple[int | None, int | None] = _NO_BOUNDS
-    whole_rows: bool = False
-    adds_values: bool = False
-    normalized: bool = True
-    reads_seen_only: bool = False
-
-    axes: ClassVar[Mapping[str, str]] = {
-        "heads": "N",
-        "shared": "",
-        "q_features": "BTN",
-        "k_features": "BSK",
-        "pairs": "BNTS",
-        "table": "N",
-    }
-    """The first axes of the arrays by field, by which meshes shard them."""
-
-    any_value: ClassVar[bool] = True
-    """Whether numbers may be of any size, infinite too."""
-
-    @abc.abstractmethod
-    def on(self, transform: Callable[[jax.Array], jax.Array]) -> Self:
-        """Returns the rule reading `transform(coordinate)` for the coordinates of each token.
-
-        Args:
-          transform: a function of one token's coordinates, a scalar or [A]: a module-level
-            function or a frozen dataclass with `__call__`.
-        """
-
-    def with_features(self, q_features: Any, k_features: Any) -> Self:
-        """Returns the rule with other features; a rule without features returns itself."""
-        return self
-
-    def with_pairs(self, pairs: Any) -> Self:
-        """Returns the rule with another array of pairs; a rule without one returns itself."""
-        return self
-
-    def check(self, sizes: Sizes) -> None:
-        """Raises `ValueError` or `TypeError` unless the rule fits an attention call."""
-        name, heads = type(self).__name__, sizes.num_heads
-        if not (self.adds_logits or self.pairs is not None or self.whole_rows or self.adds_values):
-            raise TypeError(f"attention: {name} adds nothing: it has no `logit` and no `tile`.")
-        for leaf in jax.tree.leaves(self):
-            if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-                raise TypeError(
-                    f"attention: arrays of a {name} must be real, got {leaf.dtype}; give real and "
-                    "imaginary parts."
-                )
-        for leaf in jax.tree.leaves(self.heads):
-            require(
-                jnp.shape(leaf)[:1] == (heads,),
-                f"attention: {name}.heads must be [N, ...] = ({heads}, ...), "
-                f"got {jnp.shape(leaf)}.",
-            )
-        pair = isinstance(self.bounds, tuple) and len(self.bounds) == 2
-        known = [x for x in self.bounds if x is not None] if pair else []
-        require(
-            pair and all(isinstance(x, int | np.integer) for x in known) and known == sorted(known),
-            f"attention: {name}.bounds must be integers (low, high) with low <= high, got "
-            f"{self.bounds}.",
-        )
-        require(
-            not known or getattr(self, "relative", True),
-            f"attention: {name}.bounds are of distances: they need relative=True, got {known}.",
-        )
-        expected = sizes.batch, sizes.length, heads
-        for leaf in jax.tree.leaves(self.q_features):
-            require(
-                leaf.shape[:3] == expected,
-                f"attention: {name}.q_features must be [B, T, N, ...] = {expected}, "
-                f"got {leaf.shape}.",
-            )
-        expected = sizes.batch, sizes.keys
-        for leaf in jax.tree.leaves(self.k_features):
-            require(
-                leaf.shape[:2] == expected and leaf.shape[2:3] in ((sizes.kv_heads,), (heads,)),
-                f"attention: {name}.k_features must be [B, S, K or N, ...] = "
-                f"({expected[0]}, {expected[1]}, {sizes.kv_heads} or {heads}), got {leaf.shape}.",
-            )
-
-    def simplify(self, context: Context) -> Simplified:
-        """Returns the parts of the rule that a backend evaluates; none for a rule on whole rows."""
-        return Simplified(self._term(context)) if self.adds_logits else Simplified()
-
-    def _term(self, context: Context) -> Term:
-        """Returns the rule as it is, for tiles."""
-        return Term(
-            rule=self._bare(),
-            factor=context.scale if self.scaled else 1.0,
-            careful=self.careful(context.token),
-        )
-
-    def _bare(self) -> Self:
-        """Returns the rule without features."""
-        return self.with_features(None, None)
-
-    def without_heads(self: Any) -> Any:
-        """Returns the rule without the arrays of heads, which `of_head` takes."""
-        return self if self.heads is None else dataclasses.replace(self, heads=None)
-
-    def expanded(self) -> Self:
-        """Returns a rule on whole rows after its `expand` of `k_features`, if it has one."""
-        return self
-
-    def logit(self, q: Tokens, k: Tokens) -> jax.Array | None:
-        """Returns the float32 number that is added for one query and one key.
-
-        `heads` has the arrays of one head, and features are in the tokens: see `of_head`.
-        """
-        return None
-
-    def tile(self, q: Tokens, k: Tokens, seen: jax.Array | None = None) -> jax.Array:
-        """Returns the numbers of all pairs of one row and head, float32 [T, S]; default: `logit`.
-
-        Args:
-          q, k: leaves [T, ...] and [S, ...], without slots.
-          seen: bool [T, S]; other pairs may get any number, and their gradient is to be zero where
-            that is NaN or infinite. None: all pairs are seen.
-        """
-        return pairs_of(self.logit, q, k, seen)
-
-    @property
-    def is_pairwise(self) -> bool:
-        """Whether the rule is a function of one query and one key."""
-        return type(self).logit is not Rule.logit
-
-    @property
-    def adds_logits(self) -> bool:
-        """Whether the rule adds to logits by `logit` or `tile`."""
-        return self.is_pairwise or type(self).tile is not Rule.tile
-
-    def of_head(self, heads: Any) -> Self:
-        """Returns the rule with the arrays of one head, and without features."""
-        bare: Any = self._bare()
-        return bare if heads is None else dataclasses.replace(bare, heads=heads)
-
-    def careful(self, token: Any) -> bool:
-        """Returns whether the rule may be NaN or infinite, for coordinates of this type."""
-        if not self.is_pairwise:
-            return True  # Its `tile` gets the pairs that are seen.
-        arrays = self._bare(), _slice(self.heads, 1)
-        features = _slice(self.q_features, 3), _slice(self.k_features, 3)
-        return may_be_infinite(_logit, *arrays, *(Tokens(None, token, x) for x in features))
-
-    def transformed_logits(
-        self, logits: jax.Array, seen: jax.Array, q_features, k_features, q, k
-    ) -> jax.Array:
-        """Returns the logits [N, T, S] of one row; `seen` is bool [N or 1, T, S]."""
-        return logits
-
-    def added_values(self, weights: jax.Array, q: jax.Array, k: jax.Array) -> jax.Array | None:
-        """Returns float32 [T, N, V] to add to the output of one row, or None."""
-        return None
+from posenc_jax.engine.tracing import may_be_infinite
 
 
 class _FeatureRule(Rule):
@@ -265,18 +58,6 @@ class _FeatureRule(Rule):
 
     def with_features(self: Any, q_features, k_features):
         return dataclasses.replace(self, q_features=q_features, k_features=k_features)
-
-
-def as_tuple(x: Any) -> tuple:
-    """Returns None, a value, or a tuple or list of values as a tuple."""
-    if x is None:
-        return ()
-    return tuple(x) if isinstance(x, tuple | list) else (x,)
-
-
-def _slice(tree: Any, axes: int) -> Any:
-    """Returns the shapes of arrays without their first axes."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[axes:], x.dtype), tree)
 
 
 def _check_function(
@@ -364,87 +145,6 @@ class _InReach:
         return self.rule(shared, head, q, in_reach(q, k))
 
 
-def added_logits(
-    rule: Rule, q: jax.Array, k: jax.Array, seen: jax.Array | None = None
-) -> jax.Array | None:
-    """Returns the numbers that a rule adds to logits, float32 [B or 1, N or 1, T, S], or None.
-
-    Args:
-      rule: the rule; its features are [B, T or S, N, ...].
-      q, k: coordinates [B, T] and [B, S], or [B, T, A] and [B, S, A].
-      seen: bool [B, N or 1, T, S]; other pairs may get any number, and have no gradient. None: all
-        pairs are seen.
-    """
-    if rule.pairs is not None:
-        return rule.pairs.astype(jnp.float32)
-    if not rule.adds_logits:
-        return None
-    token = jax.ShapeDtypeStruct(q.shape[2:], jnp.promote_types(q.dtype, k.dtype))
-    seen = seen if seen is not None and rule.careful(token) else None
-
-    def of_head(heads, q, k, seen):
-        return rule.of_head(heads).tile(q, k, seen).astype(jnp.float32)
-
-    def tokens(x, features):
-        return Tokens(None, x[:, None], jax.tree.map(_by_head, features))
-
-    heads = jax.tree.map(lambda x: x[None], rule.heads)
-    places = tokens(q, rule.q_features), tokens(k, rule.k_features)
-    return vmap_rows_and_heads(of_head, heads, *places, seen)
-
-
-def _logit(rule: Rule, heads: Any, q: Tokens, k: Tokens) -> jax.Array:
-    """Returns the number of one query and one key, of a rule with the arrays of one head."""
-    out: Any = rule.of_head(heads).logit(q, k)
-    return out.astype(jnp.float32)
-
-
-def _by_head(x: jax.Array) -> jax.Array:
-    return jnp.moveaxis(x, 2, 1)
-
-
-class _Simple(Rule):
-    """A rule that others were simplified to; it reads coordinates as they are."""
-
-    def on(self, transform):
-        return self
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TracedRule(_Simple):
-    """A rule whose `logit` was traced, so that the backward pass uses this trace.
-
-    Attributes:
-      heads: of the rule.
-      rule: without `heads`.
-      captured: the traced arrays that its functions close over.
-      function: of `captured`, the rule and the arguments of `_logit`.
-    """
-
-    heads: Any = dataclasses.field()
-    rule: Any = dataclasses.field()
-    captured: tuple[jax.Array, ...] = dataclasses.field()
-    function: Traced = dataclasses.field(metadata=STATIC)
-
-    def logit(self, q, k):
-        return self.function(self.captured, self.rule, self.heads, q, k)
-
-
-def traced(rule: Rule, q: Tokens, k: Tokens) -> Rule:
-    """Returns a rule with its `logit` traced, if it has one.
-
-    Args:
-      rule: without features.
-      q, k: types of the coordinates and features of one token and head.
-    """
-    if not rule.is_pairwise:
-        return rule
-    bare, head = rule.without_heads(), _slice(rule.heads, 1)
-    function, captured = trace_once(_logit, bare, head, q, k)
-    return TracedRule(rule.heads, bare, captured, function)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LogitBias(Rule):
@@ -474,7 +174,7 @@ class LogitBias(Rule):
     heads: Any = None
     shared: Any = ()
     relative: bool = dataclasses.field(default=False, metadata=STATIC)
-    bounds: tuple[int | None, int | None] = dataclasses.field(default=_NO_BOUNDS, metadata=STATIC)
+    bounds: tuple[int | None, int | None] = dataclasses.field(default=NO_BOUNDS, metadata=STATIC)
     scaled: bool = dataclasses.field(default=False, metadata=STATIC)
     drop_far: bool = dataclasses.field(default=False, metadata=STATIC)
 
@@ -489,12 +189,12 @@ class LogitBias(Rule):
 
     def on(self, transform):
         rule = _OnCoordinates(self.of_pair, transform)
-        return dataclasses.replace(self, rule=rule, relative=False, bounds=_NO_BOUNDS)
+        return dataclasses.replace(self, rule=rule, relative=False, bounds=NO_BOUNDS)
 
     def check(self, sizes):
         super().check(sizes)
         token = _coordinates(sizes)
-        arguments = _slice(self.shared, 0), _slice(self.heads, 1), token, token
+        arguments = shapes_of(self.shared, 0), shapes_of(self.heads, 1), token, token
         _check_function(self, "rule", "(shared, head, q, k) -> scalar", arguments, sizes)
 
     def simplify(self, context):
@@ -512,7 +212,7 @@ class LogitBias(Rule):
             horizon = context.horizon(high, by_slot=False)
         if horizon is None:
             return Simplified(term)
-        rule: Any = _LessFar(self.heads, self.without_heads(), horizon)
+        rule: Any = _LessFar(self.without_heads(), horizon, self.heads)
         far = over_heads(lambda head: rule.of_head(head).far(context.dtype), self.heads)
         term = dataclasses.replace(term, rule=rule, horizon=horizon)
         return Simplified(term, dropped=term.factor * far[None, None])
@@ -579,20 +279,20 @@ class LogitBias(Rule):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _LessFar(_Simple):
+class _LessFar(SimpleRule):
     """A bias minus its number at a distance, from which on it is constant."""
 
-    heads: Any = dataclasses.field()
-    rule: LogitBias = dataclasses.field()  # Without `heads`.
+    rule: LogitBias  # Without `heads`.
     horizon: int = dataclasses.field(metadata=STATIC)
+    heads: Any = None
 
     def far(self, dtype: Any) -> jax.Array:
         """Returns the number of one head at the horizon, for coordinates of a dtype."""
         distance, zero = jnp.asarray(self.horizon, dtype), jnp.zeros((), dtype)
-        return _logit(self.rule, self.heads, *(Tokens(None, x, None) for x in (distance, zero)))
+        return logit_of(self.rule, self.heads, *(Tokens(None, x, None) for x in (distance, zero)))
 
     def logit(self, q, k):
-        return _logit(self.rule, self.heads, q, k) - self.far(q.coordinates.dtype)
+        return logit_of(self.rule, self.heads, q, k) - self.far(q.coordinates.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -628,8 +328,8 @@ class ContentBias(_FeatureRule):
             "scheme's `features`.",
         )
         token = _coordinates(sizes)
-        features = _slice(self.q_features, 3), _slice(self.k_features, 3)
-        arguments = _slice(self.shared, 0), _slice(self.heads, 1), *features, token, token
+        features = shapes_of(self.q_features, 3), shapes_of(self.k_features, 3)
+        arguments = shapes_of(self.shared, 0), shapes_of(self.heads, 1), *features, token, token
         signature = "(shared, head, q_feature, k_feature, q, k) -> scalar"
         _check_function(self, "rule", signature, arguments, sizes)
 
@@ -695,7 +395,7 @@ class DotBias(_FeatureRule):
     shared: Any = None
     q_features: jax.Array | None = None
     k_features: jax.Array | None = None
-    bounds: tuple[int | None, int | None] = dataclasses.field(default=_NO_BOUNDS, metadata=STATIC)
+    bounds: tuple[int | None, int | None] = dataclasses.field(default=NO_BOUNDS, metadata=STATIC)
     scaled: bool = dataclasses.field(default=False, metadata=STATIC)
     pair: Callable | None = dataclasses.field(default=None, metadata=STATIC)
 
@@ -711,7 +411,7 @@ class DotBias(_FeatureRule):
         )
         features: Any = self.k_features if self.q_features is None else self.q_features
         distance = jax.ShapeDtypeStruct((), sizes.dtype)
-        arguments = _slice(self.shared, 0), _slice(self.heads, 1), distance
+        arguments = shapes_of(self.shared, 0), shapes_of(self.heads, 1), distance
         signature = "(shared, head, distance) -> [F]"
         _check_function(self, "vector", signature, arguments, sizes, None)
         vectors = jax.eval_shape(self.vectors, jax.ShapeDtypeStruct((1,), sizes.dtype))
@@ -758,7 +458,9 @@ class DotBias(_FeatureRule):
 
     def careful(self, token):
         distance = jax.ShapeDtypeStruct((), jnp.int32)
-        return may_be_infinite(self.vector, _slice(self.shared, 0), _slice(self.heads, 1), distance)
+        return may_be_infinite(
+            self.vector, shapes_of(self.shared, 0), shapes_of(self.heads, 1), distance
+        )
 
     def _table_dot(
         self,
@@ -798,7 +500,7 @@ class DotBias(_FeatureRule):
             far = jnp.broadcast_to(far, (features.shape[2], *far.shape[1:]))
             dropped = factor * jnp.einsum("btnf,nrf->btn", features, far, precision="highest")
         term = Term(
-            rule=TableDot(table, of_keys, distances),
+            rule=TableDot(of_keys, distances, table),
             interior=_FarKeys(far[:, 0]) if of_keys and far is not None else None,
             factor=factor,
             horizon=horizon,
@@ -819,26 +521,26 @@ class DotBias(_FeatureRule):
             return (k.features.astype(jnp.float32) * vectors[entry[0]]).sum(-1)[None]
         if of_keys:
             distances, vectors = distances.mirrored(), vectors[::-1]
-        return TableDot(vectors, of_keys, distances).tile(q, k)
+        return TableDot(of_keys, distances, vectors).tile(q, k)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TableDot(_Simple):
+class TableDot(SimpleRule):
     """The features of the query or key, dot a vector of the distance from a table.
 
     Distances are query from key, or key from query for features of keys.
 
     Attributes:
-      heads: the vectors, float32 [N or 1, R, F]. Without `distances` each tile gets the vectors of
-        its own distances, ascending, [N or 1, F, Q + K - 1].
       of_keys: whether features belong to keys.
       distances: of the table.
+      heads: the vectors, float32 [N or 1, R, F]. Without `distances` each tile gets the vectors of
+        its own distances, ascending, [N or 1, F, Q + K - 1].
     """
 
-    heads: Any = dataclasses.field()
     of_keys: bool = dataclasses.field(metadata=STATIC)
     distances: DistanceRange | None = dataclasses.field(metadata=STATIC)
+    heads: Any = None
 
     any_value = False
 
@@ -856,10 +558,10 @@ class TableDot(_Simple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _FarKeys(_Simple):
+class _FarKeys(SimpleRule):
     """The features of the key, dot one vector, float32 [N or 1, F]."""
 
-    heads: Any = dataclasses.field()
+    heads: Any = None
 
     any_value = False
 
@@ -1020,7 +722,7 @@ class LogitsTransform(_FeatureRule):
         )
         logits = jax.ShapeDtypeStruct((heads, keys), jnp.float32)
         seen = jax.ShapeDtypeStruct((1, keys), bool)
-        arrays = _slice(self.shared, 0), _slice(self.heads, 0), _slice(self.q_features, 2)
+        arrays = shapes_of(self.shared, 0), shapes_of(self.heads, 0), shapes_of(self.q_features, 2)
         if self.expand is not None:
             arguments = *arrays[:2], k_features
             signature = "(shared, heads, k_features) -> arrays"
@@ -1080,7 +782,7 @@ class ValueBias(Rule):
     bucket: Callable = dataclasses.field(metadata=STATIC)
     table: jax.Array = dataclasses.field()
     relative: bool = dataclasses.field(default=False, metadata=STATIC)
-    bounds: tuple[int | None, int | None] = dataclasses.field(default=_NO_BOUNDS, metadata=STATIC)
+    bounds: tuple[int | None, int | None] = dataclasses.field(default=NO_BOUNDS, metadata=STATIC)
 
     adds_values = True
 
@@ -1090,7 +792,7 @@ class ValueBias(Rule):
 
     def on(self, transform):
         bucket = _OnCoordinates(self.bucket, transform)
-        return dataclasses.replace(self, bucket=bucket, relative=False, bounds=_NO_BOUNDS)
+        return dataclasses.replace(self, bucket=bucket, relative=False, bounds=NO_BOUNDS)
 
     def check(self, sizes):
         super().check(sizes)

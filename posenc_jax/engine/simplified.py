@@ -114,7 +114,7 @@ class Simplified(NamedTuple):
     """A rule, in the parts that backends evaluate.
 
     Attributes:
-      term: evaluated on tiles; None for a rule with `pairs`, `by_distance` or `values`.
+      term: a `Term`, evaluated on tiles; None for a rule with `pairs`, `by_distance` or `values`.
       q_features, k_features: what the term reads, pytrees [B, T, N, ...] and [B, S, K or N, ...].
       strip: `strip(first, stop) -> float32 [1 or N, L, F]`, vectors of integers first to stop - 1;
         the term is a `TableDot`, which reads a part of them on each tile.
@@ -127,7 +127,7 @@ class Simplified(NamedTuple):
       far_value: float32 [N, V], to be added to all values.
     """
 
-    term: Term | None = None
+    term: Any = None
     q_features: Any = None
     k_features: Any = None
     strip: Callable[[int, int], jax.Array] | None = None

@@ -53,7 +53,8 @@ from posenc_jax.engine.problem import (
     vary_over,
     with_sinks,
 )
-from posenc_jax.engine.rules import TableDot, traced
+from posenc_jax.engine.rule import traced
+from posenc_jax.engine.rules import TableDot
 from posenc_jax.engine.simplified import AllPairs, Term
 from posenc_jax.engine.tables import ValueTable
 from posenc_jax.engine.toeplitz import toeplitz_tile, toeplitz_tile_vjp

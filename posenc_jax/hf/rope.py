@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from posenc_jax.checks import require
-from posenc_jax.engine.rules import as_tuple
+from posenc_jax.engine.rule import as_tuple
 from posenc_jax.hf.config_reader import TrackedConfig
 from posenc_jax.schemes.rotary.frequencies import FrequencyMap, PerSequenceMap
 from posenc_jax.schemes.rotary.scaling.dynamic_ntk import DynamicNTK

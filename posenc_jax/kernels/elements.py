@@ -78,7 +78,7 @@ def element_of(
     """
     if any(x.ndim != 2 or x.dtype != jnp.int32 for x in coordinates):
         return "coordinates of several axes, or not integers"
-    term: Any = x.term
+    term = x.term
     if not term.rule.is_pairwise:
         return "a rule that is no function of one query and one key"
     by_head, bare = term.rule.heads, term.rule.without_heads()

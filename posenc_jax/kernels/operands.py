@@ -371,12 +371,11 @@ def _products(
     """Returns the products, and the terms that hold their scalars per key, if there are any."""
     products, per_key = [], []
     for x in lowered.terms:
-        term: Any = x.term
-        if not isinstance(term.rule, TableDot):
+        if not isinstance(x.term.rule, TableDot):
             continue
-        of_keys = term.rule.of_keys
+        of_keys = x.term.rule.of_keys
         features, length = (x.k_features, spec.keys) if of_keys else (x.q_features, spec.length)
-        product, scalars = _product(term, x.strip, features, first, p.length)
+        product, scalars = _product(x.term, x.strip, features, first, p.length)
         padded = pad_axis(product.features, 3, length)
         products.append(dataclasses.replace(product, features=padded))
         if scalars is not None:

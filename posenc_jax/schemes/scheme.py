@@ -30,7 +30,7 @@ import jax
 from posenc_jax.checks import require
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.mask import Window, window_sides
-from posenc_jax.engine.rules import Rule
+from posenc_jax.engine.rule import Rule
 
 Params = Any  # A pytree of arrays; {} where nothing is learned.
 

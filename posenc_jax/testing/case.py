@@ -13,7 +13,7 @@ from posenc_jax.checks import require
 from posenc_jax.engine.api import choose
 from posenc_jax.engine.mask import LEAST_LOGIT
 from posenc_jax.engine.problem import Implementation, Problem, repeat_heads
-from posenc_jax.engine.rules import added_logits
+from posenc_jax.engine.rule import added_logits
 from posenc_jax.functional.attention import scheme_attention, scheme_embedding
 from posenc_jax.functional.new_cache import new_cache
 from posenc_jax.positions.packing import count_up

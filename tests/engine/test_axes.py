@@ -7,7 +7,7 @@ import pytest
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
-from posenc_jax.engine.rules import as_tuple
+from posenc_jax.engine.rule import as_tuple
 from posenc_jax.engine.xla import XLA
 from tests.oracle import qkv
 

@@ -12,7 +12,7 @@ import pytest
 import posenc_jax as pe
 from posenc_jax.engine import jax_nn
 from posenc_jax.engine.api import choose, make_problem
-from posenc_jax.engine.rules import as_tuple
+from posenc_jax.engine.rule import as_tuple
 from tests.oracle import qkv
 
 Q, K, V = qkv(batch=2, length=12, heads=4, kv_heads=2)

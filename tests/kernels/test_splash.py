@@ -15,7 +15,7 @@ import posenc_jax as pe
 from posenc_jax.engine import api
 from posenc_jax.engine.api import choose, make_problem
 from posenc_jax.engine.problem import platform_of
-from posenc_jax.engine.rules import as_tuple
+from posenc_jax.engine.rule import as_tuple
 from posenc_jax.engine.splash import Splash
 from posenc_jax.kernels.tpu.splash import _CausalMask, _LocalMask
 from tests.kernels.kernel_cases import (

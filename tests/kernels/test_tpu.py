@@ -16,7 +16,8 @@ import posenc_jax as pe
 from posenc_jax.engine import api
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.problem import _AXES, Problem
-from posenc_jax.engine.rules import ContentBias, DotBias, LogitBias, Rule
+from posenc_jax.engine.rule import Rule
+from posenc_jax.engine.rules import ContentBias, DotBias, LogitBias
 from posenc_jax.kernels.base import without_hidden
 from posenc_jax.kernels.tpu.implementation import PallasTPU, tile_size
 from posenc_jax.kernels.tpu.spec import tile_order

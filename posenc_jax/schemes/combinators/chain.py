@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from posenc_jax.checks import require
-from posenc_jax.engine.rules import Rule, as_tuple
+from posenc_jax.engine.rule import Rule, as_tuple
 from posenc_jax.schemes.combinators.wrapper import Wrapper
 from posenc_jax.schemes.scheme import Acts, Scheme, Traits
 

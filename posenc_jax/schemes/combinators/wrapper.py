@@ -7,7 +7,7 @@ import jax
 
 from posenc_jax.checks import require
 from posenc_jax.engine.mask import by_coordinates
-from posenc_jax.engine.rules import Rule, as_tuple
+from posenc_jax.engine.rule import Rule, as_tuple
 from posenc_jax.schemes.scheme import Acts, Scheme
 
 

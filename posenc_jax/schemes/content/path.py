@@ -36,7 +36,8 @@ import jax.numpy as jnp
 
 from posenc_jax.checks import activations, positive_fields, query_heads, require
 from posenc_jax.engine.api import AttentionCall
-from posenc_jax.engine.rules import LogitsTransform, Rule
+from posenc_jax.engine.rule import Rule
+from posenc_jax.engine.rules import LogitsTransform
 from posenc_jax.ops.init import torch_uniform
 from posenc_jax.ops.short_conv import short_convolution
 from posenc_jax.schemes.content.fox import FoX

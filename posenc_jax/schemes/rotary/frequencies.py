@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from posenc_jax.checks import positive, positive_integers, require
-from posenc_jax.engine.rules import as_tuple
+from posenc_jax.engine.rule import as_tuple
 
 
 def static_number(caller: str, **numbers: Any) -> None:

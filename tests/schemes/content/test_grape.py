@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from posenc_jax.engine.rules import added_logits
+from posenc_jax.engine.rule import added_logits
 from tests.oracle import attend, qkv, softmax_attention
 from tests.support import initial, parameters
 
