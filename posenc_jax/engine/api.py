@@ -456,7 +456,8 @@ def choose(problem: Problem) -> Implementation:
     platform, pairs = problem.platform, problem.length * problem.keys
     small = problem.length == 1 or pairs < 32 * 32
     order = ("dense", "xla") if small else ("xla", "dense")
-    if platform in ("gpu", "tpu") and placement_is_known(problem) and pairs >= _KERNEL_PAIRS:
+    large = placement_is_known(problem) and pairs >= _KERNEL_PAIRS
+    if platform in ("gpu", "tpu") and large:
         if problem.length >= 128 and chips.are_default(problem):
             order = ("pallas", *order)
         if platform == "tpu":
@@ -464,7 +465,10 @@ def choose(problem: Problem) -> Implementation:
     if platform == "gpu" and not small and not problem.rules:
         order = ("cudnn", *order)
     known = (IMPLEMENTATIONS[name] for name in order)
-    return next(x for x in known if x.refusal(problem) is None)
+    chosen = next(x for x in known if x.refusal(problem) is None)
+    if platform == "gpu" and large and problem.length >= 128 and chosen.name == "xla":
+        chips.warn_of_tiles(problem, IMPLEMENTATIONS["pallas"])
+    return chosen
 
 
 def make_problem(q, k, v, rules: tuple[Rule, ...], call: AttentionCall) -> Problem:

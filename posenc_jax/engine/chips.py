@@ -1,11 +1,12 @@
 """The chips on which the kernels of this package were right, for `implementation=None`."""
 
+import warnings
 from typing import NamedTuple
 
 import jax
 import jaxlib
 
-from posenc_jax.engine.problem import Problem
+from posenc_jax.engine.problem import Implementation, Problem
 
 
 class Chip(NamedTuple):
@@ -61,3 +62,31 @@ def are_default(problem: Problem) -> bool:
     same &= problem.block_mask is None
     dtype, device = problem.q.dtype.name, here(problem.platform)
     return same and any(chip[:3] == device and dtype in chip.dtypes for chip in CHIPS)
+
+
+_warned: set[tuple[str, str, str]] = set()
+
+
+def warn_of_tiles(problem: Problem, kernels: Implementation) -> None:
+    """Warns, once for a chip and its versions, that `None` takes tiles where there are kernels.
+
+    Args:
+      problem: a problem for which "xla" was chosen.
+      kernels: of this package.
+    """
+    kind, version, runtime = device = here(problem.platform)
+    if device in _warned or kernels.refusal(problem) is not None:
+        return
+    _warned.add(device)
+    checked = "; ".join(
+        f"{chip.device_kind} with jax {chip.jax}, {chip.runtime} ({', '.join(chip.dtypes)})"
+        for chip in CHIPS
+    )
+    warnings.warn(
+        f'attention: implementation=None takes "xla" for calls as this one, in {problem.q.dtype} '
+        f"on {kind} with jax {version}, {runtime}: the kernels of this package were checked on "
+        f'{checked or "no chip"}. On an H100 "xla" takes 6 to 13 times as long as they do. Run '
+        "`python -m posenc_jax.kernels`, which checks them in minutes, and if all steps are right "
+        'give implementation=("pallas", None). implementation="xla" keeps tiles without a warning.',
+        stacklevel=2,
+    )

@@ -1,4 +1,4 @@
-"""Simplified rules: what `Rule.simplify` returns, and what it needs to know of a problem."""
+"""Simplified rules, the results of `Rule.simplify`, and the facts of a problem that it needs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -115,7 +115,7 @@ class Simplified(NamedTuple):
 
     Attributes:
       term: a `Term`, evaluated on tiles; None for a rule with `pairs`, `by_distance` or `values`.
-      q_features, k_features: what the term reads, pytrees [B, T, N, ...] and [B, S, K or N, ...].
+      q_features, k_features: of the term, pytrees [B, T, N, ...] and [B, S, K or N, ...].
       strip: `strip(first, stop) -> float32 [1 or N, L, F]`, vectors of integers first to stop - 1;
         the term is a `TableDot`, which reads a part of them on each tile.
       pairs: an array of all pairs.

@@ -7,7 +7,9 @@ import dataclasses
 import hashlib
 import json
 import pathlib
+import re
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,7 @@ from posenc_jax.kernels.checks.runner import DeviceError
 from tests.kernels.kernel_cases import described
 from tests.support import gpu_lowered
 
+WARN_OF_TILES = chips.warn_of_tiles
 H100 = chips.Chip("NVIDIA H100 80GB HBM3", "0.11.2", "cuda 13000", ("bfloat16",), "", "")
 
 
@@ -43,6 +46,7 @@ def chip(monkeypatch):
         (jaxlib, "__version__", H100.jax),
     ):
         monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(chips, "warn_of_tiles", lambda *_: None)
     return device
 
 
@@ -100,6 +104,65 @@ def test_what_none_takes_on_a_chip_of_the_table(chip):
     # A step of decoding takes a third of the kernel's time in whole rows.
     assert _chosen(ALIBI, **_places(1, 2**18)) == "dense"
     assert _chosen(ALIBI, **_places(16, 2**14)) == _chosen(ALIBI, **_places(64, 2**13)) == "xla"
+
+
+@gpu_lowered
+@pytest.mark.parametrize(
+    ("kind", "version"), [("NVIDIA H200", "0.11.2"), ("NVIDIA H100 80GB HBM3", "0.12.0.1")]
+)
+def test_none_warns_once_where_kernels_were_not_checked(chip, monkeypatch, kind, version):
+    monkeypatch.setattr(chips, "warn_of_tiles", WARN_OF_TILES)
+    monkeypatch.setattr(chips, "_warned", set())
+    chip.device_kind = kind
+    for module in (jax, jaxlib):
+        monkeypatch.setattr(module, "__version__", version)
+    with warnings.catch_warnings():  # Errors, in tests.
+        assert _chosen() == "cudnn"
+        assert _chosen(ALIBI, length=256) == "xla"
+        assert _chosen(ALIBI, **_places(1, 2**18)) == "dense"
+        assert _chosen(T5, mask=jnp.ones((1, 1, 512, 512), bool)) == "xla"  # No kernel serves it.
+        chip.compute_capability = "8.0"
+        assert _chosen(T5) == "xla"
+        chip.compute_capability = "9.0"
+    message = (
+        f'attention: implementation=None takes "xla" for calls as this one, in bfloat16 on {kind} '
+        f"with jax {version}, cuda 13000: the kernels of this package were checked on NVIDIA H100 "
+        "80GB HBM3 with jax 0.11.2, cuda 13000 (bfloat16). "
+    )
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        assert _chosen(T5) == "xla"
+    assert _chosen(T5) == _chosen(q_segment_ids=jnp.zeros((1, 512), jnp.int32)) == "xla"
+
+
+_PAGE = pathlib.Path(__file__).parents[2] / "docs" / "which_gpu.md"
+_KINDS = {
+    "H100 80GB HBM3 with": ("gpu", "NVIDIA H100 80GB HBM3", "9.0", "0.11.2", "cuda 13000"),
+    "H100 with other": ("gpu", "NVIDIA H100 80GB HBM3", "9.0", "0.12.0.1", "cuda 13000"),
+    "H200": ("gpu", "NVIDIA H200", "9.0", "0.11.2", "cuda 13000"),
+    "B200": ("gpu", "NVIDIA B200", "10.0", "0.11.2", "cuda 13000"),
+    "A100": ("gpu", "NVIDIA A100-SXM4-40GB", "8.0", "0.11.2", "cuda 13000"),
+    "L4": ("gpu", "NVIDIA L4", "8.9", "0.11.2", "cuda 13000"),
+    "RTX 50": ("gpu", "NVIDIA GeForce RTX 5090", "12.0", "0.11.2", "cuda 13000"),
+    "T4": ("gpu", "Tesla T4", "7.5", "0.11.2", "cuda 13000"),
+    "AMD": ("gpu", "AMD Instinct MI300X", "gfx942", "0.11.2", "rocm 70000"),
+    "TPU v5e": ("tpu", "TPU v5e", None, "0.11.2", "libtpu"),
+    "TPU v4": ("tpu", "TPU v4", None, "0.11.2", "libtpu"),
+}
+
+
+@gpu_lowered
+@pytest.mark.parametrize("name", _KINDS)
+def test_the_page_says_what_none_takes(chip, monkeypatch, name):
+    chip.platform, chip.device_kind, chip.compute_capability, version, runtime = _KINDS[name]
+    chip.client = types.SimpleNamespace(platform_version=runtime)
+    for module in (jax, jaxlib):
+        monkeypatch.setattr(module, "__version__", version)
+    packed = {"q_segment_ids": jnp.zeros((1, 512), jnp.int32)}
+    (row,) = [x for x in _PAGE.read_text().splitlines() if x.startswith(f"| {name}")]
+    taken = _chosen(), _chosen(**packed), _chosen(T5), _chosen(FOX)
+    assert [x.strip() for x in row.split("|")[2:6]] == [f'"{word}"' for word in taken]
+    for rule, word in ((T5, taken[2]), (FOX, taken[3])):
+        assert _chosen(rule, **packed) == word
 
 
 @gpu_lowered
@@ -247,7 +310,7 @@ def test_the_row_is_of_the_kernels_as_they_are():
     files += [package / "kernels" / f"{name}.py" for name in ("base", "elements", "operands")]
     files += sorted(package.glob("kernels/gpu/*.py"))
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    assert not chips.CHIPS or digest[:12] == "26ff550aadad"
+    assert not chips.CHIPS or digest[:12] == "3b266228cd50"
 
 
 @pytest.mark.parametrize(
