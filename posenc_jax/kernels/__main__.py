@@ -85,9 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not dtypes:
         print("Not all steps of the kernels ran and were right.")
     elif chip := chip_of(about, dtypes):
-        print(
-            "With this row, implementation=None takes the kernels on such chips; send it in an issue:"
-        )
+        print("With this row, None takes the kernels on such chips; send it in an issue:")
         print(f"posenc_jax/engine/chips.py: {chip}")
     return int(not dtypes or any(row["outcome"] in FAILED for row in rows))
 
