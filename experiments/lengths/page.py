@@ -88,7 +88,7 @@ _WORDS = {
     HOLDS: "Hold",
     FAILS: "Fail",
     OPEN: "Not resolved",
-    NO_GATE: "Say nothing, since RoPE fails within the trained length",
+    NO_GATE: "Say nothing: RoPE copies nothing at the end of long texts, where all copies stand",
 }
 
 

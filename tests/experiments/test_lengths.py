@@ -342,7 +342,7 @@ def test_the_page_says_what_is_known(plan, tmp_path):
         "**Hold:** * Holds. **Fail:** * Fails (off its limit by +0.005 [+0.005, +0.005])." in page
     )
     assert "**Not resolved:** * Open (off its limit by " in page
-    assert "**Say nothing, since RoPE fails within the trained length:** * Gate." in page
+    assert "**Say nothing: RoPE copies nothing at the end" in page and ":** * Gate." in page
     assert "1 of 5 have too few" in page
     assert "score,ntk,at,8192,4,3.6500,-0.5000,-0.5000,-0.5000" in text[target.with_suffix(".csv")]
     assert text[target.with_name("x.svg")].startswith("<svg")
