@@ -263,3 +263,25 @@ def test_elements_of_kernels():
     got, expected = gradients(make, "whole", kernels), gradients(clipped, "whole", "reference")
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        pe.T5(6),
+        pe.ALiBi(6),
+        pe.DeBERTa(num_heads=6, head_dim=4, model_dim=6, span=20),
+        pe.Inkling(num_heads=6, model_dim=6, extent=20),
+        pe.Shaw(num_heads=6, head_dim=4),
+    ],
+    ids=lambda scheme: type(scheme).__name__,
+)
+def test_rules_of_finite_operations_are_evaluated_by_tables(scheme):
+    """Rules that may be infinite are evaluated for each pair, many times as slowly."""
+    x, q = jnp.ones((1, 5, 6)), jnp.ones((1, 5, 6, 4))
+    params = scheme.init(jax.random.key(0))
+    rows, cols, _ = scheme.features(params, x, q, q, None, None, None)
+    rules = scheme.rules(params, rows, cols)
+    token = jax.ShapeDtypeStruct((), jnp.int32)
+    rules = rules if isinstance(rules, tuple) else (rules,)
+    assert rules and not any(rule.careful(token) for rule in rules if rule.adds_logits)
