@@ -83,7 +83,7 @@ def warn_of_tiles(problem: Problem, kernels: Implementation) -> None:
         for chip in CHIPS
     )
     warnings.warn(
-        f'attention: implementation=None takes "xla" for calls as this one, in {problem.q.dtype} '
+        f'attention: implementation=None takes "xla" for calls like this one, in {problem.q.dtype} '
         f"on {kind} with jax {version}, {runtime}: the kernels of this package were checked on "
         f'{checked or "no chip"}. On an H100 "xla" takes 6 to 13 times as long as they do. Run '
         "`python -m posenc_jax.kernels`, which checks them in minutes, and if all steps are right "
