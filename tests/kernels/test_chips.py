@@ -125,9 +125,9 @@ def test_none_warns_once_where_kernels_were_not_checked(chip, monkeypatch, kind,
         assert _chosen(T5) == "xla"
         chip.compute_capability = "9.0"
     message = (
-        f'attention: implementation=None takes "xla" for calls like this one, in bfloat16 on {kind} '
-        f"with jax {version}, cuda 13000: the kernels of this package were checked on NVIDIA H100 "
-        "80GB HBM3 with jax 0.11.2, cuda 13000 (bfloat16). "
+        'attention: implementation=None takes "xla" for calls like this one, in bfloat16 on '
+        f"{kind} with jax {version}, cuda 13000: the kernels of this package were checked on "
+        "NVIDIA H100 80GB HBM3 with jax 0.11.2, cuda 13000 (bfloat16). "
     )
     with pytest.warns(UserWarning, match=re.escape(message)):
         assert _chosen(T5) == "xla"
