@@ -118,15 +118,15 @@ class Table:
 
     def ratio(self, method: str) -> float:
         """Returns the processor time of a pass relative to RoPE's, of passes of one length."""
-        ratios = []
+        ratios = {}  # One pass may serve several targets.
         for document in self.plan.all_documents:
             for target in self.plan.targets(document):
                 cells = [self.cell("losses", document, x, target) for x in (method, "rope")]
                 known = [self.results.get(cell.name) for cell in cells]
                 if cells[0].count == cells[1].count and None not in known:
                     first, second = (x.cpu_seconds for x in known if x)
-                    ratios.append(first / second)
-        return mean(ratios)
+                    ratios[cells[0].name, cells[1].name] = first / second
+        return mean(list(ratios.values()))
 
     def memory(self, method: str) -> float:
         """Returns the MiB that a pass to the shortest target takes, of the last one that ran."""
