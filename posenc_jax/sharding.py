@@ -79,7 +79,7 @@ def sequence_parallel_attention(
       k_positions: integers [B, S].
       rules, q_coordinates, k_coordinates, q_segment_ids, k_segment_ids, is_causal, window,
         prefix_length, k_visible_until, scale, softcap, sinks, implementation: as in `attention`,
-        for this device's tokens. What goes by slots, such as `mask` and dropout, is not supported:
+        for this device's tokens. Arguments by slot, such as `mask` and dropout, are not supported:
         a shard does not know its slots in the whole sequence.
       method: "ring" or "all_gather"; see the module's docstring.
 

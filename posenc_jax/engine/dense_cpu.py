@@ -177,7 +177,7 @@ def _products_of_token(q: jax.Array, k: jax.Array) -> jax.Array:
       q: [B, 1, K, G, H].
       k: [B, S, K, H].
     """
-    if q.dtype == k.dtype == jnp.bfloat16 and math.prod(q.shape[3:]) > 1:
+    if q.dtype == k.dtype == jnp.bfloat16 and math.prod(k.shape[2:]) > 1:
         return _products_of_vectors(q, k)
     return _products_of_floats(q, k)
 
