@@ -127,7 +127,8 @@ CHOOSE = [
 README = [
     CHOOSE[1],
     CHOOSE[2].replace("tiny models then", "these"),
-    f"in sliding ones, at 4 times, KERPLE up to {slides('kerple'):.3f}, ALiBi {slides('alibi'):.3f}",
+    f"in sliding ones, at 4 times, KERPLE up to {slides('kerple'):.3f}, "
+    f"ALiBi {slides('alibi'):.3f}",
     f"{claim('R07', 'rope', 32):.3f} of masked symbols right with RoPE, "
     f"{claim('R07', 'none', 32):.3f} without an encoding",
 ]
