@@ -188,7 +188,7 @@ def attention(
         (whole rows of logits in blocks of queries), "xla" (tiles), "pallas" (kernels for TPU and
         for NVIDIA GPUs), "splash" (the kernel for TPUs that comes with JAX: no rules, no dropout
         and no log-sum-exp), "jax" (`jax.nn.dot_product_attention`: no rules but biases by
-        distance, and no log-sum-exp), "cudnn" (the same with NVIDIA's kernel), an
+        distance, and no log-sum-exp), "cudnn" (NVIDIA's kernel, also with segments and masks), an
         `Implementation` such as `posenc_jax.engine.xla.XLA(...)` with settings of your own, or
         None to choose. An implementation that is named is used or raises; it never falls back. Of
         a tuple, such as `("pallas", None)`, the first that serves the call is used.
@@ -462,7 +462,7 @@ def choose(problem: Problem) -> Implementation:
             order = ("pallas", *order)
         if platform == "tpu":
             order = ("splash", *order)
-    if platform == "gpu" and not small and not problem.rules:
+    if platform == "gpu" and not small and not CuDNN().needs_array(problem):
         order = ("cudnn", *order)
     known = (IMPLEMENTATIONS[name] for name in order)
     chosen = next(x for x in known if x.refusal(problem) is None)

@@ -97,9 +97,13 @@ def on_gpu(monkeypatch):
 
     def fake(*args, implementation, bias=None, **options):
         asked.append(implementation)
-        dtype = args[0].dtype
+        dtype, window, mask = args[0].dtype, options.get("local_window_size"), options.get("mask")
         assert bias is None or (bias.dtype, bias.shape[:2]) == (dtype, (1, args[0].shape[2]))
+        assert bias is None or mask is None
+        assert window is None or options["is_causal"]
         *args, bias = jax.tree.map(lambda x: x.astype(jnp.float32), (*args, bias))
+        if mask is not None:  # It adds a number to hidden logits.
+            bias = jnp.where(options.pop("mask"), 0.0, float(jax_nn._HIDDEN[dtype.name]))
         return attend(*args, bias, **options, implementation="xla").astype(dtype)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", fake)
@@ -152,12 +156,88 @@ def test_cudnn_rounds_a_bias_little(on_gpu):
     assert np.all(np.less(of_cudnn, 3.0 * np.array(errors("xla")))), of_cudnn
 
 
+def _packed():
+    """Padding on the left and two documents; three documents."""
+    return np.repeat([[-1, 0, 1], [0, 1, 2]], [3, 4, 5], axis=1).astype(np.int32)
+
+
+def _same_image(image, q_idx, kv_idx):
+    return image[q_idx] == image[kv_idx]
+
+
+HIDING = {
+    "packed": {"q_segment_ids": _packed()},
+    "packed, causal, window": {"q_segment_ids": _packed(), "is_causal": True, "window": 3},
+    "mask of heads": {"mask": np.random.default_rng(6).random((2, 4, 12, 12)) < 0.6},
+    "blind": {"mask": _blind(), "is_causal": True, "window": 4},
+    "window of both sides": {"window": (3, 1)},
+    "prefix": {"is_causal": True, "prefix_length": np.array([0, 7], np.int32)},
+    "until": {"k_visible_until": np.arange(2, 26).reshape(2, 12).astype(np.int32)},
+}
+
+
+@pytest.mark.parametrize("name", HIDING)
+@pytest.mark.parametrize("has_rules", [False, True])
+def test_cudnn_hides_keys_by_an_array(on_gpu, name, has_rules):
+    """Outputs and gradients within the rounding of float16."""
+    options, arrays = HIDING[name], [jnp.asarray(x, jnp.float16) for x in (Q, K, V)]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation, *arrays):
+        def loss(q, k, v, table):
+            rules = _two_rules(table) if has_rules else ()
+            out = pe.attention(q, k, v, rules=rules, implementation=implementation, **options)
+            return jnp.sum(out.astype(jnp.float32) ** 2), out
+
+        return jax.grad(loss, (0, 1, 2, 3), has_aux=True)(*arrays)
+
+    got, expected = (run(x, *arrays, TABLE) for x in ("cudnn", "reference"))
+    assert on_gpu == ["cudnn"]
+    _assert_close(got, expected)
+
+
+def _assert_close(got, expected):
+    """Within three digits of the greatest number, as of float16."""
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=3e-3 * float(jnp.max(jnp.abs(y)) + 1e-3))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"is_causal": True, "q_positions": np.arange(3, 11), "k_positions": np.arange(12)},
+        {"window": (4, 1), "q_positions": np.arange(0, 16, 2), "k_positions": np.arange(12)},
+    ],
+)
+def test_cudnn_takes_positions(on_gpu, options):
+    q, k, v = (jnp.asarray(x, jnp.float16) for x in (Q[:, :8], K, V))
+    run = functools.partial(pe.attention, q, k, v, **options)
+    got, expected = run(implementation="cudnn"), run(implementation="reference")
+    assert on_gpu == ["cudnn"]
+    _assert_close(got, expected)
+
+
+def test_padding_and_hidden_values_may_be_anything_for_cudnn(on_gpu):
+    ids = np.repeat([[-1, 0]], [4, 8], axis=1).astype(np.int32)
+    q, k, v = (jnp.asarray(x[:1], jnp.float16) for x in (Q, K, V))
+
+    def loss(q, k, v, implementation):
+        out = pe.attention(
+            q, k, v, q_segment_ids=ids, is_causal=True, implementation=implementation
+        )
+        return jnp.sum(out.astype(jnp.float32) ** 2), out
+
+    run = jax.grad(loss, (0, 1, 2), has_aux=True)
+    bad = [x.at[:, :4].set(jnp.nan) for x in (q, k, v)]
+    _assert_close(run(*bad, "cudnn"), run(q, k, v, "reference"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mask": _blind()}, "mask"),
-        ({"window": 4}, "windows only with is_causal"),
+        ({"softcap": 2.0}, "no softcap"),
         ({"rules": pe.FIRE(num_heads=4).rules(FIRE_PARAMS)}, "biases by distance"),
+        ({"rules": OF_ALL_HEADS, "q_positions": 2 * np.arange(12)}, "positions of its own"),
     ],
 )
 def test_cudnn_refuses_what_it_cannot_do(on_gpu, options, message):
@@ -179,6 +259,10 @@ def test_cudnn_needs_a_gpu_of_its_dtypes_and_head_dims(on_gpu, monkeypatch):
     monkeypatch.setattr(jax_nn, "_compute_capability", lambda platform: 9.0)
     assert message(half) is None
     assert "even" in message(half[:, 1:], rules=T5.rules({"table": TABLE[:2]}))
+    assert "even" in message(half[:, 1:], mask=np.ones((1, 1, 63, 63), bool))
+    long, ids = jnp.zeros((1, 2**14 + 2, 1, 8), jnp.bfloat16), np.zeros((1, 2**14 + 2), np.int32)
+    assert message(long) is None
+    assert "more than 268,435,456 numbers" in message(long, q_segment_ids=ids)
     monkeypatch.setattr(jax_nn, "_compute_capability", lambda platform: 7.5)
     assert "8.0 or later" in message(half)
     monkeypatch.undo()
@@ -189,18 +273,19 @@ def test_cudnn_with_rules_needs_all_heads(on_gpu):
     """Of q with a part of the heads, JAX's partitioning would pair a bias with all of them."""
     rules = pe.T5(num_heads=4).rules({"table": jnp.zeros((4, 32))})
 
-    def reason(spec, kind):
+    def reason(spec, kind, rules=rules, **options):
         mesh = jax.make_mesh((2, 2), ("data", "heads"), axis_types=(kind, kind))
         with jax.set_mesh(mesh):
             q = jnp.zeros((2, 64, 4, 64), jnp.bfloat16)
             q = jax.device_put(q, jax.NamedSharding(mesh, jax.P(*spec)))
-            problem = dataclasses.replace(_problem(q, q, q, rules=rules), needs_lse=False)
-            return jax_nn.CuDNN().refusal(problem)
+            problem = _problem(q, q, q, rules=rules, **options)
+            return jax_nn.CuDNN().refusal(dataclasses.replace(problem, needs_lse=False))
 
     explicit, auto = jax.sharding.AxisType.Explicit, jax.sharding.AxisType.Auto
     assert reason(("data",), explicit) is None
     assert "heads" in reason((None, None, "heads"), explicit)
     assert "automatic axes" in reason(("data",), auto)
+    assert "jax.shard_map" in reason(("data",), explicit, (), mask=np.ones((2, 1, 64, 64), bool))
 
 
 def test_none_chooses_cudnn_on_gpus_where_it_serves(on_gpu):
@@ -213,4 +298,6 @@ def test_none_chooses_cudnn_on_gpus_where_it_serves(on_gpu):
     assert chosen(half, needs_lse=True) == "xla"
     assert chosen(half.astype(jnp.float32)) == "xla"
     assert chosen(half, rules=pe.ALiBi(num_heads=4).rules({})) == "xla"
+    assert chosen(half, mask=np.ones((1, 1, 64, 64), bool)) == "xla"
+    assert chosen(half, q_segment_ids=np.zeros((1, 64), np.int32)) == "xla"
     assert chosen(half[:, :1]) == "dense"
