@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from posenc_jax.kernels.gpu import tile
+from posenc_jax.kernels.gpu import implementation, tile
 from posenc_jax.kernels.gpu.implementation import PallasGPU
 from tests.engine.rules import KINDS
 from tests.kernels import tma
@@ -67,6 +67,21 @@ MORE_CASES = [
 )
 def test_equals_the_reference(case, more):
     assert_equals_the_reference(case, KERNELS, arrays_of_case(case, **more))
+
+
+@slow
+@gpu_interpreted
+@pytest.mark.parametrize(
+    ("moves_registers", "case"),
+    [
+        (True, case_of("gate", segments=True, kv_heads=1, length=63, batch=1)),
+        (False, case_of("narrow", softcap=3.0, kv_heads=1, length=130, batch=1)),
+    ],
+)
+def test_a_third_warpgroup_copies_or_the_second(moves_registers, case, monkeypatch):
+    """By the version of JAX; with a softcap the kernels by queries need many registers, too."""
+    monkeypatch.setattr(implementation, "MOVES_REGISTERS", moves_registers)
+    assert_equals_the_reference(case, KERNELS, arrays_of_case(case))
 
 
 def _values(x, thread):

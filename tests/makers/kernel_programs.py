@@ -22,12 +22,15 @@ KERNELS = ("core_map", "mpmd_map", "pallas_call", "run_state")
 PLACES = re.compile(r"0x[0-9a-f]+|(at )?/[\w./-]*(:\d+)*")  # Addresses, and lines of files.
 
 
+def is_jaxpr(x):
+    return hasattr(getattr(x, "jaxpr", x), "eqns")
+
+
 def inner(eqn):
     """Yields the jaxprs in the parameters of an equation."""
-    for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-        x = getattr(x, "jaxpr", x)
-        if hasattr(x, "eqns"):
-            yield x
+    for x in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
+        if is_jaxpr(x):
+            yield getattr(x, "jaxpr", x)
 
 
 def kernels(jaxpr):
@@ -40,6 +43,30 @@ def kernels(jaxpr):
                 yield from kernels(x)
 
 
+def numbered(variables, names):
+    """Returns variables by number, literals as they are."""
+    return [str(x if hasattr(x, "val") else names.setdefault(x, len(names))) for x in variables]
+
+
+def described(eqns, names):
+    """Returns equations with variables by number: their printed names depend on JAX's caches."""
+
+    def parameter(x):
+        if not is_jaxpr(x):
+            return str(x)
+        x, inside = getattr(x, "jaxpr", x), dict(names)
+        inputs = numbered([*x.constvars, *x.invars], inside)
+        return [inputs, described(x.eqns, inside), numbered(x.outvars, inside)]
+
+    lines = []
+    for eqn in eqns:
+        params = jax.tree.map(parameter, eqn.params, is_leaf=lambda x: x is None or is_jaxpr(x))
+        types = [str(x.aval) for x in eqn.outvars]
+        lines.append((eqn.primitive.name, numbered(eqn.invars, names), params, types))
+        numbered(eqn.outvars, names)
+    return lines
+
+
 def digests(step):
     """Returns the digests of the kernels of a step; a refusal has none."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), cases.inputs(step.case))
@@ -48,7 +75,7 @@ def digests(step):
         traced = program.trace(shapes)
     except NotImplementedError:
         return []
-    texts = (PLACES.sub("", str(eqn)) for eqn in kernels(traced.jaxpr.jaxpr))
+    texts = (PLACES.sub("", str(described([eqn], {}))) for eqn in kernels(traced.jaxpr.jaxpr))
     return [hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts]
 
 

@@ -20,8 +20,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from posenc_jax.kernels.elements import Element
 from posenc_jax.kernels.gpu.backward_logits import bias_grads, pair_grads, vector_grads
 from posenc_jax.kernels.gpu.bands import d_logits_scale, feature_grads
-from posenc_jax.kernels.gpu.forward import ByQuery, TiledKernel
-from posenc_jax.kernels.gpu.pipe import Warpgroup, matrix, most_slots, operand, pipe, vector
+from posenc_jax.kernels.gpu.forward import ByQuery, Refilled
+from posenc_jax.kernels.gpu.pipe import (
+    Warpgroup,
+    matrix,
+    most_slots,
+    operand,
+    pipe,
+    vector,
+)
 from posenc_jax.kernels.gpu.spec import (
     ROW,
     ROWS,
@@ -126,14 +133,18 @@ class QueryGrads(ByQuery):
         plgpu.copy_gmem_to_smem(d_out, wg.part("d_out"), ready)
         self.bands.copy_rows(wg, b, head, q0)
         rows = wg.refs["cotangents"].rows(b, head, q0)
+        filled = self.start(wg)
         plgpu.barrier_wait(ready)
 
         def over_tiles(d_q, *d_features):
             def step(n, carry):
-                return self._add_tile(wg, n, rows, d_q, d_features, *carry)
+                carry, filled = carry
+                carry = self._add_tile(wg, n, rows, d_q, d_features, *carry)
+                return carry, self.refill(wg, n, filled)
 
-            start = [[zeros((ROWS,), ROW)] * row_scalar_count(e, 0) for e in self.x.elements]
-            _, sums = jax.lax.fori_loop(jnp.int32(0), count, step, (jnp.int32(0), start))
+            zero = [[zeros((ROWS,), ROW)] * row_scalar_count(e, 0) for e in self.x.elements]
+            start = (jnp.int32(0), zero), filled
+            (_, sums), _ = jax.lax.fori_loop(jnp.int32(0), count, step, start)
             return sums, d_q[...], [d[...] for d in d_features]
 
         acc = plgpu.ACC((ROWS, self.spec.dim), jnp.float32)
@@ -210,7 +221,7 @@ def key_grads(
 
 
 @dataclasses.dataclass(frozen=True)
-class KeyGrads(TiledKernel):
+class KeyGrads(Refilled):
     """A kernel of sums over queries: a block of keys goes through tiles of queries.
 
     Attributes:
@@ -300,28 +311,35 @@ class KeyGrads(TiledKernel):
         plgpu.copy_gmem_to_smem(wg.refs["x"].k.at[of_kv_head], k, ready)
         plgpu.copy_gmem_to_smem(wg.refs["x"].v.at[of_kv_head], v, ready)
         self.bands.copy_rows(wg, b, kv_head * spec.group, k0)
+        filled = self.start(wg)
         plgpu.barrier_wait(ready)
         bias = pl.ds(pl.multiple_of((1 - wg.number) * ROWS, ROWS), ROWS + self.blocks.q)
 
         def over_tiles(*accs):
-            def of_query_head(g, ruled):
+            def of_query_head(g, carry):
                 head = kv_head * spec.group + g
+                ruled, filled = carry
 
                 def step(n, carry):
                     t = g * count + n
+                    carry, filled = carry
 
                     def tile(queries):
                         q = column_of(entry(n)) * self.blocks.q
                         return self.part(wg, b, head, q, k0, kind_of(entry(n)), queries, bias)
 
-                    return self._add_tile(wg, t, tile, accs, *carry)
+                    carry = self._add_tile(wg, t, tile, accs, *carry)
+                    return carry, self.refill(wg, t, filled)
 
                 start = [[zeros((ROWS,), ROW)] * row_scalar_count(e, 1) for e in self.elements]
-                ruled, sums = jax.lax.fori_loop(jnp.int32(0), count, step, (ruled, start))
+                (ruled, sums), filled = jax.lax.fori_loop(
+                    jnp.int32(0), count, step, ((ruled, start), filled)
+                )
                 wg.write_rows(sums, wg.out_refs.get("sums", []), "sums", b, head, k0)
-                return ruled
+                return ruled, filled
 
-            jax.lax.fori_loop(jnp.int32(0), jnp.int32(spec.group), of_query_head, jnp.int32(0))
+            start = jnp.int32(0), filled
+            jax.lax.fori_loop(jnp.int32(0), jnp.int32(spec.group), of_query_head, start)
             return [acc[...] for acc in accs]
 
         sums = pl.run_scoped(over_tiles, *self.accumulators)
@@ -388,26 +406,49 @@ class KeyGrads(TiledKernel):
             self.bands.add_feature_grads(wg, accs, ds, tile, ruled)
         return self.bands.release(wg, tile, ruled), sums
 
-    def copy(self, wg: Warpgroup) -> None:
-        refs, b = wg.refs, wg.grid["b"]
-        bq, bk = self.sizes
+    def count(self, wg: Warpgroup) -> Int:
+        return self._tiles(wg)[0] * self.spec.group
+
+    def entry(self, wg: Warpgroup, t: Int) -> jax.Array:
+        return self._tiles(wg)[1](self._split(wg, t)[1])
+
+    def fill(self, wg: Warpgroup, t: Int, ruled: Int | None) -> None:
         count, entry = self._tiles(wg)
-        k0 = wg.grid["j"] * bk
+        g, n = self._split(wg, t)
+        k0 = wg.grid["j"] * self.blocks.k
+        self._filler(wg, count, entry, k0, g)(n, ruled)
+
+    def _split(self, wg: Warpgroup, t: Int) -> tuple[Int, Int]:
+        """Returns the numbers of a query head and of a tile of it."""
+        count = self._tiles(wg)[0]
+        return (0, t) if self.spec.group == 1 else (jax.lax.div(t, count), jax.lax.rem(t, count))
+
+    def copy(self, wg: Warpgroup) -> None:
+        count, entry = self._tiles(wg)
+        k0 = wg.grid["j"] * self.blocks.k
 
         def of_query_head(g, ruled):
-            head = wg.grid["head"] * self.spec.group + g
-
-            def fill(n, ruled):
-                q0, t = column_of(entry(n)) * bq, g * count + n
-                tokens, start = pl.ds(q0, bq), self.distance(q0, k0)
-                cotangents = refs["cotangents"]
-                lse, delta = (y.at[b, head, tokens] for y in (cotangents.lse, cotangents.delta))
-                q, d_out = (y.at[b, tokens, head] for y in (refs["x"].q, cotangents.d_out))
-                rules = self.rules(wg, b, head, q0, k0, start)
-                wg.scratch["queries"].fill(t, q=q, lse=lse, **rules)
-                wg.scratch["d_outs"].fill(t, d_out=d_out, delta=delta)
-                return self.bands.fill(wg, ruled, kind_of(entry(n)), b, head, start, (q0, k0))
-
+            fill = self._filler(wg, count, entry, k0, g)
             return jax.lax.fori_loop(jnp.int32(0), count, fill, ruled)
 
         jax.lax.fori_loop(jnp.int32(0), jnp.int32(self.spec.group), of_query_head, jnp.int32(0))
+
+    def _filler(
+        self, wg: Warpgroup, count: Int, entry: Callable[[Int], jax.Array], k0: Int, g: Int
+    ) -> Callable[[Int, Any], Any]:
+        """Returns a function that copies tile n of query head g, and counts tiles with rules."""
+        refs, b, bq = wg.refs, wg.grid["b"], self.blocks.q
+        head = wg.grid["head"] * self.spec.group + g
+
+        def fill(n, ruled):
+            q0, t = column_of(entry(n)) * bq, g * count + n
+            tokens, start = pl.ds(q0, bq), self.distance(q0, k0)
+            cotangents = refs["cotangents"]
+            lse, delta = (y.at[b, head, tokens] for y in (cotangents.lse, cotangents.delta))
+            q, d_out = (y.at[b, tokens, head] for y in (refs["x"].q, cotangents.d_out))
+            rules = self.rules(wg, b, head, q0, k0, start)
+            wg.scratch["queries"].fill(t, q=q, lse=lse, **rules)
+            wg.scratch["d_outs"].fill(t, d_out=d_out, delta=delta)
+            return self.bands.fill(wg, ruled, kind_of(entry(n)), b, head, start, (q0, k0))
+
+        return fill

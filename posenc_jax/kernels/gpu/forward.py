@@ -19,7 +19,16 @@ from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.mask import LEAST_LOGIT
 from posenc_jax.engine.problem import LogSumExp
 from posenc_jax.kernels.gpu.bands import Bands
-from posenc_jax.kernels.gpu.pipe import Warpgroup, launch, matrix, most_slots, operand, pipe, vector
+from posenc_jax.kernels.gpu.pipe import (
+    COMPUTE,
+    Warpgroup,
+    launch,
+    matrix,
+    most_slots,
+    operand,
+    pipe,
+    vector,
+)
 from posenc_jax.kernels.gpu.spec import (
     ROW,
     ROWS,
@@ -30,7 +39,9 @@ from posenc_jax.kernels.gpu.spec import (
     bias_line,
     column_of,
     direct_operands,
+    has_rules,
     kind_of,
+    next_step,
 )
 from posenc_jax.kernels.gpu.tile import Pairs, Tile, rows_to_tile, zeros
 from posenc_jax.kernels.operands import Operands, out_struct
@@ -74,6 +85,11 @@ class TiledKernel(abc.ABC):
     def copy(self, wg: Warpgroup) -> None:
         """Copies the tokens and rules of all tiles."""
 
+    @property
+    def copier(self) -> bool:
+        """Whether a third warpgroup copies; it may take registers from the two that compute."""
+        return True
+
     def launch(self, name: str, out_types: Any, **inputs: Any) -> Any:
         """Runs the kernel with its operands and further inputs, and returns its results."""
         x = self.x
@@ -84,11 +100,12 @@ class TiledKernel(abc.ABC):
         return launch(
             f"attention_{name}",
             self.compute,
-            self.copy,
+            self.copy if self.copier else None,
             grid=self.grid,
             inputs=inputs,
             out_types=out_types,
             scratch_types=self.scratch_types,
+            moves_registers=self.spec.moves_registers,
             interpret=self.spec.interpret,
         )
 
@@ -166,7 +183,52 @@ class TiledKernel(abc.ABC):
         )
 
 
-class ByQuery(TiledKernel):
+class Refilled(TiledKernel):
+    """A kernel in which the second warpgroup that computes may copy, as far ahead as pipes go."""
+
+    @property
+    def copier(self) -> bool:
+        return self.spec.moves_registers
+
+    @abc.abstractmethod
+    def count(self, wg: Warpgroup) -> Int:
+        """Returns the number of tiles."""
+
+    @abc.abstractmethod
+    def entry(self, wg: Warpgroup, t: Int) -> jax.Array:
+        """Returns the entry of tile t."""
+
+    @abc.abstractmethod
+    def fill(self, wg: Warpgroup, t: Int, ruled: Int | None) -> None:
+        """Copies tile t; `ruled` is the number of tiles with rules before it, if bands need it."""
+
+    def start(self, wg: Warpgroup) -> Int | None:
+        """Copies the first tiles, unless a third warpgroup does, and returns the next `ruled`."""
+        ruled = jnp.int32(0) if self.x.products and not self.copier else None
+        for t in range(0 if self.copier else self.ahead):
+            ruled = self._fill_if(wg, jnp.int32(t), ruled)
+        return ruled
+
+    def refill(self, wg: Warpgroup, t: Int, ruled: Int | None) -> Int | None:
+        """Copies over tile t, which this warpgroup released, and returns the next `ruled`."""
+        return ruled if self.copier else self._fill_if(wg, t + self.ahead, ruled)
+
+    @property
+    def ahead(self) -> int:
+        """The least number of slots of pipes."""
+        pipes = (x["slots"] for x in self.scratch_types.values() if isinstance(x, dict))
+        return min(next(iter(slots.values())).shape[0] for slots in pipes)
+
+    def _fill_if(self, wg: Warpgroup, t: Int, ruled: Int | None) -> Int | None:
+        count = self.count(wg)
+        pl.when((wg.number == COMPUTE - 1) & (t < count))(lambda: self.fill(wg, t, ruled))
+        if ruled is None:
+            return None
+        kind = kind_of(self.entry(wg, jnp.minimum(t, count - 1)))
+        return next_step(ruled, has_rules(self.spec, kind))
+
+
+class ByQuery(Refilled):
     """A kernel whose blocks of threads have queries, and go through tiles of keys and values."""
 
     @property
@@ -223,8 +285,25 @@ class ByQuery(TiledKernel):
         if "bias" in wg.scratch:
             wg.scratch["bias"].release(n)
 
+    def count(self, wg: Warpgroup) -> Int:
+        return self._tiles(wg)[1]
+
+    def entry(self, wg: Warpgroup, t: Int) -> jax.Array:
+        return self._tiles(wg)[2](t)
+
+    def fill(self, wg: Warpgroup, t: Int, ruled: Int | None) -> None:
+        first, _, entry = self._tiles(wg)
+        self._filler(wg, first, entry)(t, ruled)
+
     def copy(self, wg: Warpgroup) -> None:
         first, count, entry = self._tiles(wg)
+        fill = self._filler(wg, first, entry)
+        jax.lax.fori_loop(jnp.int32(0), count, fill, jnp.int32(0))
+
+    def _filler(
+        self, wg: Warpgroup, first: Int, entry: Callable[[Int], jax.Array]
+    ) -> Callable[[Int, Any], Any]:
+        """Returns a function that copies tile n, and counts tiles with rules."""
         bk, b, head = self.blocks.k, wg.grid["b"], wg.grid["head"]
 
         def fill(n, ruled):
@@ -238,7 +317,7 @@ class ByQuery(TiledKernel):
             wg.scratch["values"].fill(n, v=wg.refs["x"].v.at[of_head])
             return ruled
 
-        jax.lax.fori_loop(jnp.int32(0), count, fill, jnp.int32(0))
+        return fill
 
 
 def forward(spec: GPUSpec, x: Operands) -> tuple[jax.Array, LogSumExp]:
@@ -270,6 +349,14 @@ class _Softmax(NamedTuple):
 
 class Forward(ByQuery):
     """The forward kernel."""
+
+    @property
+    def copier(self) -> bool:
+        spec = self.spec
+        is_large = spec.wide or spec.softcap is not None or spec.mask_mod is not None
+        is_large |= bool(self.x.elements) and not spec.by_slot
+        # A tile waits for the next one's keys, which come when it ends where there is one slot.
+        return spec.moves_registers or not is_large or self.ahead == 1
 
     @property
     def scratch_types(self) -> dict[str, Any]:
@@ -305,11 +392,16 @@ class Forward(ByQuery):
         pl.when(wg.number == 1)(lambda: _next_turn(wg))
         lowest = plgpu.layout_cast(jnp.full((ROWS,), LEAST_LOGIT, jnp.float32), ROW)
         empty = [zeros((ROWS, part.size), TILE) for part in self.parts]
-        start = jnp.int32(0), _Softmax(empty, lowest, zeros((ROWS,), ROW))
+        filled = self.start(wg)
+        start = (jnp.int32(0), _Softmax(empty, lowest, zeros((ROWS,), ROW))), filled
         _wait_for_keys(wg, jnp.int32(0), count)
-        _, softmax = jax.lax.fori_loop(
-            jnp.int32(0), count, lambda n, carry: self._add_tile(wg, n, count, *carry), start
-        )
+
+        def step(n, carry):
+            carry, filled = carry
+            carry = self._add_tile(wg, n, count, *carry)
+            return carry, self.refill(wg, n, filled)
+
+        (_, softmax), _ = jax.lax.fori_loop(jnp.int32(0), count, step, start)
         pl.when(wg.number == 0)(lambda: _next_turn(wg))
         share = 1.0 / jnp.where(softmax.weight == 0.0, 1.0, softmax.weight)
         out = wg.part("out" if "out" in wg.scratch else "q")

@@ -13,6 +13,9 @@ from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.problem import Problem, repeat_heads
 from posenc_jax.kernels.base import Kernels, padded, rule_refusal, without_hidden
 
+MOVES_REGISTERS = jax.__version_info__ < (0, 12)
+"""Whether `setmaxnreg` is heeded: from jax 0.12 on XLA compiles kernels by nvJitLink, as code that
+may be linked with other code, for which it is ignored."""
 _CAPABILITY = "9.0"  # Only these GPUs have the products that the kernels use.
 _MISCOMPILED = range(12080, 12091)  # JAX's attention kernel for these GPUs refuses them, too.
 
@@ -91,6 +94,7 @@ class PallasGPU(Kernels):
             keys=padded(problem.keys, 128),
             forward=Blocks(128, 32 if wide else narrow_keys),
             backward=Blocks(128, 32 if wide else 64),
+            moves_registers=MOVES_REGISTERS,
             interpret=self.interpret,
         )
 

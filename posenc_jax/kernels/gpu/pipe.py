@@ -2,6 +2,10 @@
 
 A pipe has slots in shared memory. The copying warpgroup waits until a slot is free, fills it and
 goes on; the computing ones wait until it is full, and release it.
+
+A third warpgroup copies, or the second of the two that compute. Three warpgroups have 168 registers
+per thread, and where `setmaxnreg` is heeded the one that copies hands its own to the others. Two
+have 255.
 """
 
 import dataclasses
@@ -142,7 +146,7 @@ class Warpgroup:
     """The place of a warpgroup, and its references.
 
     Attributes:
-      number: 0 or 1, or 2 for the warpgroup that copies.
+      number: 0 or 1, or 2 for a warpgroup that only copies.
       grid: the indices of its block of threads, by name.
       refs, out_refs: references to inputs and outputs in global memory.
       scratch: references to shared memory and barriers, and pipes, by name.
@@ -185,12 +189,13 @@ class Warpgroup:
 def launch(
     name: str,
     compute: Callable[[Warpgroup], None],
-    copy: Callable[[Warpgroup], None],
+    copy: Callable[[Warpgroup], None] | None,
     *,
     grid: dict[str, int],
     inputs: dict[str, Any],
     out_types: Any,
     scratch_types: dict[str, Any],
+    moves_registers: bool,
     interpret: Any,
 ) -> Any:
     """Runs a kernel, and returns its results.
@@ -198,11 +203,12 @@ def launch(
     Args:
       name: of the kernel.
       compute: the code of warpgroups 0 and 1.
-      copy: the code of warpgroup 2.
+      copy: the code of warpgroup 2, or None: there are two.
       grid: the number of blocks of threads by name; neighbours differ in the last index.
       inputs: pytrees of arrays, by name.
       out_types: pytree of the types of the results.
       scratch_types: by name; scratch of type `pipe` is a `Pipe` inside.
+      moves_registers: as in `GPUSpec`.
       interpret: parameters of the interpreter, or False.
     """
     leaves, tree = jax.tree.flatten(inputs)
@@ -221,14 +227,20 @@ def launch(
             },
         )
 
+        if copy is None:
+            compute(warpgroup)
+            return
+
         @pl.when(warpgroup.number < COMPUTE)
         def _():
-            plgpu.set_max_registers(232, action="increase")
+            if moves_registers:
+                plgpu.set_max_registers(232, action="increase")
             compute(warpgroup)
 
         @pl.when(warpgroup.number == COMPUTE)
         def _():
-            plgpu.set_max_registers(40, action="decrease")
+            if moves_registers:
+                plgpu.set_max_registers(40, action="decrease")
             copy(warpgroup)
 
     kernel.__name__ = name
@@ -238,7 +250,7 @@ def launch(
         scratch_types=scratch_types,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
-        num_threads=COMPUTE + 1,
+        num_threads=COMPUTE + (copy is not None),
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=_interpreter(interpret),

@@ -34,7 +34,13 @@ Ref = Any
 
 @dataclasses.dataclass(frozen=True)
 class GPUSpec(Spec):
-    """The static part of a problem; `backward` are the tiles of dq and of the bias."""
+    """The static part of a problem; `backward` are the tiles of dq and of the bias.
+
+    Attributes:
+      moves_registers: whether a warpgroup can hand its registers to others, by `setmaxnreg`.
+    """
+
+    moves_registers: bool
 
     def line_of(self, line: Ref, head: Int) -> Ref:
         """Returns the line of a head, of a reference to `line`."""
