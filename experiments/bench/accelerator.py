@@ -8,13 +8,13 @@ own, and end when their share of the time is over:
 
   steps     `posenc_jax.kernels`: both passes and decoding against "reference" on the CPU, and tiles
             of the default size: steps.jsonl
+  train     training steps of 25 million parameters with the kernels, rows whole and packed
+            (`accelerator_train`, needs flax and optax): train.json
   times     attention with schemes by each implementation, `jax.nn`, a bias per pair, and the shape
             of a released model (`accelerator_times`): times.json
   torch     SDPA and FlexAttention of PyTorch on the same GPU (`accelerator_torch`): torch.json
   schemes   every scheme by every implementation, gradients and decode steps
             (`accelerator_schemes`): schemes_1.jsonl and so on
-  train     a training step of five schemes with 25 million parameters (configs/gpu_clock.toml,
-            needs the packages of `experiments`; `make kit` brings them): clock.json
 
 page.md has the tables, log.txt the printed lines, and .txt files the output of the processes. The
 last line is the next command: finer times, or compute-sanitizer on the first step that failed. Of a
@@ -49,10 +49,10 @@ from posenc_jax.kernels.checks.runner import (
     table,
 )
 
-PARTS = {"steps": 0.42, "times": 0.22, "torch": 0.08, "schemes": 0.10, "train": 0.18}
+PARTS = {"steps": 0.42, "train": 0.18, "times": 0.22, "torch": 0.08, "schemes": 0.10}
 """Parts in their order, with their shares of the time; what one leaves is for those after it."""
 LIBRARIES = ("numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax", "torch")
-TRAINING = ("flax", "optax", "pydantic", "docstring_parser", "tomli_w", "sympy")
+TRAINING = ("flax", "optax")
 """Packages of the part `train`."""
 FAST = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()}
 """The environment of comparisons: choosing the fastest products takes most of their time."""
@@ -188,13 +188,8 @@ class Run:
         missing = [name for name in TRAINING if importlib.util.find_spec(name) is None]
         if missing:
             return self.say(f"train: not installed: {', '.join(missing)}")
-        folder = self.out / "clock"
-        study = ["study", "configs/gpu_clock.toml", "--clock", f"--results={folder}"]
-        study.append(f"--page={folder / 'page.md'}")
-        self.cleared("clock.json")
-        self.children("train", [study], seconds, module="experiments")
-        if (folder / "clock.json").exists():
-            os.replace(folder / "clock.json", self.out / "clock.json")
+        arguments = [f"--json={self.cleared('train.json')}", f"--seconds={seconds - 15}"]
+        self.children("train", [arguments], seconds)
 
     def cleared(self, name: str) -> Path:
         """Returns the path of a result, and removes the file of an earlier run."""
@@ -208,14 +203,13 @@ class Run:
         arguments: Sequence[Sequence[str]],
         seconds: float,
         environment: dict[str, str] | None = None,
-        module: str | None = None,
     ) -> list[int | str]:
         """Runs processes of a part at once, and ends them when its time is over.
 
         Returns:
           Their exit statuses, or a text for each one that was ended.
         """
-        command = [sys.executable, "-m", module or f"experiments.bench.accelerator_{name}"]
+        command = [sys.executable, "-m", f"experiments.bench.accelerator_{name}"]
         variables, end = os.environ | (environment or {}), time.monotonic() + seconds
         processes, statuses = [], []
         try:

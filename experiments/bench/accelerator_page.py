@@ -30,8 +30,10 @@ Rows = dict[tuple[str, str, str, int], dict[str, Any]]
 
 def read(folder: Path) -> tuple[Rows, dict[str, dict[str, float]]]:
     """Returns the times of a folder, and milliseconds of training steps by size and scheme."""
-    times, torch, clock = (_json(folder / f"{x}.json") for x in ("times", "torch", "clock"))
-    rows = [row for row in (*times.get("times", ()), *torch.get("rows", ())) if "ms" in row]
+    names = "train", "times", "torch", "clock"
+    train, times, torch, clock = (_json(folder / f"{x}.json") for x in names)
+    rows = [*train.get("times", ()), *times.get("times", ()), *torch.get("rows", ())]
+    rows = [row for row in rows if "ms" in row]
     return {(x["name"], x["by"], x["what"], x["T"]): x for x in rows}, clock.get("steps", {})
 
 

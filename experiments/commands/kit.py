@@ -3,8 +3,7 @@
     python -m experiments.commands.kit --python 3.12      build/kit, for Linux on x86-64
     sh build/kit/install.sh                               on that machine: installs them
 
-Packages that jax and flax need are left out. The corpora of `configs/scoreboard` and of
-`configs/gpu_clock.toml` are in it.
+Packages that jax and flax need are left out. The corpora of `configs/scoreboard` are in it.
 """
 
 import json
