@@ -467,7 +467,7 @@ def choose(problem: Problem) -> Implementation:
     known = (IMPLEMENTATIONS[name] for name in order)
     chosen = next(x for x in known if x.refusal(problem) is None)
     if platform == "gpu" and large and problem.length >= 128 and chosen.name == "xla":
-        chips.warn_of_tiles(problem, IMPLEMENTATIONS["pallas"])
+        chips.warn_of_tiles(problem, Pallas())
     return chosen
 
 

@@ -1,12 +1,14 @@
 """The chips on which the kernels of this package were right, for `implementation=None`."""
 
+import dataclasses
 import warnings
 from typing import NamedTuple
 
 import jax
 import jaxlib
 
-from posenc_jax.engine.problem import Implementation, Problem
+from posenc_jax.engine.pallas import Pallas
+from posenc_jax.engine.problem import Problem
 
 
 class Chip(NamedTuple):
@@ -67,7 +69,7 @@ def are_default(problem: Problem) -> bool:
 _warned: set[tuple[str, str, str]] = set()
 
 
-def warn_of_tiles(problem: Problem, kernels: Implementation) -> None:
+def warn_of_tiles(problem: Problem, kernels: Pallas) -> None:
     """Warns, once for a chip and its versions, that `None` takes tiles where there are kernels.
 
     Args:
@@ -75,9 +77,11 @@ def warn_of_tiles(problem: Problem, kernels: Implementation) -> None:
       kernels: of this package.
     """
     kind, version, runtime = device = here(problem.platform)
-    if device in _warned or kernels.refusal(problem) is not None:
+    of_any_version = dataclasses.replace(kernels, any_version=True)
+    if device in _warned or of_any_version.refusal(problem) is not None:
         return
     _warned.add(device)
+    word = '"pallas"' if kernels.refusal(problem) is None else "Pallas(any_version=True)"
     checked = "; ".join(
         f"{chip.device_kind} with jax {chip.jax}, {chip.runtime} ({', '.join(chip.dtypes)})"
         for chip in CHIPS
@@ -87,6 +91,6 @@ def warn_of_tiles(problem: Problem, kernels: Implementation) -> None:
         f"on {kind} with jax {version}, {runtime}: the kernels of this package were checked on "
         f'{checked or "no chip"}. On an H100 "xla" takes 6 to 13 times as long as they do. Run '
         "`python -m posenc_jax.kernels`, which checks them in minutes, and if all steps are right "
-        'give implementation=("pallas", None). implementation="xla" keeps tiles without a warning.',
+        f'give implementation=({word}, None). implementation="xla" keeps tiles without a warning.',
         stacklevel=2,
     )

@@ -11,16 +11,21 @@ from posenc_jax.engine.problem import Implementation, Problem
 
 @dataclasses.dataclass(frozen=True)
 class Pallas(Implementation):
-    """`PallasGPU()` on GPUs, `PallasTPU()` elsewhere."""
+    """`PallasGPU()` on GPUs, `PallasTPU()` elsewhere.
+
+    Attributes:
+      any_version: as in `PallasGPU`.
+    """
 
     name = "pallas"
+    any_version: bool = False
 
     def _kernels(self, platform: str) -> Any:
         # Imported here: Pallas takes half of the time that this package adds to `import jax`.
         if platform == "gpu":
             from posenc_jax.kernels.gpu.implementation import PallasGPU
 
-            return PallasGPU()
+            return PallasGPU(any_version=self.any_version)
         from posenc_jax.kernels.tpu.implementation import PallasTPU
 
         return PallasTPU()

@@ -20,10 +20,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import posenc_jax as pe
 from posenc_jax.engine import api, chips
+from posenc_jax.engine.pallas import Pallas
 from posenc_jax.engine.rule import as_tuple
 from posenc_jax.kernels import __main__ as program
 from posenc_jax.kernels.checks import steps
 from posenc_jax.kernels.checks.runner import DeviceError
+from posenc_jax.kernels.gpu.implementation import COMPILED
 from tests.kernels.kernel_cases import described
 from tests.support import gpu_lowered
 
@@ -132,6 +134,26 @@ def test_none_warns_once_where_kernels_were_not_checked(chip, monkeypatch, kind,
     with pytest.warns(UserWarning, match=re.escape(message)):
         assert _chosen(T5) == "xla"
     assert _chosen(T5) == _chosen(q_segment_ids=jnp.zeros((1, 512), jnp.int32)) == "xla"
+
+
+def test_versions_with_which_nobody_compiled_the_kernels_are_refused(chip, monkeypatch):
+    monkeypatch.setattr(chips, "warn_of_tiles", WARN_OF_TILES)
+    monkeypatch.setattr(chips, "_warned", set())
+    for module in (jax, jaxlib):
+        monkeypatch.setattr(module, "__version__", "0.13.1")
+    monkeypatch.setattr(jax, "__version_info__", (0, 13, 1))
+    pattern = r"nobody compiled the kernels with jax 0\.13\.1.*Pallas\(any_version=True\)"
+    assert re.match(pattern, Pallas().platform_refusal("gpu"))
+    assert Pallas(any_version=True).platform_refusal("gpu") is None
+    with pytest.warns(UserWarning, match=r"implementation=\(Pallas\(any_version=True\), None\)"):
+        assert _chosen(T5) == "xla"
+
+
+def test_versions_that_were_compiled_have_reports():
+    """Those of `python -m tests.makers kernels_compiled h100`."""
+    reports = json.loads((pathlib.Path(__file__).parent / "spilled.json").read_text())
+    versions = {tuple(map(int, version.split(".")[:2])) for version in reports}
+    assert versions == set(COMPILED)
 
 
 _PAGE = pathlib.Path(__file__).parents[2] / "docs" / "which_gpu.md"
@@ -310,7 +332,7 @@ def test_the_row_is_of_the_kernels_as_they_are():
     files += [package / "kernels" / f"{name}.py" for name in ("base", "elements", "operands")]
     files += sorted(package.glob("kernels/gpu/*.py"))
     digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    assert not chips.CHIPS or digest[:12] == "73fce712b113"
+    assert not chips.CHIPS or digest[:12] == "7c5f54a4a475"
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ class Step:
         if jax.default_backend() == "gpu":
             from posenc_jax.kernels.gpu.implementation import PallasGPU
 
-            return PallasGPU(interpret=self.interpret)
+            return PallasGPU(interpret=self.interpret, any_version=True)
         from posenc_jax.kernels.tpu.implementation import PallasTPU
 
         if self.case.default_tiles:

@@ -16,6 +16,8 @@ from posenc_jax.kernels.base import Kernels, padded, rule_refusal, without_hidde
 MOVES_REGISTERS = jax.__version_info__ < (0, 12)
 """Whether `setmaxnreg` is heeded: from jax 0.12 on XLA compiles kernels by nvJitLink, as code that
 may be linked with other code, for which it is ignored."""
+COMPILED = (0, 11), (0, 12)
+"""Versions of jax with which all kernels were compiled for an H100, by ptxas' reports."""
 _CAPABILITY = "9.0"  # Only these GPUs have the products that the kernels use.
 _MISCOMPILED = range(12080, 12091)  # JAX's attention kernel for these GPUs refuses them, too.
 
@@ -25,16 +27,25 @@ class PallasGPU(Kernels):
     """Flash attention kernels for GPUs of compute capability 9.0 (H100, H200).
 
     Attributes:
+      any_version: take versions of JAX with which nobody compiled the kernels, which may miscompile
+        them: check them first, by `python -m posenc_jax.kernels`.
       interpret, cross_compile, batch_axes, head_axes: see `ShardMapped`; parameters of the
         interpreter are `jax.experimental.pallas.mosaic_gpu.InterpretGPUParams`.
     """
 
     platform = "gpu"
+    any_version: bool = False
 
     def platform_refusal(self) -> str | None:
+        version = jax.__version__
         if jax.__version_info__ < (0, 11, 2):
-            return f"kernels for GPUs need jax 0.11.2 or later, and this is {jax.__version__}"
+            return f"kernels for GPUs need jax 0.11.2 or later, and this is {version}"
         if not (self.interpret or self.cross_compile):
+            if not self.any_version and jax.__version_info__[:2] not in COMPILED:
+                return (
+                    f"nobody compiled the kernels with jax {version}; run `python -m "
+                    "posenc_jax.kernels`, then give engine.pallas.Pallas(any_version=True)"
+                )
             capability = jax.local_devices(backend="gpu")[0].compute_capability
             if capability != _CAPABILITY:
                 return (
