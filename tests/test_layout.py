@@ -158,7 +158,7 @@ def test_quick_tests_exist():
 
 def test_each_mutation_has_its_place():
     """A fault that no longer applies shows nothing."""
-    texts = {x.path: (PACKAGE / x.path).read_text() for x in MUTATIONS}
+    texts = {x.path: (ROOT / x.path).read_text() for x in MUTATIONS}
     lost = [x.name for x in MUTATIONS if texts[x.path].count(x.old) != 1]
     assert not lost
     files = {test.split("::")[0] for x in MUTATIONS for test in x.tests.split()}
