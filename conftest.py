@@ -1,6 +1,7 @@
 """Strict settings for all tests, and the names that docstring examples may use."""
 
 import atexit
+import functools
 import gc
 import os
 import shutil
@@ -73,6 +74,7 @@ def forget():
         programs = 0
 
 
+@functools.cache
 def is_installed(requirement):
     """Whether a package is installed, in a version that a requirement allows."""
     requirement = Requirement(requirement)

@@ -1,6 +1,7 @@
 """The rules of the tree: imports between files, the parts of a scheme, names in the design."""
 
 import ast
+import functools
 import pathlib
 import re
 
@@ -31,7 +32,10 @@ def module_name(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-GRAPH = {module_name(path): imports(path) for path in PACKAGE.rglob("*.py")}
+@functools.cache
+def graph():
+    """Imports by module; workers that only collect these tests parse nothing."""
+    return {module_name(path): imports(path) for path in PACKAGE.rglob("*.py")}
 
 
 def test_imports_have_no_cycles():
@@ -42,17 +46,17 @@ def test_imports_have_no_cycles():
         if name in done or not name:
             return
         stack.append(name)
-        for other in sorted(GRAPH.get(name, ())):
+        for other in sorted(graph().get(name, ())):
             visit(other)
         stack.pop()
         done.add(name)
 
-    for name in GRAPH:
+    for name in graph():
         visit(name)
 
 
 def test_the_engine_imports_no_scheme():
-    for name, modules in GRAPH.items():
+    for name, modules in graph().items():
         if name.startswith("engine"):
             assert not [n for n in modules if n.split(".")[0] == "schemes"], name
 
@@ -60,7 +64,7 @@ def test_the_engine_imports_no_scheme():
 def test_the_kernels_have_one_door():
     """Nothing imports them but the implementations that they are for, in their functions."""
     doors = {"engine.pallas", "engine.splash"}
-    for name, modules in GRAPH.items():
+    for name, modules in graph().items():
         if not name.startswith("kernels") and [n for n in modules if n.startswith("kernels")]:
             assert name in doors, name
     for name in doors:
@@ -70,7 +74,7 @@ def test_the_kernels_have_one_door():
 
 
 def test_flax_modules_import_no_scheme_but_none():
-    modules = {n for name in GRAPH if name.startswith("modules.") for n in GRAPH[name]}
+    modules = {n for name in graph() if name.startswith("modules.") for n in graph()[name]}
     families = {n for n in modules if {*n.split(".")[:2]} & {*FAMILIES}}
     assert families == {"schemes.additive.none"}
 
@@ -132,7 +136,7 @@ def test_imports_follow_the_layers_of_the_design():
         names = [f"{path}.py", *(f"{folder}/" for folder in (path, *path.parents))]
         return next((rows[name] for name in names if name in rows), None)
 
-    for name, modules in GRAPH.items():
+    for name, modules in graph().items():
         if name not in ("", "engine"):
             assert row(name) is not None, f"{name} is in no layer"
             for other in modules - {""}:

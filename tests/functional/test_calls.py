@@ -13,6 +13,7 @@ import posenc_jax as pe
 from posenc_jax.engine.dense import Dense
 from posenc_jax.engine.xla import XLA
 from tests.oracle import qkv
+from tests.support import parameters
 
 Q, K, V = qkv(batch=2, length=7)
 ALIBI, ROPE = pe.ALiBi(num_heads=6), pe.RoPE(head_dim=8)
@@ -23,7 +24,7 @@ RULES, KEY = {"rules": ALIBI.rules({})}, jax.random.key(0)
 
 def content(heads=6, q_features=Q, k_features=None):
     shaw = SHAW.replace(per_head=True)
-    bias, _ = shaw.rules(shaw.init(KEY), q_features, None)
+    bias, _ = shaw.rules(parameters(shaw), q_features, None)
     return {"rules": dataclasses.replace(bias, heads=bias.heads[:heads], k_features=k_features)}
 
 
