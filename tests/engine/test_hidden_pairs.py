@@ -14,7 +14,8 @@ import pytest
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.kernels.tpu.implementation import PallasTPU
-from tests.support import run, slow
+from tests.engine.rules import explicit_mask
+from tests.support import parameters, run, slow
 
 B, T, N, H = 2, 40, 2, 8
 RANDOM = np.random.default_rng(0)
@@ -187,15 +188,28 @@ def _gradient(make, static, word, slopes, sums, q, options):
 
 
 def gradients(make, how, word):
-    options = {n: x for n, x in HOW[how].items() if isinstance(x, np.ndarray)}
-    static = tuple((n, x) for n, x in HOW[how].items() if n not in options)
+    options = {n: x for n, x in how.items() if isinstance(x, np.ndarray)}
+    static = tuple((n, x) for n, x in how.items() if n not in options)
     return run(_gradient, (make, static, word), SLOPES, SUMS, Q, options)
+
+
+def by_one_mask(how):
+    """The same pairs as a mask, which is data: the clipped rules have one program for them all."""
+    how = dict(how)
+    if "q_positions" in how:
+        how["k_positions"] = how["q_positions"]
+    if how.get("mask", 0) is None:  # The block mask.
+        how["mask"] = even(0, 0, *np.ogrid[:T, :T])
+    how = explicit_mask(how, B, N, T)
+    places = {n: np.broadcast_to(how[n], (B, T)) for n in ("q_positions", "k_positions")}
+    return how | places
 
 
 @pytest.mark.parametrize("name, how, word", CASES)
 def test_hidden_pairs_have_no_gradient(name, how, word):
     make, clipped = BOTH[name]
-    got, expected = gradients(make, how, word), gradients(clipped, how, "reference")
+    got = gradients(make, HOW[how], word)
+    expected = gradients(clipped, by_one_mask(HOW[how]), "reference")
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4)
     assert np.abs(got[0]).min() > 1e-4
@@ -215,7 +229,7 @@ def test_the_gradient_is_that_of_a_loop():
     step = 1e-5 * np.eye(2)
     expected = [(loss(SLOPES + s) - loss(SLOPES - s)) / 2e-5 for s in step]
     for word in ("dense", "xla", "reference"):
-        got = gradients(BOTH["of pairs"][0], "positions", word)[0]
+        got = gradients(BOTH["of pairs"][0], HOW["positions"], word)[0]
         np.testing.assert_allclose(got, expected, rtol=1e-4)
 
 
@@ -238,7 +252,7 @@ def test_forward_mode():
 @pytest.mark.parametrize("word", ["dense", "reference"])
 def test_scores_of_hidden_keys_are_no_zeros(word):
     functions = mod_of_score, mod_of_score_clipped
-    got, expected = (gradients(score_mod(function), "whole", word) for function in functions)
+    got, expected = (gradients(score_mod(function), HOW["whole"], word) for function in functions)
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
@@ -260,7 +274,8 @@ def test_elements_of_kernels():
     tiles = Blocks(128, 128)
     kernels = PallasTPU(tiles, tiles, interpret=True)
     make, clipped = BOTH["of pairs"]
-    got, expected = gradients(make, "whole", kernels), gradients(clipped, "whole", "reference")
+    got = gradients(make, HOW["whole"], kernels)
+    expected = gradients(clipped, by_one_mask(HOW["whole"]), "reference")
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
@@ -278,10 +293,12 @@ def test_elements_of_kernels():
 )
 def test_rules_of_finite_operations_are_evaluated_by_tables(scheme):
     """Rules that may be infinite are evaluated for each pair, many times as slowly."""
-    x, q = jnp.ones((1, 5, 6)), jnp.ones((1, 5, 6, 4))
-    params = scheme.init(jax.random.key(0))
-    rows, cols, _ = scheme.features(params, x, q, q, None, None, None)
-    rules = scheme.rules(params, rows, cols)
-    token = jax.ShapeDtypeStruct((), jnp.int32)
-    rules = rules if isinstance(rules, tuple) else (rules,)
-    assert rules and not any(rule.careful(token) for rule in rules if rule.adds_logits)
+
+    def check(params, x, q):
+        rows, cols, _ = scheme.features(params, x, q, q, None, None, None)
+        rules = scheme.rules(params, rows, cols)
+        token = jax.ShapeDtypeStruct((), jnp.int32)
+        rules = rules if isinstance(rules, tuple) else (rules,)
+        assert rules and not any(rule.careful(token) for rule in rules if rule.adds_logits)
+
+    jax.eval_shape(check, parameters(scheme), np.ones((1, 5, 6), "f4"), np.ones((1, 5, 6, 4), "f4"))
