@@ -256,11 +256,16 @@ def test_one_token_of_one_row_is_written_in_place():
 def test_rows_and_heads_on_explicit_axes():
     """Rows over four devices and heads over two: the same numbers, and rows stay where they are."""
     scheme = pe.FoX(num_heads=4, model_dim=DIM)
-    layer = nnx.Attention(
-        DIM, 4, num_kv_heads=2, position=scheme, is_causal=True, rngs=flax.nnx.Rngs(0)
-    )
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, DIM)), jnp.float32)
-    whole = layer(x)
+    x = np.random.default_rng(0).normal(size=(4, 6, DIM)).astype("f4")
+
+    @flax.nnx.jit
+    def outside_of_the_mesh(x):
+        layer = nnx.Attention(
+            DIM, 4, num_kv_heads=2, position=scheme, is_causal=True, rngs=flax.nnx.Rngs(0)
+        )
+        return layer, layer(x)
+
+    layer, whole = outside_of_the_mesh(x)
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
     of_qkv, of_x = P("data", None, "tensor", None), P("data", None, None)
     with jax.set_mesh(mesh):

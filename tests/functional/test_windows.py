@@ -62,14 +62,15 @@ def test_a_layer_decodes_in_a_ring_that_keeps_first_tokens():
 
     @jax.jit
     def outputs(x):
-        cache, outs = layer.new_cache(2, 40, tokens_per_call=4), []
-        for t in range(0, 40, 4):
-            y, cache = layer(x[:, t : t + 4], cache=cache)
-            outs.append(y)
-        return layer(x), jnp.concatenate(outs, 1), cache
+        def step(cache, part):
+            return layer(part, cache=cache)[::-1]
+
+        cache = layer.new_cache(2, 40, tokens_per_call=4)
+        cache, outs = jax.lax.scan(step, cache, x.reshape(2, 10, 4, 16).swapaxes(0, 1))
+        return layer(x), outs, cache
 
     whole, steps, cache = outputs(x)
-    np.testing.assert_allclose(steps, whole, atol=1e-5)
+    np.testing.assert_allclose(np.concatenate(steps, 1), whole, atol=1e-5)
     assert cache.ring and cache.capacity == SINKS + WINDOW - 1 + 4
     plain = layer.new_cache(2, 20, ring=True)
     assert plain.storage.num_sink_tokens == SINKS
