@@ -60,7 +60,7 @@ lint: $(call installed,lint) ## Check style, types, workflows and forms
 	$(call schema,citation-file-format) --force-filetype yaml CITATION.cff
 schema = $(RUN) -m check_jsonschema --builtin-schema vendor.$(1)
 
-format: $(call installed,lint)
+format: $(call installed,lint) ## Format the code and fix what ruff can
 	$(RUN) -m ruff format . && $(RUN) -m ruff check --fix .
 
 docs: $(call installed,docs) ## Build the site: build/site/index.html (ARGS="-b linkcheck": request addresses)

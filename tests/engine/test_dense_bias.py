@@ -26,7 +26,6 @@ CASES = [
     (Dense(block=2**12), 63, 3, "B", np.float32, 4.0),
     (TILES, 63, 3, "N", np.float32, None),
     (KERNELS, 200, 3, "N", jnp.bfloat16, None),
-    pytest.param(OF_GPU, 63, 1, "", jnp.bfloat16, None, marks=gpu_interpreted),
 ]
 CASES += [
     pytest.param(*case, marks=slow)
@@ -37,8 +36,12 @@ CASES += [
     ]
 ]
 CASES += [
-    pytest.param(OF_GPU, 200, 3, *case, None, marks=[gpu_interpreted, slow])
-    for case in [("B", jnp.bfloat16), ("N", np.float32)]
+    pytest.param(OF_GPU, *case, None, marks=[gpu_interpreted, slow])
+    for case in [
+        (63, 1, "", jnp.bfloat16),
+        (200, 3, "B", jnp.bfloat16),
+        (200, 3, "N", np.float32),
+    ]
 ]
 
 
