@@ -89,7 +89,7 @@ study scoreboard: $(call installed,experiments) ## Continue the study; test clai
 bench: $(call installed,experiments) ## Measure speed as ratios (ARGS="released")
 	$(RUN) -m experiments bench $(or $(ARGS),attention)
 
-kit: $(call installed,experiments)
+kit: $(call installed,experiments) ## Collect the wheels for a machine without network (ARGS="--python 3.12")
 	$(RUN) -m experiments.commands.kit $(ARGS)
 
 # Without ACCEL, the Python that has JAX for the device there; it needs no network.
