@@ -83,15 +83,14 @@ def softmax_attention(q, k, v, logit, *, positions=None, sees=lambda i, j: j <= 
     batch, length, heads, _ = q.shape
     at = list(range(length)) if positions is None else [int(p) for p in positions]
     out = np.zeros((batch, length, heads, v.shape[-1]))
+    seen = [[s for s in range(length) if sees(i, at[s])] for i in at]
     for b, t, n in np.ndindex(batch, length, heads):
-        m = n * k.shape[2] // heads
-        keys = [s for s in range(length) if sees(at[t], at[s])]
+        m, keys = n * k.shape[2] // heads, seen[t]
         x = np.array([logit(q[b, t, n], k[b, s, m], n, at[t], at[s]) for s in keys])
         weights = np.exp(x - x.max())
         weights /= weights.sum()
-        for s, w in zip(keys, weights, strict=True):
-            more = 0.0 if value is None else value(n, at[t], at[s])
-            out[b, t, n] += w * (v[b, s, m] + more)
+        more = 0.0 if value is None else np.array([value(n, at[t], at[s]) for s in keys])
+        out[b, t, n] = weights @ (v[b, keys, m] + more)
     return out
 
 
