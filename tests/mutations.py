@@ -73,6 +73,8 @@ def run(folder, tests):
     lines = (result.stdout + result.stderr).splitlines()
     if missing := [x for x in lines if x.startswith("ERROR: not found")]:
         return f"not applied: {missing[0]}"
+    if result.returncode not in (1, 2):  # Nothing ran: an environment without JAX catches nothing.
+        return f"not applied: pytest returned {result.returncode}: {lines[-1]}"
     failed = [x for x in lines if x.startswith(("FAILED", "ERROR"))]
     return failed[0] if failed else lines[-1]
 
