@@ -10,20 +10,10 @@ import matplotlib as mpl
 from experiments.lengths import results
 from experiments.lengths.plan import WIDTH, Plan
 from experiments.lengths.results import BIN
-from experiments.lengths.scores import (
-    FAILS,
-    HOLDS,
-    LEAST,
-    NO_GATE,
-    NOT_RUN,
-    OPEN,
-    Outcome,
-    Table,
-    plus_minus,
-)
+from experiments.lengths.scores import FAILS, HOLDS, LEAST, NO_GATE, NOT_RUN, OPEN, Outcome, Table
 from experiments.pages import plots
 from experiments.pages.page import as_csv, as_html, fill
-from experiments.pages.tables import interval, mean, ordered
+from experiments.stats import interval, mean, ordered, plus_minus
 
 BASE = "sinks_4"
 DRAWN = "rope", "pi", "ntk", "yarn", "rerope", "self_extend", "dual_chunk", "window"

@@ -16,9 +16,9 @@ from experiments.errors import ConfigError, CorpusError, ResultsError
 from experiments.lengths import results, texts
 from experiments.lengths.plan import Cell, Document, Plan
 from experiments.lengths.results import BIN, CellResult
-from experiments.released.command import packaged
 from experiments.released.losses import Losses, Program, Scores
 from experiments.released.methods import Trained, set_method
+from experiments.released.packages import packaged
 from experiments.runs.checkpoints import Deadline
 from experiments.runs.files import locked
 from experiments.runs.results import FILE

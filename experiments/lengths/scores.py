@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from experiments.lengths.plan import WIDTH, Cell, Claim, Document, Plan
 from experiments.lengths.results import BIN, CellResult
-from experiments.pages.tables import interval, mean
 from experiments.scoreboard.criteria import Condition
+from experiments.stats import interval, mean
 
 HOLDS, FAILS, OPEN, NOT_RUN, NO_GATE = "holds", "fails", "not resolved", "not run", "gate failed"
 LEAST = 3
@@ -138,16 +138,3 @@ class Table:
         known = [self.results[name] for name in names if name in self.results]
         last = max(known, key=lambda result: result.finished, default=None)
         return math.nan if last is None else last.temporary_mib
-
-
-def plus_minus(values: Sequence[float], sign: str = "+", digits: int = 3) -> str:
-    """Returns a mean with half the width of its 95 % interval.
-
-    >>> plus_minus([1.0, 2.0, 3.0]), plus_minus([0.5]), plus_minus([])
-    ('+2.000 ± 2.484', '+0.500', '')
-    """
-    if not values:
-        return ""
-    middle, low, _ = interval(values)
-    text = f"{middle:{sign}.{digits}f}"
-    return text if math.isnan(low) else f"{text} ± {middle - low:.{digits}f}"

@@ -61,6 +61,19 @@ def short(name: str) -> str:
     return "+".join(part.rpartition(":")[2] for part in parts_of(name))
 
 
+def label(scheme: str, variant: str = "") -> str:
+    """Returns the label of a scheme, or of a zero-shot variant of it.
+
+    >>> label("rope"), label("rope", "ntk"), label("rope+mypkg.mine:MyScheme")
+    ('rope', 'rope + NTK', 'rope+MyScheme')
+    >>> label("rope", "window_64")
+    'rope + window of 64'
+    """
+    names = {"ntk": "NTK", "pi": "PI", "yarn": "YaRN", "rerope": "ReRoPE"}
+    variant = names.get(variant, variant.replace("_", " of "))
+    return f"{short(scheme)} + {variant}" if variant else short(scheme)
+
+
 def check_names(names: Sequence[str]) -> None:
     """Raises ConfigError unless there are names, each once, also as tables have them."""
     if not names or len(set(names)) != len(names):

@@ -10,7 +10,7 @@ import jinja2
 from markdown_it import MarkdownIt
 from markupsafe import escape
 
-from experiments.pages.tables import label
+from experiments.models.schemes import label
 from experiments.runs.run import duration
 
 _SHELL = Path(__file__).with_name("page.html.jinja")

@@ -16,8 +16,10 @@ import numpy as np
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from experiments.models.schemes import label
 from experiments.pages import tables
-from experiments.pages.tables import Results, mean
+from experiments.pages.tables import Results
+from experiments.stats import mean, ordered
 
 PALETTE = (
     *("#0072b2", "#d55e00", "#009e73", "#c2649b", "#d08f00"),
@@ -90,7 +92,7 @@ def lengths(results: Results, section: str, mode: str, split: bool = False) -> s
                 trained |= {n for n, score in scores.items() if score.in_distribution}
                 values = [score.values for score in scores.values()]
                 end = _line(axes, list(scores), values, styles[row.scheme], variant, row.fitted)
-                name = tables.label(row.scheme, variant) + ("" if row.fitted else " (not fitted)")
+                name = label(row.scheme, variant) + ("" if row.fitted else " (not fitted)")
                 if limit is None or limits[0] <= end[1] < limits[1]:
                     ends.append((*end, name))
             axes.set_xscale("log", base=2)
@@ -135,7 +137,7 @@ def maps(results: Results, section: str) -> str:
     with mpl.rc_context({**STYLE, "svg.hashsalt": f"maps-{section}", "axes.grid": False}):
         figure, all_axes = _small_multiples(len(places), 0.18 * len(lengths))
         for axes, (scheme, rows) in zip(all_axes, places.items(), strict=True):
-            axes.set_title(tables.label(scheme), fontsize=9.5, pad=3.0)
+            axes.set_title(label(scheme), fontsize=9.5, pad=3.0)
             for y, length in enumerate(lengths):
                 if length in rows:
                     _map_row(axes, y, rows[length], limits, trained / length)
@@ -196,7 +198,7 @@ def curves(results: Results, section: str) -> str:
             curves = [result.curve for _, result in row.ended if result.curve]
             if not curves:
                 continue
-            seeds, name = len(row.ended), tables.label(scheme)
+            seeds, name = len(row.ended), label(scheme)
             name += f" ({len(curves)} of {seeds} seeds)" if len(curves) < seeds else ""
             values = list(zip(*(curve["loss"] for curve in curves), strict=False))
             steps, style = curves[0]["step"][: len(values)], (styles[scheme][0], "")
@@ -225,10 +227,10 @@ def differences(
       name: of the plot, unique on its page.
     """
     with mpl.rc_context({**STYLE, "svg.hashsalt": title, "axes.grid.axis": "both"}):
-        height, names = 0.85 + 0.34 * len(rows), [tables.label(name) for name in rows]
+        height, names = 0.85 + 0.34 * len(rows), [label(name) for name in rows]
         margin = max(1.15, 0.1 + 0.085 * max(map(len, names)))
         figure, axes = new_figure(height, left=margin, bottom=0.6, right=1.3)
-        kinds = tables.ordered(kind for row in rows.values() for kind in row)
+        kinds = ordered(kind for row in rows.values() for kind in row)
         for i, kind in enumerate(kinds):
             colour, marker = PALETTE[i % len(PALETTE)], MARKERS[i % len(MARKERS)]
             shown = {y: row[kind] for y, row in enumerate(rows.values()) if kind in row}

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.models.schemes import label
 from experiments.pages import plots, tables
 from experiments.pages.page import as_html, fill, plain
-from experiments.pages.tables import Results, SchemeResults, in_words, interval, mean
+from experiments.pages.tables import Results, SchemeResults
 from experiments.runs.results import mixture
 from experiments.settings.common import Rates
 from experiments.settings.config_io import flatten
+from experiments.stats import in_words, interval, mean, ordered
 
 _SPREAD = 0.1  # As `experiments.study.selection.Size.unstable`.
 _COSTS = (*("task", "scheme", "parameters", "ms a step", "relative to none", "memory MiB"),)
@@ -68,7 +70,7 @@ def render(
         failed=[row for row in results if row.error],
         seeds=seeds,
         averaged=tables.seeds_in_words(results),
-        baseline=tables.label(baseline),
+        baseline=label(baseline),
         conclusions=conclusions(results, baseline),
         summaries=[
             summary
@@ -100,7 +102,7 @@ def waiting(results: Results) -> list[str]:
     for section in tables.sections(results):
         rows = tables.of_section(results, section).values()
         parts = [
-            tables.label(row.scheme)
+            label(row.scheme)
             + (f" ({len(row.ended)} of {len(row.runs)} seeds)" if len(row.runs) > 1 else "")
             for row in rows
             if len(row.ended) < len(row.runs) and not row.raised
@@ -131,7 +133,7 @@ def _summary(results: Results, section: str, baseline: str, draw: Any) -> dict |
     lengths = sorted({n for row in rows for n in row.scores(mode)})
     if trained not in lengths:
         return None
-    shown = tables.ordered([trained, lengths[-1]])
+    shown = ordered([trained, lengths[-1]])
     columns = [tables.paired(results, section, mode, length, baseline) for length in shown]
 
     def order(scheme: str) -> tuple[bool, float]:
@@ -144,14 +146,14 @@ def _summary(results: Results, section: str, baseline: str, draw: Any) -> dict |
 
     lines, differences = [], {}
     for scheme in sorted(columns[0], key=order):
-        lines.append([tables.label(scheme)])
+        lines.append([label(scheme)])
         for column in columns:
             values, against = column.get(scheme, ([], []))
             paired = against and scheme != baseline
             lines[-1] += [cell(values) if values else "", cell(against, "+") if paired else ""]
         if columns[0][scheme][1] and scheme != baseline:
             differences[scheme] = {"": interval(columns[0][scheme][1])}
-    name = tables.label(baseline)
+    name = label(baseline)
     unit = f"{labels.unit} at {trained}, difference to {name}"
     picture = ""
     if differences:
@@ -217,7 +219,7 @@ def _rates(rows: list[SchemeResults]) -> str:
             relative = f" x {train.scheme_rate:g} for its own parameters"
             times = relative if train.scheme_rate != 1 else ""
             text = f"{train.learning_rate:g}{times}{default}"
-            groups.setdefault(text, []).append(tables.label(row.scheme))
+            groups.setdefault(text, []).append(label(row.scheme))
     parts = [f"{text} ({', '.join(names)})" for text, names in groups.items()]
     return f"learning rates: {'; '.join(parts)}" if parts else ""
 
@@ -262,11 +264,9 @@ def _verdict(results: Results, section: str, baseline: str) -> str:
         if scheme != baseline and len(differences) > 1:
             low, high = sorted(labels.sign * bound for bound in interval(differences)[1:])
             group = "ahead" if high < 0 else "behind" if low > 0 else "not resolved"
-            groups[group].append(tables.label(scheme))
+            groups[group].append(label(scheme))
     words = "; ".join(f"{group}: {', '.join(names)}" for group, names in groups.items() if names)
-    return (
-        words and f"On {section} at {task.train_length}, against {tables.label(baseline)}: {words}."
-    )
+    return words and f"On {section} at {task.train_length}, against {label(baseline)}: {words}."
 
 
 def _spread(section: str, rows: Mapping[str, SchemeResults]) -> str:
@@ -277,7 +277,7 @@ def _spread(section: str, rows: Mapping[str, SchemeResults]) -> str:
         score = row.scores(task.views[0]).get(task.train_length)
         values = [x for x in score.values if math.isfinite(x)] if score else []
         if len(values) > 1 and statistics.stdev(values) > _SPREAD:
-            names.append(f"{tables.label(row.scheme)} ({min(values):.3f} to {max(values):.3f})")
+            names.append(f"{label(row.scheme)} ({min(values):.3f} to {max(values):.3f})")
     return (
         f"On {section} seeds have a standard deviation above {_SPREAD:g}, which a lower learning "
         f"rate may mend: {', '.join(names)}."
@@ -292,7 +292,7 @@ def _not_tuned(section: str, rows: Mapping[str, SchemeResults]) -> Iterator[str]
     others = [scheme for scheme in rows if scheme not in task.rates]
     rope = task.rates.get("rope")
     if others and rope and rope.learning_rate == rows[others[0]].runs[0].task.train.learning_rate:
-        names = ", ".join(map(tables.label, others))
+        names = ", ".join(map(label, others))
         yield f"On {section} no rate was tuned for {names}: RoPE's was taken."
     compare, study = (tomllib.loads(file.read_text()) for file in _CONFIGS)
     if task.rates == {name: Rates(**table) for name, table in compare["text"]["rates"].items()}:
@@ -311,9 +311,9 @@ def _sentence(text: str) -> str:
 
 def _fits(rows: list[SchemeResults]) -> Iterator[str]:
     """Which schemes learned the task, by the rule of the runs."""
-    rules = tables.ordered(row.first.fit_rule for row in rows if row.first and row.first.fit_rule)
-    fitted = [tables.label(row.scheme) for row in rows if row.fitted]
-    others = [tables.label(row.scheme) for row in rows if not row.fitted]
+    rules = ordered(row.first.fit_rule for row in rows if row.first and row.first.fit_rule)
+    fitted = [label(row.scheme) for row in rows if row.fitted]
+    others = [label(row.scheme) for row in rows if not row.fitted]
     if not others:
         return
     rule = f" ({plain('; '.join(rules))})" if rules else ""
@@ -332,7 +332,7 @@ def _costs(results: Results) -> Iterator[list[str]]:
             ms, base = times.get(scheme), times.get("none")
             yield [
                 section,
-                tables.label(scheme),
+                label(scheme),
                 _number(row.first.parameters, ",d"),
                 _number(ms, ".1f"),
                 _number(ms / base if ms and base else None, ".2f"),

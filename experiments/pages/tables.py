@@ -8,88 +8,16 @@ the task at the training length.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import numpy as np
-from scipy import special
-
-from experiments.models.schemes import has_table, short
+from experiments.models.schemes import has_table, label
 from experiments.runs.run import Lookup, Result, Run
+from experiments.stats import in_cell, mean, ordered
 from experiments.tasks.base import Labels
 
 UNTRAINED = (
     "† needs rows of a learned table that were never trained; a good score there does without them"
 )
-
-
-def mean(values: Iterable[float | None]) -> float:
-    """Returns the mean; NaN for no values, or if one is not finite.
-
-    >>> mean([1, 2]), mean([])
-    (1.5, nan)
-    """
-    numbers = [math.nan if x is None or not math.isfinite(x) else float(x) for x in values]
-    return sum(numbers) / len(numbers) if numbers else math.nan
-
-
-def in_cell(values: Sequence[float | None], form: str = ".3f") -> str:
-    """Returns the mean as text, or in how many seeds there is no finite score.
-
-    >>> in_cell([1, 2]), in_cell([1, None])
-    ('1.500', 'no finite score in 1 of 2')
-    """
-    lacking = sum(x is None or not math.isfinite(x) for x in values)
-    return f"no finite score in {lacking} of {len(values)}" if lacking else f"{mean(values):{form}}"
-
-
-def interval(
-    values: Sequence[float], shifts: Sequence[float] = (0.0,)
-) -> tuple[float, float, float]:
-    """Returns the mean and its 95 % interval by Student's t, NaN bounds for one value.
-
-    Args:
-      values: one per seed.
-      shifts: equally likely changes of the mean for another reason, such as another choice of
-        settings; the interval is of their sum with the t distribution.
-
-    >>> [round(x, 3) for x in interval((1.0, 2.0, 3.0))]
-    [2.0, -0.484, 4.484]
-    >>> [round(x, 3) for x in interval((1.0, 2.0, 3.0), (0.0, 0.0, 1.0))]
-    [2.0, -0.24, 4.939]
-    """
-    x = np.asarray(values)
-    mean = float(x.mean()) if len(x) else math.nan
-    if len(x) < 2:
-        return mean, math.nan, math.nan
-    # `scipy.special` is imported in a quarter of the time of `scipy.stats`.
-    error, degrees = float(x.std(ddof=1)) / len(x) ** 0.5, len(x) - 1
-    if not np.any(shifts):
-        half = float(special.stdtrit(degrees, 0.975)) * error
-        return mean, mean - half, mean + half
-    quantiles = special.stdtrit(degrees, (np.arange(2000) + 0.5) / 2000) * error
-    low, high = np.quantile(mean + np.add.outer(np.asarray(shifts), quantiles), (0.025, 0.975))
-    return mean, float(low), float(high)
-
-
-def in_words(
-    values: Sequence[float], digits: int = 3, sign: str = "", shifts: Sequence[float] = (0.0,)
-) -> str:
-    """Returns the mean and its interval as text, the mean alone for one value.
-
-    Args:
-      values: NaN for seeds without a finite score.
-      digits: behind the point.
-      sign: "+" for differences.
-      shifts: as for `interval`.
-
-    >>> in_words((1.0, 2.0, 3.0), sign="+"), in_words([0.5]), in_words((math.nan, 1.0))
-    ('+2.000 [-0.484, +4.484]', '0.500', 'no finite score in 1 of 2')
-    """
-    form = f"{sign}.{digits}f"
-    middle, low, high = interval(values, shifts)
-    if math.isnan(low):
-        return in_cell(values, form)
-    return f"{middle:{form}} [{low:{form}}, {high:{form}}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,11 +187,6 @@ class Grid:
     rows: list[Row]
 
 
-def ordered(items: Iterable) -> list:
-    """Returns the distinct items in order of first appearance."""
-    return list(dict.fromkeys(items))
-
-
 def sections(results: Results) -> list[str]:
     """Returns the sections of the results in order of first appearance."""
     return ordered(row.section for row in results)
@@ -330,19 +253,6 @@ def seeds_in_words(results: Results) -> str:
     least, most = min(counts, default=1), max(counts, default=1)
     few = f"{least} to " if least < most else ""
     return f"{few}{most} seeds" if most > 1 else ""
-
-
-def label(scheme: str, variant: str = "") -> str:
-    """Returns the label of a scheme, or of a zero-shot variant of it.
-
-    >>> label("rope"), label("rope", "ntk"), label("rope+mypkg.mine:MyScheme")
-    ('rope', 'rope + NTK', 'rope+MyScheme')
-    >>> label("rope", "window_64")
-    'rope + window of 64'
-    """
-    names = {"ntk": "NTK", "pi": "PI", "yarn": "YaRN", "rerope": "ReRoPE"}
-    variant = names.get(variant, variant.replace("_", " of "))
-    return f"{short(scheme)} + {variant}" if variant else short(scheme)
 
 
 def step_times(results: Results, section: str) -> dict[str, float]:

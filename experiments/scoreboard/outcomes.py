@@ -5,11 +5,11 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from experiments.pages.tables import interval
 from experiments.runs.run import Result, known
 from experiments.runs.run_queue import differences
 from experiments.scoreboard.claims import Claim
 from experiments.scoreboard.criteria import Condition
+from experiments.stats import interval
 
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 NOT_RESOLVED, NOT_FITTED, NOT_RUN = "not resolved", "not fitted", "not run"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from experiments.models.schemes import short
 from experiments.pages.page import as_csv, fill
-from experiments.pages.tables import in_cell, in_words, mean, ordered
 from experiments.runs.run import Result
 from experiments.scoreboard.outcomes import Check, Outcome
+from experiments.stats import in_cell, in_words, mean, ordered
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,11 +8,13 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 
+from experiments.models.schemes import label
 from experiments.pages import plots
 from experiments.pages.page import as_csv, fill
-from experiments.pages.tables import Lookup, in_cell, in_words, label, mean
+from experiments.runs.run import Lookup
+from experiments.stats import holm, in_cell, in_words, mean, t_tests
 from experiments.study.clock import Clock
-from experiments.study.comparison import FLAT, holm, t_tests
+from experiments.study.comparison import FLAT
 from experiments.study.numbers import ratio
 from experiments.study.page import origin
 from experiments.study.plan import Study

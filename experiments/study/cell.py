@@ -4,8 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
-from experiments.pages.tables import Lookup, mean
-from experiments.runs.run import Run
+from experiments.runs.run import Lookup, Run
+from experiments.stats import mean
 from experiments.study.clock import Clock
 from experiments.study.selection import Selection, Size, score, variant
 

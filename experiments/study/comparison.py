@@ -1,15 +1,13 @@
 """Differences of a study side by side: at its sizes, on its corpora, and in a repeated study."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from scipy import special
-
-from experiments.pages.tables import in_cell, in_words, label, mean
+from experiments.models.schemes import label
+from experiments.stats import in_cell, in_words, mean, sign
 from experiments.study.plan import Study
-from experiments.study.rows import Bounds, Row, Rows
+from experiments.study.rows import Row, Rows
 from experiments.study.selection import score
 from experiments.tasks.base import Task
 
@@ -186,56 +184,3 @@ def repetition(study: Study, rows: Rows, earlier: Rows) -> dict[str, Any]:
                 out["both" if all(signs) else "here" if signs[0] else "there"].append(name)
         out["tables"].append(lines)
     return out
-
-
-def t_tests(
-    scores: Mapping[str, Sequence[float]], reference: Sequence[float]
-) -> tuple[dict[str, float], float]:
-    """Returns two-sided p values of differences to a reference, and the standard deviation.
-
-    >>> t_tests({"a": [1.0, 1.0], "b": [0.5, 0.5]}, [1.0, 1.0])
-    ({}, 0.0)
-
-    Args:
-      scores: of each scheme, one per seed; their standard deviation is pooled over schemes.
-      reference: scores of the scheme that the others are compared with.
-
-    Returns:
-      p values by scheme and the pooled standard deviation; no p values for one seed per scheme,
-      where the deviation is NaN, where it is zero, and for a reference without all scores.
-    """
-    degrees = sum(len(x) - 1 for x in scores.values())
-    if degrees < 1:
-        return {}, math.nan
-    squares = sum(float(np.var(x)) * len(x) for x in scores.values())
-    spread, p_values = (squares / degrees) ** 0.5, {}
-    # Without a spread all seeds agree, as at the ceiling of a task.
-    if not spread or math.isnan(mean(reference)):
-        return {}, spread
-    for scheme, x in scores.items():
-        error = spread * (1 / len(x) + 1 / len(reference)) ** 0.5
-        t = abs(float(np.mean(x)) - float(np.mean(reference))) / error
-        p_values[scheme] = 2 * float(special.stdtr(degrees, -t))
-    return p_values, spread
-
-
-def holm(p_values: Mapping[str, float], level: float = 0.05) -> set[str]:
-    """Returns the tests that Holm's correction for their number rejects.
-
-    >>> sorted(holm({"a": 0.01, "b": 0.04, "c": 0.02, "d": 0.6}))
-    ['a']
-    >>> sorted(holm({"a": 0.01, "b": 0.02, "c": 0.03}))
-    ['a', 'b', 'c']
-    """
-    rejected: set[str] = set()
-    for name in sorted(p_values, key=lambda name: p_values[name]):
-        if p_values[name] > level / (len(p_values) - len(rejected)):
-            break
-        rejected.add(name)
-    return rejected
-
-
-def sign(difference: Bounds) -> int:
-    """Returns the sign of a resolved difference, 0 of one whose interval holds 0."""
-    _, low, high = difference
-    return (low > 0) - (high < 0)

@@ -4,9 +4,10 @@ import math
 import statistics
 from collections.abc import Mapping
 
+from experiments.models.schemes import label
 from experiments.pages.page import as_csv
-from experiments.pages.tables import Lookup, in_cell, in_words, label
-from experiments.runs.run import Run
+from experiments.runs.run import Lookup, Run
+from experiments.stats import in_cell, in_words
 from experiments.study.cell import Cell
 from experiments.study.plan import Study
 from experiments.study.rows import Row, Rows, curve_of, gain

@@ -7,15 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.models.schemes import label
 from experiments.pages import plots
 from experiments.pages.page import fill
-from experiments.pages.tables import Lookup, in_cell, label, ordered
 from experiments.runs.results import Result, mixture
+from experiments.runs.run import Lookup
+from experiments.stats import Bounds, in_cell, ordered
 from experiments.study import comparison
 from experiments.study.cell import Cell
 from experiments.study.clock import Clock
 from experiments.study.plan import Study
-from experiments.study.rows import Bounds, Row, Rows, curve_of
+from experiments.study.rows import Row, Rows, curve_of
 from experiments.study.selection import score
 
 _CRITERIA = {

@@ -38,10 +38,10 @@ from pydantic import NonNegativeInt
 import posenc_jax as pe
 from experiments.errors import ConfigError
 from experiments.models.schemes import check_names, plain, schemes_in
-from experiments.pages.tables import Lookup, ordered
 from experiments.runs.experiment import from_file, refuse_plan
-from experiments.runs.run import Result, Run
+from experiments.runs.run import Lookup, Result, Run
 from experiments.settings.config_io import STRICT, convert, merge, near, read_toml
+from experiments.stats import ordered
 from experiments.study.cell import Cell
 from experiments.study.clock import Clock
 from experiments.study.selection import Size, variant

@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from experiments.pages.tables import Lookup, in_words, interval, mean
-from experiments.runs.run import Result, Run
+from experiments.runs.run import Lookup, Result, Run
+from experiments.stats import Bounds, in_words, interval, mean
 from experiments.study.cell import Cell
 from experiments.study.clock import Clock
 from experiments.study.selection import Selection, score
-
-Bounds = tuple[float, float, float]
 
 
 @dataclasses.dataclass(frozen=True)

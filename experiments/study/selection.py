@@ -16,10 +16,10 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
-from experiments.pages.tables import Lookup, mean
-from experiments.runs.run import Result, Run
+from experiments.runs.run import Lookup, Result, Run
 from experiments.settings.common import Seeds
 from experiments.settings.config_io import STRICT
+from experiments.stats import mean
 
 _SCHEME_RATES = (10.0, 3.0)
 _HALF_STEP = math.sqrt(2.0)

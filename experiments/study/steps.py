@@ -12,11 +12,11 @@ from scipy import special
 from experiments.models.schemes import short
 from experiments.pages import plots
 from experiments.pages.page import fill
-from experiments.pages.tables import Lookup, in_cell, mean
-from experiments.study.comparison import sign, t_tests
+from experiments.runs.run import Lookup
+from experiments.stats import Bounds, in_cell, mean, sign, t_tests
 from experiments.study.page import origin, settings, shared
 from experiments.study.plan import Study
-from experiments.study.rows import Bounds, Row, Rows
+from experiments.study.rows import Row, Rows
 
 THETAS = {"rope": "10,000", "rope_500": "500", "rope_100": "100"}
 """Bases of the frequencies by the names of schemes."""

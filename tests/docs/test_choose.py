@@ -11,7 +11,7 @@ import re
 from scipy import stats
 
 from experiments.runs.results import packed
-from experiments.study.comparison import holm
+from experiments.stats import holm
 from posenc_jax.hf.model_types import MODEL_TYPES
 from tests.docs import pages
 

@@ -3,7 +3,7 @@
 import pathlib
 import re
 
-ROOMS = ("errors", "settings", "models", "tasks", "training", "runs", "pages", "released")
+ROOMS = ("errors", "stats", "settings", "models", "tasks", "training", "runs", "pages", "released")
 ROOMS += ("bench", "gallery", "study", "scoreboard", "lengths", "commands")
 FOLDER = pathlib.Path(__file__).parents[2] / "experiments"
 

@@ -18,14 +18,13 @@ from experiments.__main__ import main
 from experiments.errors import ConfigError
 from experiments.models.schemes import short
 from experiments.pages import plots
-from experiments.pages.tables import interval
 from experiments.runs.results import packed
 from experiments.runs.run import Result, RunFolder, known
+from experiments.stats import holm, interval, t_tests
 from experiments.study import clock, plan
 from experiments.study.catalogue import catalogue_page, catalogue_picture, screen_numbers
 from experiments.study.clock import Clock
 from experiments.study.command import pages
-from experiments.study.comparison import holm, t_tests
 from experiments.study.numbers import numbers
 from experiments.study.page import drawing, page
 from experiments.study.rows import curve_of, gain, rows_of
