@@ -11,12 +11,11 @@ from experiments.lengths import results
 from experiments.lengths.plan import WIDTH, Plan
 from experiments.lengths.results import BIN
 from experiments.lengths.scores import FAILS, HOLDS, LEAST, NO_GATE, NOT_RUN, OPEN, Outcome, Table
+from experiments.models.methods import window
 from experiments.pages import plots
 from experiments.pages.page import as_csv, as_html, fill
 from experiments.stats import interval, mean, ordered, plus_minus
 
-BASE = "sinks_4"
-DRAWN = "rope", "pi", "ntk", "yarn", "rerope", "self_extend", "dual_chunk", "window"
 _HIGHEST, _LOWEST = 1.0, -0.3
 
 
@@ -31,10 +30,12 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
     done = [known[name] for name in names if name in known]
     outcomes = [table.judge(claim) for claim in plan.claims]
     svg, picture = drawing(table), f"{target.stem}.svg"
+    alone = window(plan.checkpoint.trained // 4)
     documents = [
         d
         for d in plan.all_documents
-        if table.losses(d, "rope", plan.shortest) and table.losses(d, BASE, plan.shortest)
+        if table.losses(d, "rope", plan.shortest)
+        and table.losses(d, plan.picture.minus, plan.shortest)
     ]
     text = fill(
         Path(__file__).with_name("lengths.md.jinja"),
@@ -59,7 +60,13 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
         not_run=sum(outcome.word == NOT_RUN for outcome in outcomes),
         least=LEAST,
         documents_of=[(name, ", ".join(kind.documents)) for name, kind in plan.kinds.items()],
-        alone=plus_minus(table.values("window", "at", plan.checkpoint.trained, BASE), ""),
+        window=alone,
+        alone=plus_minus(
+            table.values(alone, "at", plan.checkpoint.trained, plan.picture.minus)
+            if alone in plan.methods
+            else [],
+            "",
+        ),
         peak=f"{max((x.peak_mib for x in done), default=0) / 2**10:.1f}",
         versions="; ".join(ordered(_versions(x.environment) for x in done)),
         processor="; ".join(ordered(str(x.environment.get("processor")) for x in done)),
@@ -189,12 +196,12 @@ def numbers(table: Table, outcomes: list[Outcome]) -> Iterator[dict[str, str]]:
 def drawing(table: Table) -> str:
     """Returns the plot of losses by place minus the loss in a window with sinks; "" without any."""
     plan, lines = table.plan, {}
-    for method in DRAWN:
+    for method in plan.picture.methods:
         pairs = [
             (ours, base)
             for document in plan.all_documents
             if (ours := table.losses(document, method, plan.shortest))
-            and (base := table.losses(document, BASE, plan.shortest))
+            and (base := table.losses(document, plan.picture.minus, plan.shortest))
         ]
         if pairs:
             lines[method] = [
@@ -216,6 +223,6 @@ def drawing(table: Table) -> str:
         axes.set_xlim(0, plan.shortest / 1024)
         axes.set_ylim(_LOWEST, _HIGHEST)
         axes.set_xlabel("place in the text, thousand tokens")
-        axes.set_ylabel(f"nats per token, minus {BASE}")
+        axes.set_ylabel(f"nats per token, minus {plan.picture.minus}")
         plots.label_ends(axes, ends)
-        return plots.drawing(figure, "lengths", f"Loss by place minus that of {BASE}")
+        return plots.drawing(figure, "lengths", f"Loss by place minus that of {plan.picture.minus}")

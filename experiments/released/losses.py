@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import time
 from typing import Any, NamedTuple
 
@@ -10,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import posenc_jax as pe
 from examples.decoder import Decoder
+from posenc_jax.nnx import PositionEncoding
 
 _CHUNK = 512  # Tokens whose logits are held at once: 96 MiB for a vocabulary of 49152.
 
@@ -48,6 +51,17 @@ class Program:
     def temporary_bytes(self) -> int:
         """Memory of a pass without the parameters, by the compiler's account."""
         return self.run.memory_analysis().temp_size_in_bytes
+
+
+def set_method(model: Decoder, *layers: pe.LayerSpec) -> None:
+    """Gives the blocks of an `examples.decoder.Decoder` the schemes and windows of layers.
+
+    One layer is for all blocks. Schemes have no parameters, so the model's are unchanged.
+    """
+    for block, layer in zip(model.blocks, itertools.cycle(layers), strict=False):
+        if block.attention.position != layer.scheme:
+            block.attention.encoding = PositionEncoding(layer.scheme, rngs=nnx.Rngs(0))
+        block.attention.window = layer.window
 
 
 class Losses:

@@ -11,6 +11,7 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 
+from experiments.models.methods import is_window, window_of
 from experiments.pages import plots
 from experiments.pages.page import as_html, fill
 
@@ -25,13 +26,11 @@ class ByPlace:
     Attributes:
       text: its name.
       trained: the trained length L.
-      window: the number of tokens that `window` sees.
       losses: [N] in nats by method.
     """
 
     text: str
     trained: int
-    window: int
     losses: Mapping[str, np.ndarray]
 
     @property
@@ -79,21 +78,22 @@ class ByPlace:
 
     def sentences(self) -> Iterator[str]:
         """Yields conclusions from the numbers."""
-        trained, window = self.trained, self.window
+        trained = self.trained
         if "rope" in self.losses and len(self.losses) > 1:
             if self.count > trained:
                 yield f"Beyond the trained {trained:,} tokens {self.beside_rope(trained)}."
             within = min(self.count, trained)
             yield f"On the first {within:,} tokens {self.beside_rope(0, within)}."
-        sinks = [name for name in self.losses if name.startswith("sinks_")]
-        if "window" in self.losses and sinks and self.count > window:
-            alone = self.mean("window", window)
-            gains = {name: _words(self.mean(name, window) - alone) for name in sinks}
-            kept = ", ".join(f"{gain} ({name})" for name, gain in gains.items())
-            yield (
-                f"From token {window:,} on, a window of as many tokens has {alone:.3f}; with the "
-                f"first tokens of the text kept in it as sinks, {kept}."
-            )
+        for name in filter(is_window, self.losses):
+            sinks, window = window_of(name)
+            plain = f"window_{sinks + window}"
+            if sinks and plain in self.losses and self.count > sinks + window:
+                alone = self.mean(plain, sinks + window)
+                gain = _words(self.mean(name, sinks + window) - alone)
+                yield (
+                    f"From token {sinks + window:,} on, a window of as many tokens has "
+                    f"{alone:.3f}; with {sinks} of them the first of the text, {gain}."
+                )
         yield "This is one text, without an interval: small differences may be chance."
 
     def picture(self) -> str:

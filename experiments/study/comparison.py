@@ -87,7 +87,7 @@ def variant_cells(row: Row) -> dict[str, tuple[str, str, str]]:
     for name, by_length in row.variants.items():
         trained = by_length.get(task.train_length, [])
         loss = task.labels.sign * mean(by_length.get(task.longest, []))
-        cells[label(row.cell.scheme, name)] = (
+        cells[row.label(name)] = (
             f"{unchanged + mean(trained):.3f}" if any(trained) else "",
             in_words(trained, sign="+") if any(trained) else "",
             "" if math.isnan(loss) else f"{loss:+.2f}",

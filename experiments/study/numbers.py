@@ -52,7 +52,7 @@ def _scores(row: Row, scheme: str, baseline: str, curve: Mapping[float, float]) 
             line[f"{view} {length}"] = in_cell(row.values(view, length))
     for name, by_length in row.variants.items():
         for length, differences in by_length.items():
-            line[f"{label(scheme, name)} {length}"] = in_words(differences, sign="+")
+            line[f"{row.label(name)} {length}"] = in_words(differences, sign="+")
     return line
 
 

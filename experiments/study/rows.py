@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from experiments.models.methods import sized
+from experiments.models.schemes import label
 from experiments.runs.run import Lookup, Result, Run
 from experiments.stats import Bounds, in_words, interval, mean
 from experiments.study.cell import Cell
@@ -38,6 +40,10 @@ class Row:
     selection: Selection
     baseline_selection: Selection
     step: float | None
+
+    def label(self, variant: str) -> str:
+        """Returns the label of the scheme with a variant."""
+        return label(self.cell.scheme, sized(variant, self.cell.task.train_length))
 
     def values(self, view: str, length: int) -> list[float]:
         """Returns the scores of a view at a length, one per seed, NaN where there is none."""

@@ -20,8 +20,8 @@ from flax import nnx
 from pydantic import NonNegativeInt, PositiveInt
 
 from experiments.errors import ConfigError
+from experiments.models.methods import VARIANTS, is_variant, varied
 from experiments.models.model import Position, structure, token_losses
-from experiments.models.schemes import VARIANTS, is_variant, varied
 from experiments.settings.common import Model, Train
 from experiments.settings.config_io import near
 from experiments.tasks.base import PLACES, Data, Evaluation, Labels, Length, Task
@@ -59,7 +59,7 @@ class Text(Task):
     split."""
     variants: tuple[str, ...] = ("ntk", "pi")
     """Changes of RoPE without training, by which the trained parameters are measured too; see
-    `experiments.models.schemes.varied`."""
+    `experiments.models.methods.varied`."""
     validation: bool = False
     """Whether every other held-out document is for validation: scored at the training length as a
     view of its own, by which a study chooses rates. All other scores are of the rest."""

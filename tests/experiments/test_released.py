@@ -13,11 +13,12 @@ from flax import nnx
 from safetensors.numpy import save_file
 from tokenizers.pre_tokenizers import ByteLevel
 
+import posenc_jax as pe
 from examples import checkpoints, families
 from experiments.__main__ import main
+from experiments.models.methods import changed
 from experiments.released import command, equality
-from experiments.released.losses import Losses
-from experiments.released.methods import METHODS, Trained, set_method
+from experiments.released.losses import Losses, set_method
 from tests.models import gguf_files
 from tests.support import slow
 
@@ -64,7 +65,8 @@ def files(tmp_path, monkeypatch):
 
 
 def test_everything(files, capsys):
-    arguments = ["tiny.gguf", "--text", "text.txt", "--methods", "rope,yarn,window,sinks_1"]
+    methods = ["rope", "yarn", "window_24", "sinks_1_window_23"]
+    arguments = ["tiny.gguf", "--text", "text.txt", "--methods", ",".join(methods)]
     assert main(["released", *arguments, "--prompt", "one", "--picture", "x.svg"]) == 0
     shown, page = capsys.readouterr().out, (files / "results/released/report.html").read_text()
     assert (
@@ -75,15 +77,16 @@ def test_everything(files, capsys):
     checkpoint = checkpoints.read(files / "tiny.gguf")
     model = families.load(checkpoint.config, checkpoint.state)
     tokens = np.array(checkpoint.tokenizer.encode((files / "text.txt").read_text()).ids)
-    for name in ("rope", "yarn", "window", "sinks_1"):
-        set_method(model, METHODS[name](Trained.of(checkpoint.config), TOKENS))
+    (layer,) = pe.from_hf(checkpoint.config)
+    for name in methods:
+        set_method(model, changed(layer, name, LENGTH, TOKENS))
         losses = Losses(model)(tokens[: TOKENS + 1])
         means = [f"{x:.3f}" for x in losses.reshape(6, -1).mean(1)]
         assert re.search(rf"{name} +{' +'.join(means)}\n", shown)
         cells = rf"<td>{name}</td>" + "".join(rf"\s*<td[^>]*>(<strong>)?{x}.*" for x in means)
         assert re.search(cells, page)
 
-    set_method(model, METHODS["rope"](Trained.of(checkpoint.config), TOKENS))
+    set_method(model, layer)
     graph, state = nnx.split(model)
     ids, most = checkpoint.tokenizer.encode("one").ids, 24
     logits = jax.jit(lambda x: nnx.merge(graph, state)(x)[0])
@@ -103,6 +106,7 @@ def test_everything(files, capsys):
         (["tiny.gguf", "--tokens", "5000"], "text.txt has 261 tokens, 5,001 are needed"),
         (["more.gguf"], "has token 257, and the embedding 257 rows"),
         (["tiny.gguf", "--methods", "yam"], "did you mean 'yarn'?"),
+        (["tiny.gguf", "--methods", "window"], "did you mean 'window_2048'?"),
         (["tiny.gguf", "--methods", ","], "--methods: names no method"),
         (["tiny.gguf", "--prompt", "\udc80"], "--prompt: must be text of UTF-8"),
         (["tiny.gguf", "--picture", "."], ".: cannot be written: it is a folder"),
@@ -199,7 +203,7 @@ def test_methods_change_the_layers_that_see_all_tokens(files, capsys):
     model = families.load(checkpoint.config, checkpoint.state)
     tokens = np.array(checkpoint.tokenizer.encode((files / "text.txt").read_text()).ids)
     assert [block.attention.window for block in model.blocks] == [None, 16]
-    for name, window in (("rope", None), ("window", LENGTH // 4)):
+    for name, window in (("rope", None), ("window_24", LENGTH // 4)):
         model.blocks[0].attention.window = window
         means = Losses(model)(tokens[: TOKENS + 1]).reshape(6, -1).mean(1)
         assert re.search(rf"{name} +{' +'.join(f'{x:.3f}' for x in means)}\n", shown)
@@ -207,8 +211,8 @@ def test_methods_change_the_layers_that_see_all_tokens(files, capsys):
     assert "yarn changes RoPE without scaling, and a layer has RoPE(" in capsys.readouterr().err
     config |= {"max_window_layers": 0}
     (folder / "config.json").write_text(json.dumps(config))
-    assert main(["released", "qwen", "--methods", "rope,window", "--text", "text.txt"]) == 2
-    assert "window changes no layer of this checkpoint" in capsys.readouterr().err
+    assert main(["released", "qwen", "--methods", "rope,window_24", "--text", "text.txt"]) == 2
+    assert "window_24 changes no layer of this checkpoint" in capsys.readouterr().err
 
 
 def test_equality_is_that_of_the_next_tokens():
