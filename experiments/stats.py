@@ -1,5 +1,6 @@
 """Means, intervals and tests of scores, and their words; a score that is missing is NaN."""
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -50,6 +51,68 @@ def interval(values: Sequence[float], shifts: Sequence[float] = (0.0,)) -> Bound
     quantiles = special.stdtrit(degrees, (np.arange(2000) + 0.5) / 2000) * error
     low, high = np.quantile(mean + np.add.outer(np.asarray(shifts), quantiles), (0.025, 0.975))
     return mean, float(low), float(high)
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A mean with its standard error; sums and products take errors for independent.
+
+    >>> first, last = Estimate(-0.1, 0.01, 30), Estimate(-0.01, 0.015, 30)
+    >>> str(last - first / 2)
+    '+0.040 [+0.008, +0.072]'
+    """
+
+    mean: float
+    error: float
+    degrees: float
+
+    @property
+    def half(self) -> float:
+        """Half the width of the 95 % interval by Student's t."""
+        return float(special.stdtrit(self.degrees, 0.975)) * self.error
+
+    @property
+    def bounds(self) -> Bounds:
+        """The mean and its interval."""
+        return self.mean, self.mean - self.half, self.mean + self.half
+
+    def __str__(self) -> str:
+        """Returns the mean and its interval."""
+        return signed(self.bounds)
+
+    def __add__(self, other: "Estimate | float") -> "Estimate":
+        """Returns the sum."""
+        if not isinstance(other, Estimate):
+            return dataclasses.replace(self, mean=self.mean + other)
+        error = math.hypot(self.error, other.error)
+        return Estimate(self.mean + other.mean, error, min(self.degrees, other.degrees))
+
+    def __mul__(self, factor: float) -> "Estimate":
+        """Returns the product with a number."""
+        return dataclasses.replace(self, mean=self.mean * factor, error=self.error * abs(factor))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __neg__(self) -> "Estimate":
+        """Returns the negative."""
+        return self * -1
+
+    def __sub__(self, other: "Estimate | float") -> "Estimate":
+        """Returns the difference."""
+        return self + -other
+
+    def __rsub__(self, other: float) -> "Estimate":
+        """Returns a number minus this one."""
+        return -self + other
+
+    def __truediv__(self, factor: float) -> "Estimate":
+        """Returns the quotient by a number."""
+        return self * (1 / factor)
+
+
+def signed(bounds: Bounds) -> str:
+    """Returns a mean and its interval with signs."""
+    return "{:+.3f} [{:+.3f}, {:+.3f}]".format(*bounds)
 
 
 def sign(difference: Bounds) -> int:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import matplotlib as mpl
 
+from experiments.claims import FAILS, GATE_FAILED, HOLDS, NOT_RESOLVED, NOT_RUN
 from experiments.lengths import results
 from experiments.lengths.plan import WIDTH, Plan
 from experiments.lengths.results import BIN
-from experiments.lengths.scores import FAILS, HOLDS, LEAST, NO_GATE, NOT_RUN, OPEN, Outcome, Table
+from experiments.lengths.scores import LEAST, Outcome, Table
 from experiments.models.methods import window
 from experiments.pages import plots
 from experiments.pages.page import as_csv, as_html, fill
@@ -84,8 +85,9 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
 _WORDS = {
     HOLDS: "Hold",
     FAILS: "Fail",
-    OPEN: "Not resolved",
-    NO_GATE: "Say nothing: RoPE copies nothing at the end of long texts, where all copies stand",
+    NOT_RESOLVED: "Not resolved",
+    GATE_FAILED: "Say nothing: RoPE copies nothing at the end of long texts, where all copies "
+    "stand",
 }
 
 
@@ -94,10 +96,13 @@ def _versions(environment: dict) -> str:
 
 
 def _claim(outcome: Outcome) -> str:
-    if outcome.word not in (FAILS, OPEN):
+    if outcome.word not in (FAILS, NOT_RESOLVED):
         return outcome.claim.claim
     # The condition that is farthest from its side of the threshold.
-    by_sign = [(m if c.holds_at(-1.0) else -m, m, low, high) for c, m, low, high in outcome.margins]
+    by_sign = [
+        (m.bounds[0] if m.condition.holds_at(-1.0) else -m.bounds[0], *m.bounds)
+        for m in outcome.margins
+    ]
     _, middle, low, high = max(by_sign)
     return f"{outcome.claim.claim} (off its limit by {middle:+.3f} [{low:+.3f}, {high:+.3f}])"
 
@@ -180,11 +185,12 @@ def numbers(table: Table, outcomes: list[Outcome]) -> Iterator[dict[str, str]]:
                 line |= {name: f"{x:.4f}" for name, x in bounds if math.isfinite(x)}
             yield line
     for outcome in outcomes:
-        for condition, middle, low, high in outcome.margins:
+        for margin in outcome.margins:
+            middle, low, high = margin.bounds
             yield {
                 "kind": "claim",
                 "name": outcome.claim.claim,
-                "view": condition.text,
+                "view": margin.condition.text,
                 "documents": str(outcome.count),
                 "mean": f"{middle:.4f}",
                 "low": f"{low:.4f}",

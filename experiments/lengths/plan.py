@@ -21,26 +21,26 @@
     methods = ["rope", "yarn"]              whose losses by place are drawn, minus
     minus = "sinks_4_window_2044"
 
-    [[claims]]
+    [[claims]]                              of `experiments.claims`
     claim = "a sentence"
     criteria = ["yarn.at[12288] - rope.at[12288] <= -0.3"]
-    gate = []                               without which the claim says nothing
 
 A cell is one pass over one document with one layer. Losses do not depend on later tokens, so
 that a pass to a longer target serves a shorter one with the same layer.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import posenc_jax as pe
+from experiments.claims import Claim, check
 from experiments.errors import ConfigError
 from experiments.lengths.texts import CITIES, Design
 from experiments.models.methods import METHODS, changed, is_window
 from experiments.runs.results import digest
-from experiments.scoreboard.criteria import Condition, parse
 from experiments.settings.config_io import STRICT, convert, near, read_toml
 from experiments.tasks.corpus import SOURCES
 
@@ -143,27 +143,6 @@ class Picture:
 
     methods: tuple[str, ...]
     minus: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Claim:
-    """A sentence, and numbers that would refute it."""
-
-    __pydantic_config__: ClassVar[Any] = STRICT
-
-    claim: str
-    criteria: tuple[str, ...]
-    gate: tuple[str, ...] = ()
-
-    @property
-    def conditions(self) -> tuple[Condition, ...]:
-        """The comparisons of the criteria."""
-        return tuple(x for text in self.criteria for x in parse(text, "criteria"))
-
-    @property
-    def gates(self) -> tuple[Condition, ...]:
-        """The comparisons of the gate."""
-        return tuple(x for text in self.gate for x in parse(text, "gate"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,13 +273,14 @@ def load(path: Path) -> Plan:
         for stage in plan.stages:
             if not 0 <= stage.document < count:
                 raise ConfigError(f"stages: document must be from 0 to {count - 1}")
-        for claim in plan.claims:
-            for condition in (*claim.conditions, *claim.gates):
-                for name, view, _ in condition.scores():
-                    if name not in plan.methods:
-                        raise ConfigError(f"claims: {condition.text}: no method {name!r}")
-                    if view not in VIEWS:
-                        raise ConfigError(f"claims: {condition.text}: no view {view!r}")
+        check(plan.claims, functools.partial(_without_score, plan))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return plan
+
+
+def _without_score(plan: Plan, name: str, view: str | None, length: int) -> str:
+    """Returns why there is no score, or ""."""
+    if name not in plan.methods:
+        return f"no method {name!r}{near(name, plan.methods)}"
+    return "" if view in VIEWS else f"no view {view!r}{near(str(view), VIEWS)}"

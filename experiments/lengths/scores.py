@@ -5,12 +5,11 @@ import functools
 import math
 from collections.abc import Mapping
 
-from experiments.lengths.plan import WIDTH, Cell, Claim, Document, Plan
+from experiments.claims import NOT_RUN, Claim, Margin, Score, judge, paired
+from experiments.lengths.plan import WIDTH, Cell, Document, Plan
 from experiments.lengths.results import BIN, CellResult
-from experiments.scoreboard.criteria import Condition
-from experiments.stats import interval, mean
+from experiments.stats import mean
 
-HOLDS, FAILS, OPEN, NOT_RUN, NO_GATE = "holds", "fails", "not resolved", "not run", "gate failed"
 LEAST = 3
 """Documents without which nothing is said about a claim."""
 
@@ -23,13 +22,13 @@ class Outcome:
       claim: the claim.
       word: holds, fails, not resolved, gate failed or not run.
       count: documents that have all its scores.
-      margins: for each condition, the mean of left minus right side and its interval.
+      margins: of its criteria.
     """
 
     claim: Claim
     word: str
     count: int
-    margins: tuple[tuple[Condition, float, float, float], ...]
+    margins: tuple[Margin, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,37 +83,23 @@ class Table:
         return [x for x in rows if math.isfinite(x)]
 
     def judge(self, claim: Claim) -> Outcome:
-        """Returns the outcome of a claim over the documents that have all its scores.
-
-        It holds if the whole 95 % interval of each margin is on its side of the threshold, and
-        fails if one interval is on the other side. The gate must hold on the mean.
-        """
-
-        def margins(condition: Condition) -> list[float]:
-            return [
-                condition.margin(lambda *key: self.score(document, key[0], key[1] or "", key[2]))  # noqa: B023
-                for document in self.plan.all_documents
-            ]
-
+        """Returns the outcome of a claim from the documents that have all its scores."""
         conditions = claim.gates + claim.conditions
-        columns = [margins(condition) for condition in conditions]
-        whole = [row for row in zip(*columns, strict=True) if all(map(math.isfinite, row))]
-        if len(whole) < LEAST:
-            return Outcome(claim, NOT_RUN, len(whole), ())
-        rows = [
-            (condition, *interval(values))
-            for condition, values in zip(conditions, zip(*whole, strict=True), strict=True)
-        ]
-        gates, criteria = rows[: len(claim.gates)], tuple(rows[len(claim.gates) :])
-        sides = [{c.holds_at(low), c.holds_at(high)} for c, _, low, high in criteria]
-        word = OPEN
-        if not all(condition.holds_at(middle) for condition, middle, _, _ in gates):
-            word = NO_GATE
-        elif all(side == {True} for side in sides):
-            word = HOLDS
-        elif {False} in sides:
-            word = FAILS
-        return Outcome(claim, word, len(whole), criteria)
+        units: list[Score] = []
+        for document in self.plan.all_documents:
+            score = functools.partial(self._scored, document)
+            if all(math.isfinite(condition.margin(score)) for condition in conditions):
+                units.append(score)
+        if len(units) < LEAST:
+            return Outcome(claim, NOT_RUN, len(units), ())
+        gates, criteria = (
+            tuple(paired(condition, units) for condition in conditions)
+            for conditions in (claim.gates, claim.conditions)
+        )
+        return Outcome(claim, judge(gates, criteria), len(units), criteria)
+
+    def _scored(self, document: Document, name: str, view: str | None, length: int) -> float:
+        return self.score(document, name, view or "", length)
 
     def ratio(self, method: str) -> float:
         """Returns the processor time of a pass relative to RoPE's, of passes of one length."""

@@ -15,9 +15,9 @@ from experiments.runs.run_queue import (
     refuse_without_run,
     say,
 )
-from experiments.scoreboard.claims import Claim, load_all, named
-from experiments.scoreboard.outcomes import judge
+from experiments.scoreboard.outcomes import outcomes
 from experiments.scoreboard.page import LIBRARY, numbers, of_folder, page
+from experiments.scoreboard.plan import Protocol, load_all, named
 from experiments.settings.config_io import Parser
 
 _EPILOG = """\
@@ -59,37 +59,37 @@ def main(arguments: list[str]) -> int:
     files = dataclasses.replace(files, results=options.results or files.results)
     everything = load_all(folder)
     chosen = named(everything, options.claims)
-    most = max(claim.about.seeds for claim in chosen)
+    most = max(protocol.about.seeds for protocol in chosen)
     if options.seeds is not None and options.seeds > most:
         raise ConfigError(f"--seeds: must be at most {most}, as in the claims, got {options.seeds}")
     status = 0
     if options.run:
         stages = _stages(chosen, files.results, options.seeds)
         status = carry_out(options, files.results, stages)
-    outcomes = [judge(claim, files.results) for claim in everything]
-    if mixed := [outcome for outcome in outcomes if outcome.mixed]:
-        raise ResultsError("; ".join(f"{o.claim.name}: {o.reason}" for o in mixed))
-    write_whole(files.page, page(outcomes, files))
-    write_whole(files.page.with_suffix(".csv"), numbers(outcomes))
-    for outcome in (outcome for outcome in outcomes if outcome.claim in chosen):
+    decided = [each for protocol in everything for each in outcomes(protocol, files.results)]
+    if mixed := [outcome for outcome in decided if outcome.mixed]:
+        raise ResultsError("; ".join(f"{o.protocol.name}: {o.reason}" for o in mixed))
+    write_whole(files.page, page(decided, files))
+    write_whole(files.page.with_suffix(".csv"), numbers(decided))
+    for outcome in (outcome for outcome in decided if outcome.protocol in chosen):
         summary = f"{outcome.word} ({outcome.reason})"
-        print(f"{outcome.claim.name:5} {summary:50} {outcome.claim.about.claim}")
+        print(f"{outcome.protocol.name:5} {summary:50} {outcome.claim.claim}")
     print(f"Page: {files.page}")
     return status
 
 
-def _stages(claims: Sequence[Claim], folder: Path, seeds: int | None) -> Iterator[list[Run]]:
+def _stages(protocols: Sequence[Protocol], folder: Path, seeds: int | None) -> Iterator[list[Run]]:
     """Yields the runs that claims need, each once."""
-    runs = (run for claim in claims for run in _all(claim, claim.seeds[:seeds]))
+    runs = (run for protocol in protocols for run in _all(protocol, protocol.seeds[:seeds]))
     plan = list({run.name: run for run in runs}.values())
     results = known(folder)
-    for claim in claims:
-        refuse_other_versions(_all(claim, claim.seeds), results, claim.name)
+    for protocol in protocols:
+        refuse_other_versions(_all(protocol, protocol.seeds), results, protocol.name)
     ended = sum(results(each) is not None for each in plan)
     say(f"{len(plan)} runs, {ended} with a result.")
     yield plan
 
 
-def _all(claim: Claim, seeds: Iterable[int]) -> Iterator[Run]:
+def _all(protocol: Protocol, seeds: Iterable[int]) -> Iterator[Run]:
     for seed in seeds:
-        yield from claim.of_seed(seed).values()
+        yield from protocol.of_seed(seed).values()

@@ -7,11 +7,12 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from experiments.claims import GATE_FAILED, NOT_RUN, Margin
 from experiments.models.schemes import short
 from experiments.pages.page import as_csv, fill
 from experiments.runs.run import Result
-from experiments.scoreboard.outcomes import Check, Outcome
-from experiments.stats import in_cell, in_words, mean, ordered
+from experiments.scoreboard.outcomes import Outcome
+from experiments.stats import in_cell, in_words, ordered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +39,13 @@ def of_folder(folder: Path) -> Files:
 LIBRARY = Files(Path("configs/scoreboard"), Path("results/scoreboard"), Path("docs/results.md"))
 
 
-_UNDECIDED = "not fitted", "not run"
+_UNDECIDED = GATE_FAILED, NOT_RUN
 """Outcomes that say nothing about the claim."""
 
 
 def page(outcomes: Sequence[Outcome], files: Files = LIBRARY) -> str:
     """Returns the page for the outcomes of all claims of a folder."""
-    minutes = [outcome.claim.about.minutes for outcome in outcomes]
+    minutes = [outcome.protocol.about.minutes for outcome in outcomes]
     results = [r for outcome in outcomes for row in outcome.results.values() for r in row]
     return fill(
         Path(__file__).with_name("results.md.jinja"),
@@ -54,7 +55,7 @@ def page(outcomes: Sequence[Outcome], files: Files = LIBRARY) -> str:
         numbers=files.page.with_suffix(".csv").name,
         methods=os.path.relpath("docs/methods.md", files.page.parent),
         claims=[
-            [_link(outcome, files), outcome.claim.about.claim.replace("|", "\\|"), outcome.word]
+            [_link(outcome, files), outcome.claim.claim.replace("|", "\\|"), outcome.word]
             for outcome in outcomes
             if outcome.word not in _UNDECIDED
         ],
@@ -82,21 +83,21 @@ def _origin(results: Sequence[Result]) -> dict[str, str]:
 
 
 def _link(outcome: Outcome, files: Files) -> str:
-    name = outcome.claim.name
+    name = outcome.protocol.name
     return f"[{name}]({os.path.relpath(files.folder / f'{name}.toml', files.page.parent)})"
 
 
-def _margin(check: Check) -> str:
-    if not check.margins:
+def _margin(margin: Margin) -> str:
+    if not margin.values:
         return ""
-    return "missing" if math.isnan(mean(check.margins)) else in_words(check.margins, 3, "+")
+    return "missing" if math.isnan(margin.bounds[0]) else in_words(margin.values, 3, "+")
 
 
 def _shared(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """Returns the names of claims with runs in common."""
     groups: list[tuple[set[str], list[str]]] = []  # Runs, claims.
     for outcome in (outcome for outcome in outcomes if outcome.seeds):
-        runs, names = {run.name for run in outcome.claim.runs.values()}, [outcome.claim.name]
+        runs, names = {run.name for run in outcome.protocol.runs.values()}, [outcome.protocol.name]
         for group in [group for group in groups if group[0] & runs]:
             groups.remove(group)
             runs, names = runs | group[0], group[1] + names
@@ -108,7 +109,7 @@ def _diverged(outcome: Outcome) -> Iterator[str]:
     for name, row in outcome.results.items():
         for seed, result in zip(outcome.seeds, row, strict=True):
             if result.status != "done":
-                yield f"{outcome.claim.name} {name}, seed {seed}: {result.error}"
+                yield f"{outcome.protocol.name} {name}, seed {seed}: {result.error}"
 
 
 def numbers(outcomes: Sequence[Outcome]) -> str:
@@ -117,8 +118,8 @@ def numbers(outcomes: Sequence[Outcome]) -> str:
 
 
 def _lines(outcome: Outcome) -> Iterator[dict[str, str]]:
-    claim, count = outcome.claim, len(outcome.seeds)
-    about = {"claim": claim.name, "outcome": outcome.word}
+    protocol, count = outcome.protocol, len(outcome.seeds)
+    about = {"claim": protocol.name, "outcome": outcome.word}
     for kind, checks in (("gate", outcome.gate), ("criterion", outcome.criteria)):
         for check in checks:
             held = f"{check.held} of {count}" if count else ""
@@ -133,7 +134,7 @@ def _lines(outcome: Outcome) -> Iterator[dict[str, str]]:
     main = [(name, None) for name in outcome.results]
     rows = sorted(ordered([*main, *named]), key=lambda row: list(outcome.results).index(row[0]))
     for name, view in rows if count else ():
-        run = claim.runs[name]
+        run = protocol.runs[name]
         scores = [r.scores.get(view or run.task.views[0], {}) for r in outcome.results[name]]
         line = about | {"kind": "score", "name": f"{name}.{view}" if view else name}
         line |= {"scheme": short(run.scheme), "unit": run.task.labels.unit}

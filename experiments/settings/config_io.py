@@ -134,6 +134,7 @@ def convert(hint: Any, value: Any, path: str, *, measured: bool = False) -> Any:
     for key in parts:
         if isinstance(key, int):
             path += f"[{key}]"
+            hint = next(iter(typing.get_args(hint)), hint)
         elif key in _names(hint):  # Names of the alternatives of a union are no part of the path.
             path += f".{key}" if path else key
             hint = typing.get_type_hints(hint)[key]

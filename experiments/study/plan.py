@@ -33,11 +33,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import jax
-from pydantic import NonNegativeInt
+from pydantic import NonNegativeInt, PositiveFloat
 
 import posenc_jax as pe
+from experiments.claims import Claim, check
 from experiments.errors import ConfigError
-from experiments.models.schemes import check_names, plain, schemes_in
+from experiments.models.schemes import check_names, plain, schemes_in, short
 from experiments.runs.experiment import from_file, refuse_plan
 from experiments.runs.run import Lookup, Result, Run
 from experiments.settings.config_io import STRICT, convert, merge, near, read_toml
@@ -45,6 +46,27 @@ from experiments.stats import ordered
 from experiments.study.cell import Cell
 from experiments.study.clock import Clock
 from experiments.study.selection import Size, variant
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """Schemes that differ in a parameter; others are compared with the best of them at each size.
+
+    It is the one with the best mean of its reported seeds on validation text.
+    """
+
+    __pydantic_config__: ClassVar[Any] = STRICT
+
+    about: str
+    """The best of them in words."""
+    parameter: str
+    """Its name."""
+    schemes: dict[str, str]
+    """Its value by the short name of the scheme."""
+    close: PositiveFloat
+    """The greatest difference of schemes that are equal in the limit."""
+    shown: PositiveFloat
+    """How far behind a scheme of the picture may be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +95,13 @@ class _File:
     variants_of_baseline: tuple[str, ...] = ()
     """Changes of the baseline without training; each reported seed runs once more for them, unless
     the variants of the task have them all."""
+    reference: Reference | None = None
+    """In place of the baseline, of a study whose sizes are numbers of steps."""
+    notes: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Words on schemes by their short names."""
+    claims: tuple[Claim, ...] = ()
+    """With `reference`: conditions on `scheme.lead[steps]`, the difference to the best reference
+    that is another scheme."""
     remark: str = ""
     """A change of the protocol after the first run, shown on the page."""
 
@@ -146,17 +175,31 @@ def load(path: Path, also: Sequence[str] = ()) -> Study:
             raise ConfigError(f"baseline: must be one of the schemes{hint}")
         if not about.sizes:
             raise ConfigError("sizes: must hold at least one")
-        if about.layout == "steps" and (about.baseline != "rope" or len(about.sizes) < 2):
-            raise ConfigError("layout: steps needs the baseline rope and two sizes or more")
+        if about.layout == "steps" and (about.reference is None or len(about.sizes) < 2):
+            raise ConfigError("layout: steps needs a reference and two sizes or more")
         common = {k: v for k, v in tables.items() if k not in known}
         refuse_plan(common, "a study")
         cells: dict[str, dict[str, Cell]] = {}
         for size, table in about.sizes.items():
             cells[size] = _cells(size, table, about, common, cells)
+        check(about.claims, functools.partial(_without_lead, about, cells))
         repeated = _repeated(path, about) if about.repeats else None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return Study(path.stem, about, cells, repeated)
+
+
+def _without_lead(
+    about: _File, cells: Mapping[str, Mapping[str, Cell]], name: str, view: str | None, steps: int
+) -> str:
+    """Returns why a study has no score of a claim, or ""."""
+    known = [*map(short, about.schemes)]
+    if about.reference is None or view != "lead":
+        return "claims are on scheme.lead[steps] of a study with a reference"
+    if name not in known:
+        return f"{name} is not compared{near(name, known)}"
+    lengths = [of_size[about.baseline].task.train.steps for of_size in cells.values()]
+    return "" if steps in lengths else f"no size has {steps} steps, only {lengths}"
 
 
 def _repeated(path: Path, about: _File) -> Study:

@@ -1,4 +1,4 @@
-"""Claims of the literature, one TOML file each, written before anything is run.
+"""Claims of the literature in TOML files with their runs, written before anything is run.
 
 `_File` has the entries, docs/experiments.md an example. Tables of tasks are settings for all runs,
 as for `compare`; a table [runs.NAME] has the task and the scheme of a run, and settings for it
@@ -6,38 +6,35 @@ alone. Seeds are 0 to `seeds` - 1; `first_seed = 5` takes others than an earlier
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import NonNegativeInt, PositiveFloat
 
+from experiments.claims import Claim, check
 from experiments.errors import ConfigError
 from experiments.runs.experiment import from_file, refuse_plan
 from experiments.runs.run import Run
-from experiments.scoreboard.criteria import Condition, parse
 from experiments.settings.common import Seeds
 from experiments.settings.config_io import STRICT, convert, merge, near, read_toml
 
 
 @dataclasses.dataclass(frozen=True)
 class _File:
-    """The settings of a claim without settings of runs."""
+    """The settings of claims without settings of runs."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
-    claim: str
-    """What is claimed, one sentence."""
     source: str
     """The paper with its link, and the table or figure."""
     protocol: str
     """What is trained and measured, and how that differs from the source."""
-    criteria: tuple[str, ...]
-    """What the claim predicts: conditions, all of which must hold."""
+    claims: tuple[Claim, ...]
+    """What is claimed, with conditions on the scores of the runs by their names."""
     minutes: PositiveFloat
     """Expected time of all seeds."""
-    gate: tuple[str, ...] = ()
-    """Conditions without which the outcome is "not fitted"."""
     seeds: Seeds = 5
     """How many seeds are run."""
     first_seed: NonNegativeInt = 0
@@ -47,13 +44,11 @@ class _File:
 
 
 @dataclasses.dataclass(frozen=True)
-class Claim:
-    """A claim, with the name of its file, such as R08, and its runs by name, with seed 0."""
+class Protocol:
+    """Claims, with the name of their file, such as R08, and their runs by name, with seed 0."""
 
     name: str
     about: _File
-    gate: tuple[Condition, ...]
-    criteria: tuple[Condition, ...]
     runs: Mapping[str, Run]
 
     @property
@@ -66,42 +61,38 @@ class Claim:
         return {name: dataclasses.replace(run, seed=seed) for name, run in self.runs.items()}
 
 
-def load(path: Path) -> Claim:
-    """Returns the claim of a file."""
+def load(path: Path) -> Protocol:
+    """Returns the claims of a file."""
     tables = read_toml(path)
     fields = {f.name for f in dataclasses.fields(_File)}
     try:
         about = convert(_File, {k: v for k, v in tables.items() if k in fields}, "")
-        if not about.criteria:
-            raise ConfigError("criteria: must hold at least one condition")
+        if not about.claims:
+            raise ConfigError("claims: must hold at least one")
         common = {k: v for k, v in tables.items() if k not in fields | {"runs"}}
         refuse_plan(common, "a claim")
         runs = _runs(convert(dict[str, dict[str, Any]], tables.get("runs", {}), "runs"), common)
-        gate, criteria = (
-            tuple(c for i, text in enumerate(texts) for c in parse(text, f"{name}[{i}]"))
-            for name, texts in (("gate", about.gate), ("criteria", about.criteria))
-        )
-        _check_scores((*gate, *criteria), runs)
+        check(about.claims, functools.partial(_without_score, runs))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    return Claim(path.stem, about, gate, criteria, runs)
+    return Protocol(path.stem, about, runs)
 
 
-def load_all(folder: Path) -> list[Claim]:
-    """Returns the claims of a folder in alphabetical order."""
+def load_all(folder: Path) -> list[Protocol]:
+    """Returns the files of a folder in alphabetical order."""
     files = sorted(folder.glob("*.toml"))
     if not files:
         raise ConfigError(f"{folder}: has no files of claims")
     return [load(path) for path in files]
 
 
-def named(claims: Sequence[Claim], names: Sequence[str]) -> list[Claim]:
-    """Returns the claims with these names, all for none; raises ConfigError for an unknown one."""
-    known = {claim.name: claim for claim in claims}
+def named(protocols: Sequence[Protocol], names: Sequence[str]) -> list[Protocol]:
+    """Returns the files with these names, all for none; raises ConfigError for an unknown one."""
+    known = {each.name: each for each in protocols}
     for name in names:
         if name not in known:
             raise ConfigError(f"unknown claim {name!r}{near(name, known)}")
-    return [claim for claim in claims if not names or claim.name in names]
+    return [each for each in protocols if not names or each.name in names]
 
 
 def _runs(tables: Mapping[str, dict[str, Any]], common: dict[str, Any]) -> dict[str, Run]:
@@ -127,15 +118,13 @@ def _runs(tables: Mapping[str, dict[str, Any]], common: dict[str, Any]) -> dict[
     return runs
 
 
-def _check_scores(conditions: tuple[Condition, ...], runs: Mapping[str, Run]) -> None:
-    for condition in conditions:
-        for name, view, length in condition.scores():
-            if name not in runs:
-                raise ConfigError(f"{condition.text!r}: no run is named {name}{near(name, runs)}")
-            task = runs[name].task
-            if view is not None and view not in task.views:
-                raise ConfigError(f"{condition.text!r}: unknown view{near(view, task.views)}")
-            if length not in task.test_lengths:
-                raise ConfigError(
-                    f"{condition.text!r}: length {length} is not among {list(task.test_lengths)}"
-                )
+def _without_score(runs: Mapping[str, Run], name: str, view: str | None, length: int) -> str:
+    """Returns why there is no score, or ""."""
+    if name not in runs:
+        return f"no run is named {name}{near(name, runs)}"
+    task = runs[name].task
+    if view is not None and view not in task.views:
+        return f"unknown view{near(view, task.views)}"
+    if length not in task.test_lengths:
+        return f"length {length} is not among {list(task.test_lengths)}"
+    return ""
