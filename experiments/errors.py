@@ -18,3 +18,7 @@ class CorpusError(ExperimentError, RuntimeError):
 
 class ResultsError(ExperimentError, RuntimeError):
     """A folder of results that cannot be used."""
+
+
+class Locked(ResultsError):
+    """A folder in which another process works."""

@@ -13,7 +13,7 @@ import numpy as np
 
 import posenc_jax as pe
 from examples import checkpoints, families
-from experiments.errors import ConfigError, CorpusError, ResultsError
+from experiments.errors import ConfigError, CorpusError, Locked
 from experiments.lengths import results, texts
 from experiments.lengths.plan import Cell, Document, Plan
 from experiments.lengths.results import BIN, CellResult
@@ -167,9 +167,7 @@ def carry_out(
                     continue
                 result = run(cell)
                 results.write(folder, cell.name, result)
-        except ResultsError as error:
-            if "another process" not in str(error):
-                raise
+        except Locked:
             continue
         seconds += result.cpu_seconds + result.compile_seconds
         work += costs[cell.name]

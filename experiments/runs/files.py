@@ -10,7 +10,7 @@ from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.errors import ResultsError
+from experiments.errors import Locked, ResultsError
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -55,7 +55,7 @@ def locked(folder: Path) -> Generator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ResultsError(f"{folder}: another process works in this folder") from None
+            raise Locked(f"{folder}: another process works in this folder") from None
         yield
     finally:
         os.close(descriptor)
