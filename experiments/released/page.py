@@ -1,137 +1,40 @@
-"""The page of a released model: loss by place, text, and speed.
+"""The page of a released model: loss by place, text, and speed. It loads nothing."""
 
-Sentences are computed from the numbers. The page loads nothing.
-"""
-
-import dataclasses
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-import matplotlib as mpl
-import numpy as np
-
-from experiments.models.methods import is_window, window_of
-from experiments.pages import plots
+import posenc_jax as pe
 from experiments.pages.page import as_html, fill
-
-_COLUMNS = 6
-_POINTS = 24
-
-
-@dataclasses.dataclass(frozen=True)
-class ByPlace:
-    """Losses of one text.
-
-    Attributes:
-      text: its name.
-      trained: the trained length L.
-      losses: [N] in nats by method.
-    """
-
-    text: str
-    trained: int
-    losses: Mapping[str, np.ndarray]
-
-    @property
-    def count(self) -> int:
-        """The number of losses N."""
-        return len(next(iter(self.losses.values())))
-
-    @property
-    def edges(self) -> list[int]:
-        """Where columns of the table begin and end: L / 4 apart if that fits, else N / 6."""
-        width = max(1, self.trained // 4)
-        if not 3 <= self.count / width <= _COLUMNS:
-            width = -(-self.count // _COLUMNS)
-        return [*range(0, self.count, width), self.count]
-
-    @property
-    def names(self) -> list[str]:
-        """The edges in words, as in 0, 2k, 4k."""
-        thousands = all(edge % 1024 == 0 for edge in self.edges)
-        return [f"{edge // 1024}k" if thousands and edge else f"{edge}" for edge in self.edges]
-
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        """Returns the heads of columns, with † beyond the trained length, and a row per method."""
-        pairs = list(itertools.pairwise(self.edges))
-        marks = ["†" if edge > self.trained else "" for edge in self.edges]
-        heads = [
-            f"{a}-{b}{m}" for a, b, m in zip(self.names, self.names[1:], marks[1:], strict=False)
-        ]
-        rows = [
-            [name, *(f"{x[a:b].mean():.3f}" for a, b in pairs)] for name, x in self.losses.items()
-        ]
-        return heads, rows
-
-    def mean(self, method: str, first: int, last: int | None = None) -> float:
-        """Returns the mean loss of a method at places from `first` to before `last`."""
-        return float(self.losses[method][first:last].mean())
-
-    def beside_rope(self, first: int, last: int | None = None) -> str:
-        """Returns the mean of rope at some places and the differences of others, in words."""
-        base = self.mean("rope", first, last)
-        others = {x: self.mean(x, first, last) - base for x in self.losses if x != "rope"}
-        order = sorted(others, key=others.__getitem__)
-        words = ", ".join(f"{name} {_words(others[name])}" for name in order)
-        return f"rope has {base:.3f} nats per token, {words}"
-
-    def sentences(self) -> Iterator[str]:
-        """Yields conclusions from the numbers."""
-        trained = self.trained
-        if "rope" in self.losses and len(self.losses) > 1:
-            if self.count > trained:
-                yield f"Beyond the trained {trained:,} tokens {self.beside_rope(trained)}."
-            within = min(self.count, trained)
-            yield f"On the first {within:,} tokens {self.beside_rope(0, within)}."
-        for name in filter(is_window, self.losses):
-            sinks, window = window_of(name)
-            plain = f"window_{sinks + window}"
-            if sinks and plain in self.losses and self.count > sinks + window:
-                alone = self.mean(plain, sinks + window)
-                gain = _words(self.mean(name, sinks + window) - alone)
-                yield (
-                    f"From token {sinks + window:,} on, a window of as many tokens has "
-                    f"{alone:.3f}; with {sinks} of them the first of the text, {gain}."
-                )
-        yield "This is one text, without an interval: small differences may be chance."
-
-    def picture(self) -> str:
-        """Returns the plot of loss against place, as <svg>."""
-        width = self.smooth
-        with mpl.rc_context({**plots.STYLE, "svg.hashsalt": "released", "lines.linewidth": 1.5}):
-            figure, axes = plots.new_figure(right=1.3)
-            looks, ends = plots.looks([*self.losses], baseline="rope"), []
-            starts = range(0, self.count - width + 1, width)
-            for name, values in self.losses.items():
-                x = [start + width / 2 for start in starts]
-                y = [float(values[start : start + width].mean()) for start in starts]
-                axes.plot(x, y, color=looks[name][0])
-                ends.append((x[-1], y[-1], looks[name][0], 1.0, name))
-            axes.set_xlim(0, self.count)
-            if self.count > self.trained:
-                plots.mark_trained(axes, self.trained)
-            axes.set_xlabel("place in the text, tokens")
-            axes.set_ylabel("loss, nats per token")
-            axes.set_xticks(self.edges, self.names)
-            plots.label_ends(axes, ends)
-            return plots.drawing(figure, "released", f"Loss by place: {', '.join(self.losses)}")
-
-    @property
-    def smooth(self) -> int:
-        """How many tokens a point of the picture has."""
-        return max(1, self.count // _POINTS)
+from experiments.released.measure import Measured
+from experiments.released.plan import Plan, as_code, seen
 
 
-def _words(difference: float) -> str:
-    """Returns a difference in words.
+def render(plan: Plan, measured: Measured, command: str, machine: Mapping[str, object]) -> str:
+    """Returns the page of a plan and its results; `machine` is of `environment`."""
+    by_place = measured.by_place
+    heads, rows = by_place.table() if by_place else ([], [])
+    methods = {(name, x): None for name, layers in plan.layers.items() for x in layers}
+    text = fill(
+        Path(__file__).with_name("page.md.jinja"),
+        plan=plan,
+        measured=measured,
+        by_place=by_place,
+        command=command,
+        machine=machine,
+        picture="loss.svg",
+        heads=["method", *heads],
+        rows=_bold(rows) if rows else [],
+        methods=[[name, f"`{as_code(layer.scheme)}`", _seen(layer)] for name, layer in methods],
+    )
+    return as_html(text, {"loss.svg": by_place.picture()} if by_place else {})
 
-    >>> _words(-0.2764), _words(0.0123), _words(0.0)
-    ('0.276 less', '0.012 more', 'the same')
-    """
-    if f"{abs(difference):.3f}" == "0.000":
-        return "the same"
-    return f"{abs(difference):.3f} {'less' if difference < 0 else 'more'}"
+
+def _seen(layer: pe.LayerSpec) -> str:
+    """The tokens that a token sees, in words."""
+    if layer.window is None:
+        return "all"
+    first = getattr(layer.scheme, "first", 0)
+    return (f"the first {first} and " if first else "") + f"the last {seen(layer):,}"
 
 
 def _bold(rows: list[list[str]]) -> list[list[str]]:
@@ -145,26 +48,3 @@ def _bold(rows: list[list[str]]) -> list[list[str]]:
         [name, *(f"**{x}**" if x == b else x for x, b in zip(row, best, strict=True))]
         for name, *row in rows
     ]
-
-
-def render(by_place: ByPlace | None, **values: object) -> str:
-    """Returns the page.
-
-    Args:
-      by_place: the losses, if they were measured.
-      **values: the other names of the template.
-    """
-    pictures, heads, rows = {}, [], []
-    if by_place is not None:
-        pictures["loss.svg"] = by_place.picture()
-        heads, rows = by_place.table()
-        rows = _bold(rows)
-    text = fill(
-        Path(__file__).with_name("page.md.jinja"),
-        by_place=by_place,
-        picture="loss.svg",
-        heads=["method", *heads],
-        rows=rows,
-        **values,
-    )
-    return as_html(text, pictures)
