@@ -1,22 +1,18 @@
-"""The page of a study with many schemes: a picture, a summary and the best with more seeds."""
+"""Blocks of a study with many schemes: a picture, a summary and the best with more seeds."""
 
 import math
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import matplotlib as mpl
 import numpy as np
 
 from experiments.models.schemes import label
 from experiments.pages import plots
-from experiments.pages.page import as_csv, fill
-from experiments.runs.run import Lookup
+from experiments.pages.page import as_csv, table
 from experiments.stats import holm, in_cell, in_words, mean, t_tests
-from experiments.study.clock import Clock
 from experiments.study.comparison import FLAT
 from experiments.study.numbers import ratio
-from experiments.study.page import origin
+from experiments.study.page import Context
 from experiments.study.plan import Study
 from experiments.study.rows import Row, Rows, curve_of
 from experiments.study.selection import score
@@ -31,81 +27,87 @@ _RISES = (
 """Classes of the rise of a score beyond the trained length: above which, in words, the colour."""
 
 
-def catalogue_page(
-    study: Study,
-    rows: Rows,
-    results: Lookup,
-    clock: Clock | None,
-    pictures: Mapping[str, str],
-    **places: str,
-) -> str:
-    """Returns the page: a summary of the first size, and a table of each further size.
-
-    Arguments are as for `experiments.study.page.page`; `pictures[""]` is the file of the picture.
-    """
-    baseline, (first, *further) = study.about.baseline, study.cells
-    cell, screen = study.cells[first][baseline], rows[first]
-    task, about = cell.task, cell.about
-    validated = task.selection_view != task.views[0]
-    return fill(
-        Path(__file__).with_name("catalogue.md.jinja"),
-        about=study.about,
-        baseline=label(baseline),
-        schemes=len(study.cells[first]),
-        ended=len(screen),
-        model=task.model,
-        train=task.train,
-        length=task.train_length,
-        longest=task.longest,
-        times=f"{task.longest / task.train_length:g}",
-        rates=len(about.rates),
-        seeds=about.seeds,
-        unit=task.labels.unit,
-        on="validation text" if validated else "data of the report",
-        limit=f"{FLAT:g}",
-        shown=f"{_SHOWN:g}",
-        picture=pictures.get("", ""),
-        finalists=[
-            _finalists(study, size, rows[size], screen, results) for size in further if rows[size]
-        ],
-        origin=origin(study.known(results, clock)[0], clock),
-        **(_summary(screen, [rows[size] for size in further], baseline) if screen else {}),
-        **places,
+def screen(page: Context) -> Iterator[str]:
+    """What the first size trains, and how many of its schemes have ended."""
+    cells = next(iter(page.study.cells.values()))
+    task, about = cells[page.study.about.baseline].task, cells[page.study.about.baseline].about
+    model, train = task.model, task.train
+    on = "validation text" if task.selection_view != task.views[0] else "data of the report"
+    yield (
+        f"A screen of {len(cells)} schemes, chains and patterns of layers: {model.num_layers} "
+        f"layers of width\n{model.model_dim} with {model.num_heads} heads, {train.steps} steps of "
+        f"{train.batch} x {task.train_length} bytes, {about.seeds} reported seeds at the\n"
+        f"best of {len(about.rates)} rates by one run on {on} (*: the least or the greatest)."
     )
 
 
-def _summary(screen: Mapping[str, Row], finalists: list, baseline: str) -> dict[str, Any]:
-    """Schemes that are better than the baseline, by its most exact results."""
-    sign = screen[baseline].cell.task.labels.sign
-    reference = next(of_size[baseline] for of_size in [*finalists, screen] if of_size)
-    trained = {scheme: mean(row.at_trained_length) for scheme, row in screen.items()}
-    longest = {scheme: mean(_longest(row)) for scheme, row in screen.items()}
-    score = mean(reference.at_trained_length)
-    scores = {s: row.at_trained_length for s, row in screen.items() if row.is_stable}
-    ahead = [s for s in scores if s != baseline and sign * trained[s] < sign * score]
+def summary(page: Context) -> Iterator[str]:
+    """Schemes that are better than the baseline, by its most exact results; all numbers."""
+    baseline, name = page.study.about.baseline, page.baseline
+    screened, *finalists = page.rows.values()
+    count = len(next(iter(page.study.cells.values())))
+    if len(screened) < count:
+        yield f"**{len(screened)} of {count} schemes have ended.**"
+    if not screened:
+        return
+    task = screened[baseline].cell.task
+    reference = next(of_size[baseline] for of_size in [*finalists, screened] if of_size)
+    trained = {scheme: mean(row.at_trained_length) for scheme, row in screened.items()}
+    scores = {s: row.at_trained_length for s, row in screened.items() if row.is_stable}
+    value = mean(reference.at_trained_length)
+    ahead = [s for s in scores if s != baseline and task.labels.sign * (trained[s] - value) < 0.0]
+    lines = [
+        f"{len(ahead)} of {len(scores)} have a better mean than {name}'s {value:.3f} over "
+        f"{len(reference.results)} seeds at the trained\nlength."
+    ]
     p_values, spread = t_tests(scores, reference.at_trained_length)
     p_values.pop(baseline, None)
-    rejected = holm(p_values)
-    resolved = [scheme for scheme in ahead if scheme in rejected]
-    flat = [s for s in resolved if sign * (longest[s] - trained[s]) <= FLAT]
-    rates = {s: row.run.task.train.learning_rate for s, row in screen.items()}
-    greatest = max(screen[baseline].cell.about.rates)
+    if p_values:
+        resolved = [scheme for scheme in ahead if scheme in holm(p_values)]
+        names = f": {', '.join(map(label, resolved))}" if resolved else ""
+        lines[0] += (
+            f" By t tests with the pooled standard deviation of {spread:.3f} and Holm's correction "
+            f"for {len(p_values)} comparisons,\n{len(resolved)} of these are ahead{names}."
+        )
+        lines += _notes(screened, resolved, reference)
+        if scales := published_scales({s: trained[s] for s in scores}, spread):
+            lines.append(
+                f"With the logit scale that they were published with: {', '.join(scales)}."
+            )
+    greatest = max(screened[baseline].cell.about.rates)
+    highest = sum(x.run.task.train.learning_rate == greatest for x in screened.values())
+    lines.append(
+        f"The greatest rate, {greatest:g}, is the best one for {highest} of {len(screened)} "
+        f"schemes; {name}'s {len(reference.results)} seeds have "
+        f"{reference.run.task.train.learning_rate:g}."
+    )
+    yield "\n".join(lines)
+    caption = (
+        f"Scores by the time of a step, without those {_SHOWN:g} and more behind {name}; colour: "
+        "their rise at the longest"
+    )
+    yield from page.picture("", caption, lambda: catalogue_picture(page.study, page.rows))
+    yield (
+        f"[{page.numbers}]({page.numbers}): {task.labels.unit} in windows of each length; time and "
+        "memory of a training step,\nrelative to no encoding."
+    )
+    yield f"```{{csv-table}}\n:file: {page.numbers}\n:header-rows: 1\n```"
 
-    return {
-        "ahead": ahead,
-        "tests": len(p_values),
-        "untested": [label(scheme) for scheme in screen if scheme not in scores],
-        "unstable": f"{reference.cell.about.unstable:g}",
-        "scales": published_scales({s: trained[s] for s in scores}, spread),
-        "pooled": f"{spread:.3f}",
-        "resolved": [label(scheme) for scheme in resolved],
-        "flat": [label(scheme) for scheme in flat],
-        "score": f"{score:.3f}",
-        "exact_seeds": len(reference.results),
-        "highest": sum(rate == greatest for rate in rates.values()),
-        "greatest": f"{greatest:g}",
-        "rate": f"{reference.run.task.train.learning_rate:g}",
-    }
+
+def _notes(screened: Mapping[str, Row], resolved: list[str], reference: Row) -> Iterator[str]:
+    """Sentences on schemes that are ahead at the longest length, and on those without a test."""
+    task = reference.cell.task
+    rises = {s: mean(_longest(x)) - mean(x.at_trained_length) for s, x in screened.items()}
+    if flat := [label(s) for s in resolved if task.labels.sign * rises[s] <= FLAT]:
+        yield (
+            f"Of these, {', '.join(flat)} lose at most {FLAT:g} at "
+            f"{task.longest / task.train_length:g} times the length."
+        )
+    if untested := [label(scheme) for scheme, row in screened.items() if not row.is_stable]:
+        yield (
+            "Not tested, as a seed has no finite score or seeds have a standard deviation above "
+            f"{reference.cell.about.unstable:g}: {', '.join(untested)}."
+        )
 
 
 def published_scales(trained: Mapping[str, float], spread: float) -> list[str]:
@@ -149,24 +151,41 @@ def _rate(row: Row) -> str:
     return f"{rate:g}{'*' if row.selection.is_edge(rate) else ''}"
 
 
-def _finalists(
-    study: Study, size: str, rows: Mapping[str, Row], screen: Mapping[str, Row], results: Lookup
-) -> dict[str, Any]:
-    """The table of a size with more seeds."""
-    baseline = study.about.baseline
-    chose = screen[baseline].cell.about.seeds
-    curve = curve_of(rows[baseline], results, chose)
-    lines = []
-    for scheme, row in rows.items():
-        difference = in_words(row.against()[chose:], 3, "+", row.shifts_against)
-        lines.append([label(scheme), in_cell(row.at_trained_length)])
-        lines[-1] += ["" if scheme == baseline else difference, in_cell(_longest(row))]
-        if curve:
-            lines[-1].append(
-                "" if scheme == baseline else _in_time(row, chose, screen[scheme].step, curve)
-            )
-    about, count = rows[baseline].cell.about, len(study.compared(size, results))
-    return {"name": size, "about": about, "rows": lines, "schemes": count, "curve": curve}
+def finalists(page: Context) -> Iterator[str]:
+    """A table of each further size, whose schemes the first one chose."""
+    (first, screened), *further = page.rows.items()
+    name = page.baseline
+    for size, rows in further:
+        if not rows:
+            continue
+        baseline = rows[page.study.about.baseline]
+        about, task = baseline.cell.about, baseline.cell.task
+        chose = page.study.cells[first][page.study.about.baseline].about.seeds
+        curve = curve_of(baseline, page.results, chose)
+        heads = ["scheme", task.labels.unit, f"difference to {name}", f"at {task.longest}"]
+        heads += [f"to {name} in its time"] if curve else []
+        lines = []
+        for scheme, row in rows.items():
+            difference = in_words(row.against()[chose:], 3, "+", row.shifts_against)
+            is_baseline = scheme == page.study.about.baseline
+            lines.append([label(scheme), in_cell(row.at_trained_length)])
+            lines[-1] += ["" if is_baseline else difference, in_cell(_longest(row))]
+            if curve:
+                in_time = _in_time(row, chose, screened[scheme].step, curve)
+                lines[-1].append("" if is_baseline else in_time)
+        yield f"## {size.capitalize()}"
+        also = (
+            f" {name.capitalize()} also ran for other numbers of steps, at the same rate."
+            if curve
+            else ""
+        )
+        yield (
+            f"{len(rows)} of {len(page.study.compared(size, page.results))} schemes with "
+            f"{about.seeds} seeds: the {about.best} with the best means above, and\nothers for "
+            f"comparison, at the best of the same rates by {about.selection_seeds} runs. The first "
+            f"{chose} seeds chose\nthese schemes, so differences are of the other seeds.{also}"
+        )
+        yield table(heads, lines)
 
 
 def _in_time(row: Row, chose: int, step: float | None, curve: Mapping[float, float]) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 from experiments.errors import ConfigError
 from experiments.pages import plots
 from experiments.pages.page import as_html
-from experiments.pages.tables import collect
 from experiments.runs.files import write_whole
 from experiments.runs.run import Lookup, Run, known
 from experiments.runs.run_queue import (
@@ -18,14 +17,12 @@ from experiments.runs.run_queue import (
     say,
 )
 from experiments.settings.config_io import Parser, names
-from experiments.study import clock
-from experiments.study.catalogue import catalogue_page, catalogue_picture, screen_numbers
-from experiments.study.comparison import is_of_context
+from experiments.study import catalogue, clock, page, steps
+from experiments.study.catalogue import screen_numbers
 from experiments.study.numbers import numbers
-from experiments.study.page import drawing, length_suffix, page
+from experiments.study.page import Block, Context
 from experiments.study.plan import Study, load
 from experiments.study.rows import Row, Rows, rows_of
-from experiments.study.steps import steps_page, steps_picture
 
 _EPILOG = """\
 python -m experiments study                          the page with what is known so far
@@ -79,6 +76,27 @@ def main(arguments: list[str]) -> int:
     return status
 
 
+BLOCKS: dict[str, Block] = {
+    "remark": page.remark,
+    "progress": page.progress,
+    "criterion": page.criterion,
+    "differences": page.differences,
+    "repetition": page.repetition,
+    "tables": page.tables,
+    "pictures": page.pictures,
+    "so_far": page.so_far,
+    "settings": page.settings,
+    "screen": catalogue.screen,
+    "summary": catalogue.summary,
+    "finalists": catalogue.finalists,
+    "origin": page.origin,
+    "steps_picture": steps.picture,
+    "steps": steps.differences,
+    "claims": steps.claims,
+}
+"""Blocks by their names in files of studies, `experiments.study.plan.BLOCKS`."""
+
+
 def pages(study: Study, file: Path, folder: Path, target: Path) -> dict[Path, str]:
     """Returns the texts of the page, of its numbers and of its pictures, by path.
 
@@ -87,33 +105,22 @@ def pages(study: Study, file: Path, folder: Path, target: Path) -> dict[Path, st
     """
     results, times = known(folder), clock.read(folder)
     rows = {size: _rows(study, size, results, times) for size in study.cells}
-    is_catalogue = study.about.layout == "catalogue"
-    is_of_steps = study.about.layout == "steps"
-    if is_catalogue:
-        pictures = {"": catalogue_picture(study, rows)}
-    elif is_of_steps:
-        pictures = {"": steps_picture(study, rows)}
-    else:
-        pictures = {"": drawing(study, rows), **_plots(study, results)}
-    pictures = {suffix: svg for suffix, svg in pictures.items() if svg}
-    files = {suffix: f"{target.stem}{suffix}.svg" for suffix in pictures}
-    places = {
-        "file": str(file),
-        "numbers": f"{target.stem}.csv",
-        "methods": os.path.relpath("docs/methods.md", target.parent),
-    }
-    if is_catalogue:
-        text = catalogue_page(study, rows, results, times, files, **places)
-        table = screen_numbers(next(iter(rows.values())))
-    else:
-        before = earlier(study, folder.parent)
-        text = (
-            steps_page(study, rows, results, files, **places)
-            if is_of_steps
-            else page(study, rows, results, times, files, before, **places)
-        )
-        table = numbers(study, rows, results)
-    inside = {files[suffix]: svg for suffix, svg in pictures.items()}
+    context = Context(
+        study=study,
+        rows=rows,
+        results=results,
+        clock=times,
+        earlier=earlier(study, folder.parent),
+        file=str(file),
+        numbers=f"{target.stem}.csv",
+        methods=os.path.relpath("docs/methods.md", target.parent),
+        name=target.stem,
+    )
+    text, inside = text_of(context), context.pictures
+    is_screen = "screen" in study.about.blocks
+    table = (
+        screen_numbers(next(iter(rows.values()))) if is_screen else numbers(study, rows, results)
+    )
     return {
         target: text,
         target.with_suffix(".csv"): table,
@@ -122,25 +129,22 @@ def pages(study: Study, file: Path, folder: Path, target: Path) -> dict[Path, st
     }
 
 
+def text_of(page: Context) -> str:
+    """Returns the text of a page: its title, its sources and its blocks."""
+    about, numbers = page.study.about, f" Numbers: [{page.numbers}]({page.numbers})"
+    command = f"From `python -m experiments study {page.file}`"
+    command += (
+        f"; protocol: [methods]({page.methods})."
+        if "screen" in about.blocks
+        else (f".{numbers}; protocol: [methods]({page.methods}).")
+    )
+    blocks = [paragraph for name in about.blocks for paragraph in BLOCKS[name](page)]
+    return "\n\n".join([f"# {about.title}", command, *blocks]) + "\n"
+
+
 def _rows(study: Study, size: str, results: Lookup, times: clock.Clock | None) -> dict[str, Row]:
     compared = study.compared(size, results)
     return rows_of(compared, study.about.baseline, results, times) if compared else {}
-
-
-def _plots(study: Study, results: Lookup) -> dict[str, str]:
-    """Returns the plots of scores against length, and the maps of the last size that has them."""
-    out = {}
-    for size, cells in study.cells.items():
-        seeds = [cell.finals(results) for cell in cells.values()]
-        rows = [collect(size, runs, results) for runs in seeds if runs]
-        rows = [row for row in rows if len(row.ended) == len(row.runs)]
-        task = cells[study.about.baseline].task
-        if len(task.test_lengths) > 1:
-            suffix = length_suffix(study, size)
-            mode = "sliding" if is_of_context(task) else task.views[0]
-            out[suffix] = plots.lengths(rows, size, mode, split=True)
-        out["-maps"] = plots.maps(rows, size) or out.get("-maps", "")
-    return out
 
 
 def _stages(study: Study, folder: Path) -> Iterator[list[Run]]:

@@ -1,17 +1,21 @@
-"""The page of a study and its plot of differences, made from result files."""
+"""Pages of studies: the blocks that a study's file names, made from result files.
 
+A block yields paragraphs of Markdown, and none while there is nothing to say; further ones are in
+`catalogue` and `steps`. Pictures are drawn as blocks show them.
+"""
+
+import dataclasses
 import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from experiments.models.schemes import label
 from experiments.pages import plots
-from experiments.pages.page import fill
-from experiments.runs.results import Result, mixture
-from experiments.runs.run import Lookup
+from experiments.pages.page import table
+from experiments.pages.tables import collect
+from experiments.runs.results import mixture
+from experiments.runs.run import Lookup, duration
 from experiments.stats import Bounds, in_cell, ordered
 from experiments.study import comparison
 from experiments.study.cell import Cell
@@ -20,170 +24,228 @@ from experiments.study.plan import Study
 from experiments.study.rows import Row, Rows, curve_of
 from experiments.study.selection import score
 
-_CRITERIA = {
-    "sizes": """\
-a difference changes with size if its intervals at the first and the last size do not overlap;
-otherwise nothing is said of a trend.""",
-    "corpora": """\
-a difference holds in general if it is resolved with one sign on all corpora. If it is resolved on
-some, and with the other sign on none, these are named; with both signs, it depends on the
-corpus.""",
-    "repetition": """\
-no difference to {baseline} that is resolved in `{repeats}` is resolved with the other sign here.
-Differences that are resolved in one of the two alone are named.""",
-}
-"""Criteria by what a study has."""
-CAPTIONS = {
-    "": "Differences to {baseline} with their intervals",
-    "-lengths": "Scores by length",
-    "-maps": "Scores by length and place in the row{last}",
-}
-"""Captions of plots by how their files end."""
 
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What a page is made of.
 
-def page(
-    study: Study,
-    rows: Rows,
-    results: Lookup,
-    clock: Clock | None,
-    pictures: Mapping[str, str],
-    earlier: Rows,
-    **places: str,
-) -> str:
-    """Returns the page.
-
-    Args:
+    Attributes:
       study: the study.
       rows: of `rows_of`, by size.
       results: of its runs.
       clock: the times of steps, None before they are measured.
-      pictures: files of the plots of `CAPTIONS`, as far as there are any.
       earlier: the rows of the study that this one repeats, if it does.
-      **places: the `file` of the study and, for links, the files `numbers` and `methods`.
+      file, numbers, methods: of the study, and for links.
+      name: of the files of pictures, without their ends; "" leaves these out.
+      pictures: those that blocks have drawn, by file.
     """
-    about, name = study.about, label(study.about.baseline)
-    known, expected = study.known(results, clock)
-    sizes = [settings(study, size, rows[size], results, clock) for size in study.cells]
-    has = {
-        "sizes": comparison.is_ladder(study),
-        "corpora": comparison.has_corpora(study),
-        "repetition": bool(about.repeats),
-        "beyond": any("beyond" in head for size in sizes for head in size.get("heads", ())),
-    }
-    words = {"baseline": name, "repeats": about.repeats}
-    return fill(
-        Path(__file__).with_name("study.md.jinja"),
-        about=about,
-        baseline=name,
-        beyond=comparison.BEYOND,
-        has=has,
-        known=len(known),
-        expected=expected,
-        criteria=[text.format(**words) for key, text in _CRITERIA.items() if has[key]],
-        differences=_differences(study, rows) if has["sizes"] or has["corpora"] else None,
-        shared=shared(sizes),
-        sizes=sizes,
-        pictures=list(_captioned(study, pictures)),
-        repetition=comparison.repetition(study, rows, earlier)
-        if about.repeats and any(rows.values())
-        else None,
-        origin=origin(known, clock),
-        **places,
-    )
+
+    study: Study
+    rows: Rows
+    results: Lookup
+    clock: Clock | None
+    earlier: Rows
+    file: str
+    numbers: str
+    methods: str
+    name: str
+    pictures: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def baseline(self) -> str:
+        """The label of the baseline."""
+        return label(self.study.about.baseline)
+
+    def picture(self, suffix: str, caption: str, draw: Callable[[], str]) -> Iterator[str]:
+        """Yields the paragraph of a picture, if there is one."""
+        if self.name and (svg := draw()):
+            file = f"{self.name}{suffix}.svg"
+            self.pictures[file] = svg
+            yield f"![{caption}]({file})"
 
 
-def _differences(study: Study, rows: Rows) -> dict[str, Any] | None:
+Block = Callable[[Context], Iterator[str]]
+
+
+def remark(page: Context) -> Iterator[str]:
+    """What the file says."""
+    if page.study.about.remark:
+        yield page.study.about.remark.strip()
+
+
+def criterion(page: Context) -> Iterator[str]:
+    """What the file says of the study's question."""
+    if page.study.about.criterion:
+        yield f"Criterion, written before the runs: {page.study.about.criterion.strip()}"
+
+
+def progress(page: Context) -> Iterator[str]:
+    """How many runs have ended, unless all have."""
+    known, expected = page.study.known(page.results, page.clock)
+    if len(known) < expected:
+        yield f"**{len(known)} of {expected} runs known so far have ended.**"
+
+
+def differences(page: Context) -> Iterator[str]:
     """The differences at all sizes, and which change from the first to the last."""
-    if not all(rows.values()):
-        return None
-    changed, unchanged = comparison.change_with_size(study, rows)
+    study, rows, sizes = page.study, page.rows, [*page.rows]
+    corpora = comparison.has_corpora(study)
+    if not _side_by_side(page):
+        return
+    heads = ["scheme", "resolved", *sizes] if corpora else ["scheme", *sizes]
+    yield f"Differences to {page.baseline} at the trained length, and its scores:"
+    yield table(heads, comparison.side_by_side(study, rows), 1 + corpora)
+    if comparison.is_ladder(study):
+        words = "these change", "no change is resolved for"
+        yield "\n".join(
+            f"From {sizes[0]} to {sizes[-1]} {verb}: {', '.join(names)}."
+            for verb, names in zip(words, comparison.change_with_size(study, rows), strict=True)
+            if names
+        )
     views, losses = comparison.losses_side_by_side(study, rows)
-    return {
-        "sizes": list(rows),
-        "rows": comparison.side_by_side(study, rows),
-        "changed": changed,
-        "unchanged": unchanged,
-        "views": views,
-        "losses": losses,
-    }
+    if losses:
+        yield f"{', and '.join(views).capitalize()}:"
+        yield table(["scheme", *sizes], losses)
 
 
-def settings(
-    study: Study, size: str, rows: Mapping[str, Row], results: Lookup, clock: Clock | None
-) -> dict[str, Any]:
-    """Returns the answer at a size, its settings, and remarks on its runs."""
-    about, cells = study.about, study.compared(size, results)
-    cell = study.cells[size][about.baseline]
-    task, labels, limit = cell.task, cell.task.labels, cell.about.unstable
-    counts = [r.parameters / 1e6 for row in rows.values() for r in row.results if r.parameters]
-    out: dict[str, Any] = {
-        "name": size,
-        "task": f"{task.name}, {labels.about}" if task.name != about.task else "",
-        "parameters": f"{_range(counts, '.2f')} million parameters" if counts else "",
-        "model": f"{task.model.num_layers} layers of width {task.model.model_dim} with "
-        f"{task.model.num_heads} heads"
-        + (f" and convolutions of {task.model.conv_size}" if task.model.conv_size else ""),
-        "steps": f"{task.train.steps} steps of {task.train.batch} x {task.train_length}",
-        "rates": "" if cell.about.rates_of else f"{len(cell.about.rates)} rates",
-        "runs": _runs(cell),
-        "settings_of": cell.about.rates_of,
-        "rate": f"{cell.about.rate:g}" if cell.about.rate else "",
-        "edges": [
-            label(scheme)
-            for scheme, each in cells.items()
-            if each.source is None and each.selection(results).is_at_edge
-        ],
-        "busy": clock is not None and clock.busy(size),
-        "rows": [],
-        "unit": labels.unit,
-        "so_far": list(_so_far(study, size, rows, results, clock)),
-    }
-    if not rows:
-        return out
-    baseline = rows[about.baseline]
-    curve = curve_of(baseline, results)
-    diverged = {s: sum(r.status != "done" for r in row.results) for s, row in rows.items()}
-    spread = {s: sorted(filter(math.isfinite, x.at_trained_length)) for s, x in rows.items()}
-    losses = {scheme: comparison.losses(row) for scheme, row in rows.items()}
-    timed = any(row.timed for row in rows.values())
-    heads = ["scheme", labels.unit, f"difference to {label(about.baseline)}"]
-    heads += [*losses[about.baseline], *(["in equal time"] if timed else [])]
-    heads += comparison.contexts(baseline)
-    lines = []
+def _side_by_side(page: Context) -> bool:
+    """Whether all differences are in one table."""
+    comparable = comparison.is_ladder(page.study) or comparison.has_corpora(page.study)
+    return comparable and all(page.rows.values())
+
+
+def repetition(page: Context) -> Iterator[str]:
+    """The differences next to those of the study that this one repeats."""
+    study, repeats = page.study, page.study.about.repeats
+    if not repeats or not any(page.rows.values()):
+        return
+    parts = comparison.repetition(study, page.rows, page.earlier)
+    heads = ["scheme", "rate here", "difference here"]
+    heads += [f"rate in {repeats}", f"difference in {repeats}"]
+    tables = [table(heads, rows) for rows in parts["tables"] if rows]
+    yield from tables or [f"There are no results of {repeats}."]
+    if not tables:
+        return
+    lines = [
+        f"**The criterion fails**: resolved with both signs: {', '.join(parts['both'])}."
+        if parts["both"]
+        else "The criterion holds: no difference is resolved with both signs."
+    ]
+    for key, words in (
+        ("here", "Resolved here alone"),
+        ("there", f"Resolved in {repeats} alone"),
+        ("same", "Settings are the same, and so are the reported runs, for"),
+    ):
+        if parts[key]:
+            lines.append(f"{words}{'' if key == 'same' else ':'} {', '.join(parts[key])}.")
+    yield "\n".join(lines)
+
+
+def tables(page: Context) -> Iterator[str]:
+    """A table for each size, unless another block has its numbers; then notes on them."""
+    study, shown = page.study, not page.study.about.repeats and not _side_by_side(page)
+    for size, rows in page.rows.items():
+        if rows and shown:
+            if len(page.rows) > 1:
+                yield f"**{size.capitalize()}:**"
+            yield table(_heads(study, rows), _lines(study, rows))
+    if study.about.variants_of_baseline:
+        yield (
+            f"Rows with + are the trained {page.baseline} changed without training; losses are "
+            "relative to its score at the trained\nlength in the same runs."
+        )
+    of_sizes = [_heads(study, rows) for rows in page.rows.values() if rows]
+    if any("beyond" in head for heads in of_sizes for head in heads):
+        yield (
+            "Beyond the trained length a scheme gains or loses if the longest sliding windows have "
+            "less or more loss than windows\nof the trained length, in all seeds and by "
+            f"{comparison.BEYOND} in the mean."
+        )
+
+
+def _heads(study: Study, rows: Mapping[str, Row]) -> list[str]:
+    baseline = rows[study.about.baseline]
+    heads = ["scheme", baseline.cell.task.labels.unit]
+    heads += [f"difference to {label(study.about.baseline)}", *comparison.losses(baseline)]
+    heads += ["in equal time"] if any(row.timed for row in rows.values()) else []
+    return [*heads, *comparison.contexts(baseline)]
+
+
+def _lines(study: Study, rows: Mapping[str, Row]) -> Iterator[list[str]]:
+    width, timed = len(_heads(study, rows)), any(row.timed for row in rows.values())
     for scheme, row in rows.items():
-        trained = in_cell(row.at_trained_length)
-        difference = "" if scheme == about.baseline else row.difference_in_words()
-        lines.append([label(scheme), trained, difference, *losses[scheme].values()])
+        difference = "" if scheme == study.about.baseline else row.difference_in_words()
+        line = [label(scheme), in_cell(row.at_trained_length), difference]
+        line += comparison.losses(row).values()
         if timed:
-            lines[-1].append(in_cell(row.against(row.timed), "+.3f") if row.timed else "")
-        lines[-1] += comparison.contexts(row).values()
-        varied = ([name, *cells] for name, cells in comparison.variant_cells(row).items())
-        lines += ([*cells, *[""] * (len(heads) - len(cells))] for cells in varied)
-    return out | {
-        "heads": heads,
-        "rows": lines,
-        "curve": ", ".join(f"{budget:g} x: {value:.3f}" for budget, value in curve.items()),
-        "unfitted": [
-            f"`{label(s)}`" for s, row in rows.items() if not any(r.fitted for r in row.results)
-        ],
-        "diverged": [
-            f"{label(s)} in {n} of {len(rows[s].results)}" for s, n in diverged.items() if n
-        ],
-        "unstable": f"{limit:g}",
-        "spread": [
-            f"{label(s)} ({', '.join(f'{x:.{labels.digits}f}' for x in scores)})"
-            for s, scores in spread.items()
-            if len(scores) > 1 and statistics.stdev(scores) > limit
-        ],
-    }
+            line.append(in_cell(row.against(row.timed), "+.3f") if row.timed else "")
+        yield [*line, *comparison.contexts(row).values()]
+        for name, cells in comparison.variant_cells(row).items():
+            yield [name, *cells, *[""] * (width - 1 - len(cells))]
 
 
-def _so_far(
-    study: Study, size: str, rows: Mapping[str, Row], results: Lookup, clock: Clock | None
-) -> Iterator[list[str]]:
-    """Yields scores with counts, and numbers of ended runs, of schemes without a row."""
-    runs = {run.name: run for run in study.runs_of(size, results, clock)}.values()
-    waiting = {s: x for s, x in study.compared(size, results).items() if s not in rows}
+def pictures(page: Context) -> Iterator[str]:
+    """Differences to the baseline, and scores by length and place."""
+    study, name, several = page.study, page.baseline, len(page.study.cells) > 1
+    caption = f"Differences to {name} with their intervals"
+    yield from page.picture("", caption, lambda: drawing(study, page.rows))
+    maps, paragraphs = "", []
+    for size, cells in study.cells.items() if page.name else ():
+        seeds = [cell.finals(page.results) for cell in cells.values()]
+        rows = [collect(size, runs, page.results) for runs in seeds if runs]
+        rows = [row for row in rows if len(row.ended) == len(row.runs)]
+        task = cells[study.about.baseline].task
+        maps = plots.maps(rows, size) or maps
+        if len(task.test_lengths) > 1:
+            mode = "sliding" if comparison.is_of_context(task) else task.views[0]
+            suffix = "-" + re.sub(r"[^\w.]+", "-", size) if several else ""
+            caption = "Scores by length" + (f", {size}" if several else "")
+            svg = plots.lengths(rows, size, mode, split=True)
+            paragraphs += page.picture(f"-lengths{suffix}", caption, lambda svg=svg: svg)
+    caption = "Scores by length and place in the row" + (", of the last size" if several else "")
+    of_maps = page.picture("-maps", caption, lambda: maps)
+    yield from [*of_maps, *paragraphs] if several else [*paragraphs, *of_maps]
+
+
+def drawing(study: Study, rows: Rows) -> str:
+    """Returns the plot of differences to the baseline at the trained length, as <svg>.
+
+    It has the sizes with the task of the first size.
+    """
+    baseline, name = study.about.baseline, label(study.about.baseline)
+    tasks = {size: cells[baseline].task for size, cells in study.cells.items()}
+    task = next(iter(tasks.values()))
+    rows = {size: rows[size] for size in rows if tasks[size].name == task.name}
+    bounds: dict[str, dict[str, Bounds]] = {}
+    for size, of_size in rows.items():
+        for scheme, row in of_size.items():
+            if scheme != baseline and not math.isnan(row.difference[0]):
+                bounds.setdefault(scheme, {})[size] = row.difference
+    if not bounds:
+        return ""
+    bounds = dict(sorted(bounds.items(), key=lambda row: next(iter(row[1].values()))[0]))
+    unit = f"{task.labels.unit} at the trained length, difference to {name}"
+    return plots.differences(bounds, unit, f"Differences to {name}")
+
+
+def so_far(page: Context) -> Iterator[str]:
+    """Scores with counts, and numbers of ended runs, of schemes without a row."""
+    heads = ["scheme", "best rate, one selection seed", "reported seeds", "runs that have ended"]
+    for size in page.study.cells:
+        if lines := [*_so_far(page, size)]:
+            unit = page.study.cells[size][page.study.about.baseline].task.labels.unit
+            yield f"## {size.capitalize()}, so far"
+            yield (
+                "Schemes of which, or of the baseline, not all reported seeds have ended, in "
+                f"{unit}:"
+            )
+            yield table(heads, lines)
+
+
+def _so_far(page: Context, size: str) -> Iterator[list[str]]:
+    study, results = page.study, page.results
+    runs = {run.name: run for run in study.runs_of(size, results, page.clock)}.values()
+    waiting = {s: x for s, x in study.compared(size, results).items() if s not in page.rows[size]}
     for scheme, cell in waiting.items() if any(map(results, runs)) else ():
         ended = [results(run) is not None for run in runs if run.scheme == scheme]
         selection, finals = cell.selection(results), cell.finals(results)
@@ -199,45 +261,84 @@ def _so_far(
         ]
 
 
-def _runs(cell: Cell) -> str:
-    """Returns how many runs choose the settings, and how many are reported."""
-    about = cell.about
-    counts = [(about.seeds, "seed", "seeds")]
+def settings(page: Context) -> Iterator[str]:
+    """The settings of sizes with remarks on their runs, and where these ran."""
+    cells = {size: of_size[page.study.about.baseline] for size, of_size in page.study.cells.items()}
+    entries = {size: _entries(cell) for size, cell in cells.items()}
+    keys = [*next(iter(entries.values()))]
+    shared = [key for key in keys if len({each[key] for each in entries.values()}) == 1]
+    common = [text for key in shared if (text := next(iter(entries.values()))[key])]
+    lines = [f"* {', '.join(common)}."] if common else []
+    for size, cell in cells.items():
+        counts = [
+            r.parameters / 1e6 for x in page.rows[size].values() for r in x.results if r.parameters
+        ]
+        words = [f"{_range(counts, '.2f')} million parameters"] if counts else []
+        words += [text for key, text in entries[size].items() if text and key not in shared]
+        task = cell.task.name != page.study.about.task
+        about = f"task {cell.task.name}, {cell.task.labels.about}; " if task else ""
+        remarks = " ".join([f"{', '.join(words) or 'as above'}.", *_remarks(page, size)])
+        lines.append(f"* **{size.capitalize()}**: {about}{remarks}")
+    yield "## Settings"
+    yield "\n".join([*lines, *origin_lines(page)])
+
+
+def _entries(cell: Cell) -> dict[str, str]:
+    """The settings of a size that others may share, in words."""
+    task, about = cell.task, cell.about
+    model, counts = task.model, [(about.seeds, "seed", "seeds")]
+    convolutions = f" and convolutions of {model.conv_size}" if model.conv_size else ""
     if not about.rates_of:
         counts[:0] = [
             (about.tries, "try", "tries"),
             (about.selection_seeds, "selection seed", "selection seeds"),
         ]
-    return ", ".join(f"{n} {singular if n == 1 else plural}" for n, singular, plural in counts)
-
-
-def shared(sizes: Sequence[dict[str, Any]]) -> str:
-    """Returns the settings that all sizes have in common, and leaves them out of these."""
-    names = "model", "steps", "rates", "runs"
-    keys = [key for key in names if len({size[key] for size in sizes}) == 1]
-    words = ", ".join(sizes[0][key] for key in keys if sizes[0][key])
-    for size in sizes:
-        size |= dict.fromkeys(keys, "")
-    return words
-
-
-def _captioned(study: Study, pictures: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields captions with the files of plots."""
-    several = len(study.cells) > 1
-    words = {
-        "baseline": label(study.about.baseline),
-        "last": ", of the last size" if several else "",
+    return {
+        "model": f"{model.num_layers} layers of width {model.model_dim} with "
+        f"{model.num_heads} heads{convolutions}",
+        "steps": f"{task.train.steps} steps of {task.train.batch} x {task.train_length}",
+        "rates": "" if about.rates_of else f"{len(about.rates)} rates",
+        "runs": ", ".join(f"{n} {one if n == 1 else several}" for n, one, several in counts),
     }
-    suffixes = {length_suffix(study, size): f"Scores by length, {size}" for size in study.cells}
-    captions = {suffix: text.format(**words) for suffix, text in CAPTIONS.items()}
-    for suffix, caption in (captions | (suffixes if several else {})).items():
-        if suffix in pictures:
-            yield caption, pictures[suffix]
 
 
-def length_suffix(study: Study, size: str) -> str:
-    """Returns how the file of the plot of lengths ends, with the size if there are several."""
-    return "-lengths" + ("-" + re.sub(r"[^\w.]+", "-", size) if len(study.cells) > 1 else "")
+def _remarks(page: Context, size: str) -> Iterator[str]:
+    """Sentences on the runs of a size."""
+    rows, results, baseline = page.rows[size], page.results, page.study.about.baseline
+    about = page.study.cells[size][baseline].about
+    if rows and (curve := curve_of(rows[baseline], results)):
+        scores = ", ".join(f"{budget:g} x: {value:.3f}" for budget, value in curve.items())
+        yield (
+            f"Scores of {page.baseline} by training time, at the rate that is best for 1 x: "
+            f"{scores}."
+        )
+    unfitted = [s for s, row in rows.items() if not any(r.fitted for r in row.results)]
+    if unfitted:
+        yield f"Not learned: {', '.join(f'`{label(s)}`' for s in unfitted)}."
+    failed = {s: sum(r.status != "done" for r in row.results) for s, row in rows.items()}
+    diverged = [f"{label(s)} in {n} of {len(rows[s].results)}" for s, n in failed.items() if n]
+    if diverged:
+        yield f"Seeds that diverged: {', '.join(diverged)}."
+    spread = []
+    for scheme, row in rows.items():
+        scores = sorted(filter(math.isfinite, row.at_trained_length))
+        if len(scores) > 1 and statistics.stdev(scores) > about.unstable:
+            digits = row.cell.task.labels.digits
+            spread.append(f"{label(scheme)} ({', '.join(f'{x:.{digits}f}' for x in scores)})")
+    if spread:
+        yield f"Seeds with a standard deviation above {about.unstable:g}: {'; '.join(spread)}."
+    edges = [
+        label(scheme)
+        for scheme, cell in page.study.compared(size, results).items()
+        if cell.source is None and cell.selection(results).is_at_edge
+    ]
+    if edges:
+        yield f"The best rate lies at the edge of the grid for {', '.join(edges)}."
+    if about.rates_of:
+        rate = f", at the rate {about.rate:g}" if about.rate else ""
+        yield f"It has the settings of the size {about.rates_of}{rate}."
+    if page.clock is not None and page.clock.busy(size):
+        yield "**Other programs ran** while steps were timed, so nothing is concluded from time."
 
 
 def _range(numbers: Sequence[float], form: str) -> str:
@@ -246,44 +347,30 @@ def _range(numbers: Sequence[float], form: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def drawing(study: Study, rows: Rows) -> str:
-    """Returns the plot of differences to the baseline at the trained length, as <svg>.
-
-    It has the sizes with the task of the first size.
-    """
-    baseline, name = study.about.baseline, label(study.about.baseline)
-    tasks = {size: cells[baseline].task for size, cells in study.cells.items()}
-    task = next(iter(tasks.values()))
-    rows = {size: rows[size] for size in rows if tasks[size].name == task.name}
-    title = f"Differences to {name}"
-    bounds: dict[str, dict[str, Bounds]] = {}
-    for size, of_size in rows.items():
-        for scheme, row in of_size.items():
-            if scheme != baseline and not math.isnan(row.difference[0]):
-                bounds.setdefault(scheme, {})[size] = row.difference
-    if not bounds:
-        return ""
-    bounds = dict(sorted(bounds.items(), key=lambda row: next(iter(row[1].values()))[0]))
-    unit = f"{task.labels.unit} at the trained length, difference to {name}"
-    return plots.differences(bounds, unit, title)
+def origin(page: Context) -> Iterator[str]:
+    """Where runs and their steps were measured."""
+    if lines := origin_lines(page):
+        yield "\n".join(lines)
 
 
-def origin(results: Sequence[Result], clock: Clock | None) -> dict[str, Any] | None:
-    """Returns the processors, the number of runs and their times; None without results."""
+def origin_lines(page: Context) -> list[str]:
+    """Returns the processors, the number of runs and their times; nothing without results."""
+    results, _ = page.study.known(page.results, page.clock)
     if not results:
-        return None
-    clocks = []
-    if clock is not None:
-        device, cpu = clock.environment["device"], clock.environment["processor"]
-        machine = cpu if device.startswith("cpu") else device
-        for size, rounds in clock.rounds.items():
-            share = clock.others[size]
-            others = "an unknown part" if share is None else f"{share:.1%}"
-            clocks.append(dict(size=size, rounds=rounds, others=others, machine=machine))
-    return {
-        "processors": "; ".join(ordered(result.processor for result in results)),
-        "mixed": mixture(results, commits=False),
-        "runs": len(results),
-        "wall": sum(result.train_seconds + result.compile_seconds for result in results),
-        "clock": clocks,
-    }
+        return []
+    wall = duration(sum(result.train_seconds + result.compile_seconds for result in results))
+    processors = "; ".join(ordered(result.processor for result in results))
+    lines = [f"* {len(results)} runs, {wall} in all; {processors}"]
+    if mixed := mixture(results, commits=False):
+        lines.append(f"* **{mixed}**")
+    if page.clock is None:
+        return lines
+    device, cpu = page.clock.environment["device"], page.clock.environment["processor"]
+    for size, rounds in page.clock.rounds.items():
+        share = page.clock.others[size]
+        lines.append(
+            f"* Steps of {size}: medians of {rounds} rounds on "
+            f"{cpu if device.startswith('cpu') else device}; other programs had "
+            f"{'an unknown part' if share is None else f'{share:.1%}'} of it"
+        )
+    return lines

@@ -30,7 +30,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 from pydantic import NonNegativeInt, PositiveFloat
@@ -46,6 +46,13 @@ from experiments.stats import ordered
 from experiments.study.cell import Cell
 from experiments.study.clock import Clock
 from experiments.study.selection import Size, variant
+
+_OfSteps = Literal["steps_picture", "steps", "claims"]
+BlockName = (
+    Literal["remark", "progress", "criterion", "differences", "repetition", "tables", "pictures"]
+    | Literal["so_far", "settings", "screen", "summary", "finalists", "origin"]
+    | _OfSteps
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +92,13 @@ class _File:
     """The scheme that others are compared to."""
     title: str = "Which position encoding has the lowest loss? A study"
     """The heading of the page."""
-    layout: Literal["study", "catalogue", "steps"] = "study"
-    """The page: with intervals and the choice of settings, one table of many schemes, or scores
-    against the steps of the sizes."""
+    blocks: tuple[BlockName, ...] = (
+        *("remark", "progress", "criterion", "differences", "repetition", "tables", "pictures"),
+        *("so_far", "settings"),
+    )
+    """The blocks of the page in their order; see `experiments.study.command.BLOCKS`."""
+    criterion: str = ""
+    """What decides the study's question, written before the runs."""
     first_selection_seed: NonNegativeInt = 100
     """The seed of the grid, above all that are reported."""
     repeats: str = ""
@@ -175,8 +186,9 @@ def load(path: Path, also: Sequence[str] = ()) -> Study:
             raise ConfigError(f"baseline: must be one of the schemes{hint}")
         if not about.sizes:
             raise ConfigError("sizes: must hold at least one")
-        if about.layout == "steps" and (about.reference is None or len(about.sizes) < 2):
-            raise ConfigError("layout: steps needs a reference and two sizes or more")
+        of_steps = [name for name in about.blocks if name in get_args(_OfSteps)]
+        if of_steps and (about.reference is None or len(about.sizes) < 2):
+            raise ConfigError(f"blocks: {of_steps[0]} needs a reference and two sizes or more")
         common = {k: v for k, v in tables.items() if k not in known}
         refuse_plan(common, "a study")
         cells: dict[str, dict[str, Cell]] = {}

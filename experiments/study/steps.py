@@ -1,20 +1,18 @@
-"""The page of a study whose sizes are numbers of steps: which leads are of speed, which remain?"""
+"""Blocks of a study whose sizes are numbers of steps: which leads are of speed, which remain?"""
 
 import math
 import statistics
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 
 import matplotlib as mpl
 
 from experiments.claims import Condition, Margin, judge
 from experiments.models.schemes import label, short
 from experiments.pages import plots
-from experiments.pages.page import fill
-from experiments.runs.run import Lookup
+from experiments.pages.page import table
 from experiments.stats import Bounds, Estimate, in_cell, mean, sign, signed, t_tests
-from experiments.study.page import origin, settings, shared
-from experiments.study.plan import Study
+from experiments.study.page import Context
+from experiments.study.plan import Reference, Study
 from experiments.study.rows import Row, Rows
 
 
@@ -71,36 +69,51 @@ def _spreads(rows: Mapping[str, Row]) -> list[str]:
     return [f"{pooled:.3f}", *(f"{spreads[name]:.3f} ({name})" for name in ends)]
 
 
-def steps_page(
-    study: Study, rows: Rows, results: Lookup, pictures: Mapping[str, str], **places: str
-) -> str:
-    """Returns the page.
+def picture(page: Context) -> Iterator[str]:
+    """The differences against the number of steps."""
+    caption = (
+        "Differences to RoPE after each number of steps, with intervals, of schemes up to "
+        f"{_reference(page.study).shown} behind it"
+    )
+    yield from page.picture("", caption, lambda: steps_picture(page.study, page.rows))
 
-    Arguments are as for `experiments.study.page.page`; `pictures[""]` is the file of the picture.
-    """
-    known, expected = study.known(results, None)
-    reference = study.about.reference
-    assert reference
+
+def _reference(study: Study) -> Reference:
+    assert study.about.reference
+    return study.about.reference
+
+
+def differences(page: Context) -> Iterator[str]:
+    """The table of differences, with the kind of each."""
+    study, rows, reference = page.study, page.rows, _reference(page.study)
     sizes = {size: leads(of_size, reference.schemes) for size, of_size in rows.items() if of_size}
     sizes = {size: each for size, each in sizes.items() if each[0]}
-    abouts = [settings(study, size, rows[size], results, None) for size in study.cells]
+    if not sizes:
+        return
+    best = ", ".join(f"{reference.schemes[x]} after {size} steps" for size, (x, _) in sizes.items())
+    spreads = "; ".join(
+        "{} after {} steps, pooled from {} to {}".format(pooled, size, *ends)
+        for size in sizes
+        for pooled, *ends in [_spreads(rows[size])]
+    )
+    yield (
+        f"Differences are to {reference.about}: {best}.\nTheir intervals are unpaired, leave out "
+        f"the choice of {reference.parameter} and of settings, and assume one standard deviation "
+        f"for\nall schemes: {spreads}."
+    )
     first, *_, last = study.cells
     lines = []
     for scheme in study.about.schemes:
         name = short(scheme)
         texts = [str(of_size.get(name, "")) for _, of_size in sizes.values()]
         if name in reference.schemes:
-            for i, (size, (best, _)) in enumerate(sizes.items()):
+            for i, (size, (chosen, _)) in enumerate(sizes.items()):
                 row = rows[size].get(scheme)
                 value = in_cell(row.at_trained_length) if row else ""
-                texts[i] = f"{value} ({texts[i]})" if texts[i] and name != best else value
+                texts[i] = f"{value} ({texts[i]})" if texts[i] and name != chosen else value
         elif first in sizes and last in sizes:
-            ends = [sizes[size][1].get(name) for size in (first, last)]
-            texts.append(
-                outcome(*(lead.bounds for lead in ends if lead), reference.close)
-                if all(ends)
-                else ""
-            )
+            ends = [lead.bounds for size in (first, last) if (lead := sizes[size][1].get(name))]
+            texts.append(outcome(*ends, reference.close) if len(ends) == 2 else "")
             if scheme in rows[first] and not any(x.fitted for x in rows[first][scheme].results):
                 texts[-1] = "not learned at first"
         note = study.about.notes.get(name, "")
@@ -108,30 +121,29 @@ def steps_page(
             note = f"{reference.parameter} {reference.schemes[name]}"
         name += f", {note}" if note else ""
         lines.append([name, *texts, *[""] * (1 + len(sizes) - len(texts))])
-    return fill(
-        Path(__file__).with_name("steps.md.jinja"),
-        about=study.about,
-        task=study.cells[first][study.about.baseline].task,
-        known=len(known),
-        expected=expected,
-        claims=list(_claims(study, rows)),
-        leads=sizes,
-        spreads={size: _spreads(rows[size]) for size in sizes},
-        narrowest=min(x.half for x in sizes[last][1].values()) if last in sizes else 0.0,
-        shared=shared(abouts),
-        sizes=abouts,
-        reference=reference,
-        rows=lines,
-        picture=pictures.get("", ""),
-        origin=origin(known, None),
-        **places,
+    yield table(["scheme", *sizes, "outcome"], lines)
+    close = reference.close
+    narrowest = min(x.half for x in sizes[last][1].values()) if last in sizes else 0.0
+    yield (
+        "Outcomes compare the first and the last column of differences that are resolved at first: "
+        '"crosses" for a resolved\ndifference of the other sign at last, "speed" for an interval '
+        f'within {close}, "limit" for one of the same sign\nbeyond {close}.'
+    ) + (
+        f" No interval can be within {close} at last: their half width is at least {narrowest:.3f}."
+        if narrowest > close
+        else ""
     )
+
+
+def claims(page: Context) -> Iterator[str]:
+    """The claims of the file with their outcomes."""
+    if lines := [f"* {claim}: {word}." for claim, word in _claims(page.study, page.rows)]:
+        yield "\n".join(lines)
 
 
 def _claims(study: Study, rows: Rows) -> Iterator[tuple[str, str]]:
     """Yields the claims with outcomes and margins, without claims of which a score is missing."""
-    reference = study.about.reference
-    assert reference
+    reference = _reference(study)
     by_steps = {
         row.run.task.train.steps: leads(of_size, reference.schemes)[1]
         for of_size in rows.values()
@@ -155,8 +167,7 @@ def steps_picture(study: Study, rows: Rows) -> str:
 
     It is empty before there are scores after two numbers of steps.
     """
-    reference = study.about.reference
-    assert reference
+    reference = _reference(study)
     lines: dict[str, dict[int, Bounds]] = {}
     ropes: dict[int, float] = {}
     for of_size in filter(None, rows.values()):
