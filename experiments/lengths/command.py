@@ -4,11 +4,12 @@ import math
 from pathlib import Path
 
 from experiments.errors import ConfigError
-from experiments.lengths import results
 from experiments.lengths.page import pages
 from experiments.lengths.plan import load
+from experiments.lengths.results import CELLS
 from experiments.runs.checkpoints import Deadline
 from experiments.runs.files import write_whole
+from experiments.runs.results import PACK, pack
 from experiments.runs.run_queue import minutes, refuse_without_run, say
 from experiments.settings.config_io import Parser
 
@@ -55,7 +56,7 @@ def main(arguments: list[str]) -> int:
         if left:
             say(f"{left} cells are left; the same command continues.")
     if options.pack:
-        results.pack(folder, results.read(folder))
+        say(f"Pack: {pack(folder, CELLS)} results in {folder / PACK}")
     for path, text in pages(plan, options.file, folder, target).items():
         write_whole(path, text)
     say(f"Page: {target}")

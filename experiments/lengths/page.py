@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from experiments.claims import FAILS, GATE_FAILED, HOLDS, NOT_RESOLVED, NOT_RUN
-from experiments.lengths import results
 from experiments.lengths.plan import WIDTH, Plan
-from experiments.lengths.results import BIN
+from experiments.lengths.results import BIN, CELLS
 from experiments.lengths.scores import LEAST, Outcome, Table
 from experiments.models.methods import window
 from experiments.pages import plots
 from experiments.pages.page import as_csv, as_html, fill
+from experiments.runs import results
 from experiments.stats import interval, mean, ordered, plus_minus
 
 
@@ -21,7 +21,7 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
 
     `file` and `folder` are of the plan and its results, `target` is the page.
     """
-    known = results.read(folder)
+    known = results.read(folder, CELLS)
     table = Table(plan, known)
     names = [cell.name for cell in plan.cells()]
     done = [known[name] for name in names if name in known]

@@ -1,15 +1,10 @@
-"""Results of cells: a file in the folder of each, or a line of one compressed file."""
+"""The result of a cell."""
 
 import dataclasses
 import functools
-import json
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
-from experiments.errors import ResultsError
-from experiments.runs.files import to_json, write_whole
-from experiments.runs.results import FILE, PACK, digest, read_pack, write_pack
+from experiments.runs.results import Kind
 from experiments.settings.config_io import STRICT, convert
 
 BIN = 1024
@@ -52,26 +47,5 @@ class CellResult:
             raise ValueError(f"must have {losses} losses, got {len(self.losses)}")
 
 
-def read(folder: Path) -> dict[str, CellResult]:
-    """Returns all results of a folder by the names of their cells."""
-    result_of, pack = functools.partial(convert, CellResult), folder / PACK
-    results = read_pack(pack, "cell", result_of) if pack.exists() else {}
-    for file in sorted(folder.glob(f"*/{FILE}")):
-        name = file.parent.name
-        try:
-            results[name] = result_of(json.loads(file.read_text("utf-8")), name)
-            if name.rpartition("-")[2] != digest(results[name].settings):
-                raise ValueError(f"{name} has other settings than its name says")
-        except (OSError, ValueError, RecursionError) as error:
-            raise ResultsError(f"{file}: cannot be read: {error}") from None
-    return results
-
-
-def write(folder: Path, name: str, result: CellResult) -> None:
-    """Writes the result of a cell, whole or not at all."""
-    write_whole(folder / name / FILE, to_json(dataclasses.asdict(result)) + "\n")
-
-
-def pack(folder: Path, results: Mapping[str, CellResult]) -> None:
-    """Writes results to the one file that is worth committing; equal results are equal bytes."""
-    write_pack(folder, "cell", results)
+CELLS = Kind("cell", functools.partial(convert, CellResult))
+"""These results in a folder."""

@@ -14,11 +14,12 @@ import numpy as np
 import posenc_jax as pe
 from examples import checkpoints, families
 from experiments.errors import ConfigError, CorpusError, Locked
-from experiments.lengths import results, texts
+from experiments.lengths import texts
 from experiments.lengths.plan import Cell, Document, Plan
-from experiments.lengths.results import BIN, CellResult
+from experiments.lengths.results import BIN, CELLS, CellResult
 from experiments.released.losses import Losses, Program, Scores, set_method
 from experiments.released.packages import packaged
+from experiments.runs import results
 from experiments.runs.checkpoints import Deadline
 from experiments.runs.files import locked
 from experiments.runs.results import FILE
@@ -151,7 +152,7 @@ def carry_out(
     """
     commit()  # Files may change while cells run.
     cells = list(plan.cells())
-    known = results.read(folder)
+    known = results.read(folder, CELLS)
     environments = [known[cell.name].environment for cell in cells if cell.name in known]
     refuse_versions(environments, str(folder), "take another --results")
     waiting = [cell for cell in cells if cell.name not in known]
@@ -171,14 +172,14 @@ def carry_out(
             continue
         seconds += result.cpu_seconds + result.compile_seconds
         work += costs[cell.name]
-        done = results.read(folder)
+        done = results.read(folder, CELLS)
         left = [x for x in cells if x.name not in done]
         remaining = sum(costs[x.name] for x in left) * seconds / work
         say(
             f"[{len(cells) - len(left)}/{len(cells)}] {words(cell)}: {_summary(result)}; "
             f"{result.cpu_seconds:.0f} s of processor time, about {duration(remaining)} left"
         )
-    done = results.read(folder)
+    done = results.read(folder, CELLS)
     return sum(cell.name not in done for cell in cells)
 
 

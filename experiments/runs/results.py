@@ -102,95 +102,6 @@ def digest(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def stored(folder: Path, run: str) -> Result | None:
-    """Returns the result of the run of a name; None if there is none."""
-    file = folder / run / FILE
-    try:  # In this order: a pack is written before the files that it replaces are removed.
-        alone = _result(_parse(file.read_text(encoding="utf-8")), "")
-    except (FileNotFoundError, NotADirectoryError):
-        alone = None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ResultsError(f"{file}: cannot be read: {error}") from None
-    in_pack = packed(folder).get(run)
-    if alone and in_pack:
-        return in_pack if in_pack.finished > alone.finished else alone
-    return alone or in_pack
-
-
-def write(folder: Path, run: str, result: Result) -> None:
-    """Writes the result of a run to a file of its own."""
-    write_whole(folder / run / FILE, to_json(dataclasses.asdict(result), indent=1) + "\n")
-
-
-def pack(folder: Path) -> int:
-    """Packs all results of a folder, and removes their files; returns how many are packed."""
-    with locked(folder):
-        files = list(folder.glob(f"*/{FILE}"))
-        names = [file.parent.name for file in files]
-        alone = {name: result for name in names if (result := stored(folder, name))}
-        results = {**packed(folder), **alone}
-        if files:
-            write_pack(folder, "run", results)
-        for file in files:  # Other processes write results once, and do not change them.
-            file.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # It has other files.
-                file.parent.rmdir()
-        return len(results)
-
-
-def write_pack(folder: Path, key: str, results: Mapping[str, Any]) -> None:
-    """Writes results, as dataclasses, in one file; `key` is the key of names in its lines."""
-    lines = (
-        to_json({key: name, "result": dataclasses.asdict(results[name])}, separators=(",", ":"))
-        for name in sorted(results)
-    )
-    content = "".join(f"{line}\n" for line in lines).encode()
-    write_whole(folder / PACK, gzip.compress(content, mtime=0))
-
-
-def packed(folder: Path) -> Mapping[str, Result]:
-    """Returns the packed results of a folder by name."""
-    try:
-        stat = (folder / PACK).stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    return _packed(folder / PACK, stat.st_mtime_ns, stat.st_ino)
-
-
-@functools.lru_cache(maxsize=8)
-def _packed(file: Path, *version: int) -> Mapping[str, Result]:
-    """Reads a pack, again if it is another file."""
-    return read_pack(file, "run", _result)
-
-
-def read_pack(file: Path, key: str, result_of: Callable[[Any, str], Any]) -> dict[str, Any]:
-    """Returns the results of a file that `write_pack` wrote, by name.
-
-    Args:
-      file: the file.
-      key: of names in its lines.
-      result_of: makes a result from JSON and its name, or raises ValueError.
-    """
-    results: dict[str, Any] = {}
-    try:
-        content = file.read_bytes()
-        if not content:
-            raise ValueError("it is empty")
-        for line in gzip.decompress(content).splitlines():
-            entry = _parse(line)
-            if not isinstance(entry, dict) or entry.keys() != {key, "result"}:
-                raise ValueError(f"a line must have {key} and result")
-            name = str(entry[key])
-            if name in results:
-                raise ValueError(f"{name} has two lines")
-            results[name] = result_of(entry["result"], name)
-            if name.rpartition("-")[2] != digest(results[name].settings):
-                raise ValueError(f"{name} has other settings than its name says")
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
-        raise ResultsError(f"{file}: cannot be read: {error}") from None
-    return results
-
-
 def _parse(text: str | bytes) -> Any:
     """Returns JSON without NaN and infinities, which are written as null."""
 
@@ -205,3 +116,105 @@ def _result(value: Any, name: str) -> Result:
     if result.status not in ("done", "diverged") or (result.status == "done" and not result.scores):
         raise ValueError(f"status {result.status!r} with {len(result.scores)} views of scores")
     return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Results of one class.
+
+    Attributes:
+      key: of names in the lines of a pack.
+      parse: makes a result from JSON and its name, or raises ValueError.
+    """
+
+    key: str
+    parse: Callable[[Any, str], Any]
+
+
+RUNS = Kind("run", _result)
+
+
+def stored(folder: Path, name: str, kind: Kind = RUNS) -> Any:
+    """Returns the result of a name; None if there is none."""
+    file = folder / name / FILE
+    try:  # In this order: a pack is written before the files that it replaces are removed.
+        alone = _of_name(name, kind.parse(_parse(file.read_text(encoding="utf-8")), ""))
+    except (FileNotFoundError, NotADirectoryError):
+        alone = None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ResultsError(f"{file}: cannot be read: {error}") from None
+    in_pack = packed(folder, kind).get(name)
+    if alone and in_pack:
+        return in_pack if in_pack.finished > alone.finished else alone
+    return alone or in_pack
+
+
+def _of_name(name: str, result: Any) -> Any:
+    """Returns the result, if the name ends with the digest of its settings."""
+    if name.rpartition("-")[2] != digest(result.settings):
+        raise ValueError(f"{name} has other settings than its name says")
+    return result
+
+
+def read(folder: Path, kind: Kind = RUNS) -> dict[str, Any]:
+    """Returns all results of a folder by name."""
+    names = sorted(file.parent.name for file in folder.glob(f"*/{FILE}"))
+    alone = {name: result for name in names if (result := stored(folder, name, kind))}
+    return {**packed(folder, kind), **alone}
+
+
+def write(folder: Path, name: str, result: Any) -> None:
+    """Writes a result to a file of its own."""
+    write_whole(folder / name / FILE, to_json(dataclasses.asdict(result), indent=1) + "\n")
+
+
+def pack(folder: Path, kind: Kind = RUNS) -> int:
+    """Packs all results of a folder, and removes their files; returns how many are packed."""
+    with locked(folder):
+        files, results = list(folder.glob(f"*/{FILE}")), read(folder, kind)
+        if files:
+            _write_pack(folder, kind, results)
+        for file in files:  # Other processes write results once, and do not change them.
+            file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # It has other files.
+                file.parent.rmdir()
+        return len(results)
+
+
+def _write_pack(folder: Path, kind: Kind, results: Mapping[str, Any]) -> None:
+    entries = (
+        {kind.key: name, "result": dataclasses.asdict(results[name])} for name in sorted(results)
+    )
+    lines = (to_json(entry, separators=(",", ":")) for entry in entries)
+    content = "".join(f"{line}\n" for line in lines).encode()
+    write_whole(folder / PACK, gzip.compress(content, mtime=0))
+
+
+def packed(folder: Path, kind: Kind = RUNS) -> Mapping[str, Any]:
+    """Returns the packed results of a folder by name."""
+    try:
+        stat = (folder / PACK).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    return _packed(folder / PACK, kind, stat.st_mtime_ns, stat.st_ino)
+
+
+@functools.lru_cache(maxsize=8)
+def _packed(file: Path, kind: Kind, *version: int) -> Mapping[str, Any]:
+    """Reads a pack, again if it is another file."""
+    results: dict[str, Any] = {}
+    try:
+        content = file.read_bytes()
+        if not content:
+            raise ValueError("it is empty")
+        for line in gzip.decompress(content).splitlines():
+            entry = _parse(line)
+            if not isinstance(entry, dict) or entry.keys() != {kind.key, "result"}:
+                raise ValueError(f"a line must have {kind.key} and result")
+            name = str(entry[kind.key])
+            if name in results:
+                raise ValueError(f"{name} has two lines")
+            results[name] = _of_name(name, kind.parse(entry["result"], name))
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        raise ResultsError(f"{file}: cannot be read: {error}") from None
+    return results

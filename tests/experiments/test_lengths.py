@@ -19,13 +19,14 @@ from examples.decoder import Decoder
 from experiments import __main__
 from experiments.errors import ConfigError, ResultsError
 from experiments.lengths import plan as plans
-from experiments.lengths import results, run, texts
+from experiments.lengths import run, texts
 from experiments.lengths.page import pages
-from experiments.lengths.results import BIN, CellResult
+from experiments.lengths.results import BIN, CELLS, CellResult
 from experiments.lengths.scores import Table
 from experiments.models.methods import METHODS, changed, is_window
 from experiments.pages import plots
 from experiments.released import losses
+from experiments.runs import results
 from experiments.runs.checkpoints import Deadline
 from experiments.runs.files import locked
 from experiments.runs.run import here
@@ -302,11 +303,9 @@ def test_a_stopped_study_continues_with_what_is_left(plan, tmp_path):
     assert first.cells + second.cells == cells[:6] + cells[7:]
     assert run.carry_out(plan, folder, second, Deadline(), lines.append) == 0
     assert second.cells[-1] == cells[6] and lines[-1].startswith("[20/20] probe A 8,192 RoPE")
-    alone = results.read(folder)
-    results.pack(folder, alone)
-    for cell in cells:
-        (folder / cell.name / "result.json").unlink()
-    assert results.read(folder) == alone and len(alone) == 20
+    alone = results.read(folder, CELLS)
+    assert results.pack(folder, CELLS) == 20 and [*folder.iterdir()] == [folder / results.PACK]
+    assert results.read(folder, CELLS) == alone and len(alone) == 20
 
 
 def test_results_of_other_versions_are_refused(plan, tmp_path):
