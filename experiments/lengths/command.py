@@ -3,10 +3,10 @@
 import math
 from pathlib import Path
 
-from experiments.errors import ConfigError
 from experiments.lengths.page import pages
 from experiments.lengths.plan import load
 from experiments.lengths.results import CELLS
+from experiments.pages.page import target_of
 from experiments.runs.checkpoints import Deadline
 from experiments.runs.files import write_whole
 from experiments.runs.results import PACK, pack
@@ -43,9 +43,7 @@ def main(arguments: list[str]) -> int:
     refuse_without_run(options)
     plan = load(options.file)
     folder = options.results or Path("results") / options.file.stem
-    target = options.page or Path("docs") / f"{options.file.stem}.md"
-    if target.suffix != ".md":
-        raise ConfigError(f"--page: must be the name of a Markdown file, got {target}")
+    target = target_of(options.page, options.file.stem)
     if options.run:
         from experiments.lengths import run
 

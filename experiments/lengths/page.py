@@ -1,17 +1,16 @@
 """The page of a study of lengths, its numbers and its picture, made from results."""
 
 import math
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from experiments.claims import FAILS, GATE_FAILED, HOLDS, NOT_RESOLVED, NOT_RUN
 from experiments.lengths.plan import WIDTH, Plan
-from experiments.lengths.results import BIN, CELLS
+from experiments.lengths.results import BIN, CELLS, CellResult
 from experiments.lengths.scores import LEAST, Outcome, Table
 from experiments.models.methods import window
 from experiments.pages import plots
-from experiments.pages.page import as_csv, as_html, fill
+from experiments.pages.page import as_csv, files_of, table
 from experiments.runs import results
 from experiments.stats import interval, mean, ordered, plus_minus
 
@@ -22,60 +21,102 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
     `file` and `folder` are of the plan and its results, `target` is the page.
     """
     known = results.read(folder, CELLS)
-    table = Table(plan, known)
-    names = [cell.name for cell in plan.cells()]
-    done = [known[name] for name in names if name in known]
-    outcomes = [table.judge(claim) for claim in plan.claims]
-    svg, picture = drawing(table), f"{target.stem}.svg"
-    alone = window(plan.checkpoint.trained // 4)
-    documents = [
-        d
-        for d in plan.all_documents
-        if table.losses(d, "rope", plan.shortest)
-        and table.losses(d, plan.picture.minus, plan.shortest)
-    ]
-    text = fill(
-        Path(__file__).with_name("lengths.md.jinja"),
-        plan=plan,
-        command=f"python -m experiments lengths {file}",
-        folder=folder,
-        done=len(done),
-        count=len(names),
-        hours=f"{sum(x.cpu_seconds + x.compile_seconds for x in done) / 3600:.1f}",
-        picture=picture if svg else "",
-        numbers=f"{target.stem}.csv",
-        documents=len(documents),
-        in_all=len(plan.all_documents),
-        longest_documents=len(table.values("rope", "far", plan.longest)),
-        probed=len(table.values("rope", "answer", plan.probe.contexts[0])),
-        heads=heads(plan),
-        rows=list(rows(table)),
-        outcomes=[
-            (title, [_claim(outcome) for outcome in outcomes if outcome.word == word])
-            for word, title in _WORDS.items()
-        ],
-        not_run=sum(outcome.word == NOT_RUN for outcome in outcomes),
-        least=LEAST,
-        documents_of=[(name, ", ".join(kind.documents)) for name, kind in plan.kinds.items()],
-        window=alone,
-        alone=plus_minus(
-            table.values(alone, "at", plan.checkpoint.trained, plan.picture.minus)
-            if alone in plan.methods
-            else [],
-            "",
-        ),
-        peak=f"{max((x.peak_mib for x in done), default=0) / 2**10:.1f}",
-        versions="; ".join(ordered(_versions(x.environment) for x in done)),
-        processor="; ".join(ordered(str(x.environment.get("processor")) for x in done)),
-        commits=", ".join(ordered(x.commit for x in done)),
+    cells, scores = [*plan.cells()], Table(plan, known)
+    done = [known[cell.name] for cell in cells if cell.name in known]
+    outcomes = [scores.judge(claim) for claim in plan.claims]
+    svg, picture = drawing(scores), f"{target.stem}.svg"
+    part = "" if len(done) == len(cells) else ": others are left out, and numbers may change"
+    about = plan.checkpoint
+    text = "\n\n".join(
+        [
+            "# How far does a released model read?",
+            f"Made by `python -m experiments lengths {file}` from results in `{folder}`, not "
+            f"edited by hand; [{target.stem}.csv]({target.stem}.csv) has all\nnumbers. "
+            f"**{len(done)} of {len(cells)} passes have run**{part}.",
+            f"{about.name} was trained with RoPE on {about.trained:,} tokens. Here it reads longer "
+            "documents by methods that need\nno training, with settings of their authors "
+            "([methods](../experiments/models/methods.py)).",
+            *(_pictured(scores, picture) if svg else ()),
+            *_table(scores),
+            *_alone(scores),
+            *_claims(outcomes),
+            *_protocol(plan, done),
+        ]
     )
     pictures = {picture: svg} if svg else {}
-    out = {
-        target: text,
-        target.with_suffix(".csv"): as_csv(list(numbers(table, outcomes))),
-        folder / "report.html": as_html(text, pictures, os.path.relpath(target.parent, folder)),
-    }
-    return out | {target.with_name(name): plots.standalone(x) for name, x in pictures.items()}
+    return files_of(target, folder, text + "\n", as_csv([*numbers(scores, outcomes)]), pictures)
+
+
+def _documents(scores: Table) -> str:
+    """How many documents have the losses that the picture shows."""
+    plan, methods = scores.plan, ("rope", scores.plan.picture.minus)
+    return str(
+        sum(
+            all(scores.losses(document, method, plan.shortest) for method in methods)
+            for document in plan.all_documents
+        )
+    )
+
+
+def _pictured(scores: Table, picture: str) -> Iterator[str]:
+    """The picture with its legend."""
+    plan = scores.plan
+    yield f"![Loss by place, minus the loss of a window with four sinks]({picture})"
+    yield (
+        f"Below zero, all of the text is worth more than the last {plan.checkpoint.trained // 4:,} "
+        "tokens and four first ones; above, it is worse\nthan forgetting. Scalings are for "
+        f"{plan.shortest // 1024}k. Mean of {_documents(scores)} of {len(plan.all_documents)} "
+        "documents."
+    )
+
+
+def _table(scores: Table) -> Iterator[str]:
+    """The table of methods with its legend."""
+    plan = scores.plan
+    if not (lines := [*rows(scores)]):
+        return
+    longest = len(scores.values("rope", "far", plan.longest))
+    probed = len(scores.values("rope", "answer", plan.probe.contexts[0]))
+    yield table(heads(plan), lines)
+    yield (
+        "RoPE's nats per token, and differences to it with 95 % intervals over documents "
+        f"(Student's t, paired; {_documents(scores)},\nand {longest} in passes to "
+        f"{plan.longest // 1024}k). Answers: nats of a five-digit number that the text states "
+        f"once, 11.5 by chance ({probed} documents).\nCopies: nats that a paragraph's second place has above its first. "
+        "Processor time relative to RoPE, and\nmemory without the parameters at "
+        f"{plan.shortest // 1024}k. `rope_by_length` equals `ntk` for the length of a pass."
+    )
+
+
+def _alone(scores: Table) -> Iterator[str]:
+    """A window without sinks, in tiny models and here."""
+    plan, name = scores.plan, window(scores.plan.checkpoint.trained // 4)
+    if name not in plan.methods:
+        return
+    trained = plan.checkpoint.trained
+    if alone := plus_minus(scores.values(name, "at", trained, plan.picture.minus), ""):
+        yield (
+            "Tiny models lose nothing in a window of their trained length, with sinks or without "
+            "([study](study.md)), and at most 0.034\nbits per byte in one of a quarter "
+            "([context](study_context.md)). Here a window of a quarter needs the sinks:\n"
+            f"`{name}` has {alone} nats per token more than with four of them, from "
+            f"{(trained - 2048) // 1024}k to {trained // 1024}k."
+        )
+
+
+def _claims(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """The claims by their outcomes."""
+    few = sum(outcome.word == NOT_RUN for outcome in outcomes)
+    yield "## Claims"
+    yield (
+        "[Their criteria](../configs/lengths.toml) precede the first pass. A claim holds if all of "
+        f'its intervals do, over {LEAST}\ndocuments at least. "The length" is the trained one, '
+        '"within" is up to it.' + (f"\n{few} of {len(outcomes)} have too few." if few else "")
+    )
+    for word, title in _WORDS.items():
+        if lines := [f"* {_claim(outcome)}." for outcome in outcomes if outcome.word == word]:
+            yield f"**{title}:**"
+            yield "\n".join(lines)
 
 
 _WORDS = {
@@ -87,8 +128,32 @@ _WORDS = {
 }
 
 
-def _versions(environment: dict) -> str:
-    return ", ".join(f"{name} {environment.get(name)}" for name in ("jax", "flax", "numpy"))
+def _protocol(plan: Plan, done: Sequence[CellResult]) -> Iterator[str]:
+    """The documents, the model and where it ran."""
+    kinds = ", ".join(f"{name} ({', '.join(x.documents)})" for name, x in plan.kinds.items())
+    about = plan.checkpoint
+    lines = [
+        f"* The longest {kinds}, by\n  [rules](../configs/lengths.toml). The model may have read "
+        "them in training.",
+        "* Facts stand at ten depths of each context, and all are asked for at its end.",
+        f"* float32, from a file of 4 bits per weight ({about.requirement}, {about.licence}). One "
+        "model, of 135 million parameters.",
+        "* Many intervals: one that only just excludes 0 may be chance.",
+    ]
+    if done:
+        hours = sum(x.cpu_seconds + x.compile_seconds for x in done) / 3600
+        versions = (
+            ", ".join(f"{name} {x.environment.get(name)}" for name in ("jax", "flax", "numpy"))
+            for x in done
+        )
+        processors = (str(x.environment.get("processor")) for x in done)
+        lines.append(
+            f"* {hours:.1f} hours of processor time, at most "
+            f"{max(x.peak_mib for x in done) / 2**10:.1f} GiB; {'; '.join(ordered(versions))}; "
+            f"{'; '.join(ordered(processors))}; code {', '.join(ordered(x.commit for x in done))}."
+        )
+    yield "## Protocol"
+    yield "\n".join(lines)
 
 
 def _claim(outcome: Outcome) -> str:

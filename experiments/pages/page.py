@@ -2,6 +2,7 @@
 
 import csv
 import io
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +11,9 @@ import jinja2
 from markdown_it import MarkdownIt
 from markupsafe import escape
 
+from experiments.errors import ConfigError
 from experiments.models.schemes import label
+from experiments.pages.plots import standalone
 from experiments.runs.run import duration
 
 _SHELL = Path(__file__).with_name("page.html.jinja")
@@ -48,6 +51,34 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -
     rule = f"|{'---|' * words}{'---:|' * (len(heads) - words)}"
     lines = (f"| {' | '.join(cells).lstrip()} |" for cells in [heads, *rows])
     return "\n".join([next(lines), rule, *lines])
+
+
+def target_of(page: Path | None, name: str) -> Path:
+    """Returns the page to write: that of the option --page, or docs/NAME.md."""
+    target = page or Path("docs") / f"{name}.md"
+    if target.suffix != ".md":
+        raise ConfigError(f"--page: must be the name of a Markdown file, got {target}")
+    return target
+
+
+def files_of(
+    target: Path, folder: Path, text: str, numbers: str, pictures: Mapping[str, str]
+) -> dict[Path, str]:
+    """Returns the contents of the files of a page by path.
+
+    Args:
+      target: the page; numbers and pictures stand beside it.
+      folder: of results, which has the page as HTML with its pictures inside, `report.html`.
+      text: of the page, as Markdown.
+      numbers: as CSV.
+      pictures: <svg> elements by their files.
+    """
+    return {
+        target: text,
+        target.with_suffix(".csv"): numbers,
+        folder / "report.html": as_html(text, pictures, os.path.relpath(target.parent, folder)),
+        **{target.with_name(name): standalone(svg) for name, svg in pictures.items()},
+    }
 
 
 def as_csv(lines: Sequence[Mapping[str, str]]) -> str:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from experiments.claims import GATE_FAILED, NOT_RUN, Margin
 from experiments.models.schemes import short
-from experiments.pages.page import as_csv, fill
-from experiments.runs.run import Result
+from experiments.pages.page import as_csv, table
 from experiments.scoreboard.outcomes import Outcome
 from experiments.stats import in_cell, in_words, ordered
 
@@ -45,41 +44,51 @@ _UNDECIDED = GATE_FAILED, NOT_RUN
 
 def page(outcomes: Sequence[Outcome], files: Files = LIBRARY) -> str:
     """Returns the page for the outcomes of all claims of a folder."""
+    numbers = files.page.with_suffix(".csv").name
+    methods = os.path.relpath("docs/methods.md", files.page.parent)
+    claims = [
+        [_link(outcome, files), outcome.claim.claim.replace("|", "\\|"), outcome.word]
+        for outcome in outcomes
+        if outcome.word not in _UNDECIDED
+    ]
+    paragraphs = [
+        "# Claims of the literature, tested",
+        f"`{files.command}` writes this page from `{files.folder}/` and `{files.results}/`. Models "
+        "are tiny and train for minutes:\nan outcome holds for its protocol, at this scale. "
+        f"[{numbers}]({numbers}) has all gates, criteria with\ntheir intervals, and scores; the "
+        f"file behind a name has source, protocol and remarks;\n[methods]({methods}#claims) explains "
+        "outcomes.",
+        *([table(["", "claim", "outcome"], claims, 3)] if claims else []),
+        "\n".join(f"* {line}." for line in _remarks(outcomes, files)),
+    ]
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def _remarks(outcomes: Sequence[Outcome], files: Files) -> Iterator[str]:
+    """Sentences on all outcomes."""
+    for word in _UNDECIDED:
+        if names := [_link(outcome, files) for outcome in outcomes if outcome.word == word]:
+            yield f"{word.capitalize()}: {', '.join(names)}"
+    if count := sum(len(outcome.criteria) for outcome in outcomes if outcome.seeds):
+        yield (
+            f"{count} {'criterion has' if count == 1 else 'criteria have'} been looked at. Without "
+            "any effect, one that compares with 0 would hold in\n  five of five seeds once in 32 "
+            "times"
+        )
+    for names in _shared(outcomes):
+        yield f"Claims that share trained models are not independent: {', '.join(names)}"
+    if diverged := [words for outcome in outcomes for words in _diverged(outcome)]:
+        yield f"Diverged: {'; '.join(diverged)}"
+    if results := [r for outcome in outcomes for row in outcome.results.values() for r in row]:
+        versions = "; ".join(ordered(", ".join(result.versions) for result in results))
+        python = ", ".join(ordered(str(result.environment.get("python")) for result in results))
+        processors = "; ".join(ordered(result.processor for result in results))
+        yield f"Versions: {versions}; Python {python}. Processors: {processors}"
     minutes = [outcome.protocol.about.minutes for outcome in outcomes]
-    results = [r for outcome in outcomes for row in outcome.results.values() for r in row]
-    return fill(
-        Path(__file__).with_name("results.md.jinja"),
-        command=files.command,
-        folder=files.folder,
-        results=files.results,
-        numbers=files.page.with_suffix(".csv").name,
-        methods=os.path.relpath("docs/methods.md", files.page.parent),
-        claims=[
-            [_link(outcome, files), outcome.claim.claim.replace("|", "\\|"), outcome.word]
-            for outcome in outcomes
-            if outcome.word not in _UNDECIDED
-        ],
-        others=[
-            (word, names)
-            for word in _UNDECIDED
-            if (names := [_link(o, files) for o in outcomes if o.word == word])
-        ],
-        criteria=sum(len(outcome.criteria) for outcome in outcomes if outcome.seeds),
-        shared=_shared(outcomes),
-        origin=_origin(results) if results else None,
-        diverged=[words for outcome in outcomes for words in _diverged(outcome)],
-        least=f"{min(minutes, default=0):g}",
-        most=f"{max(minutes, default=0):g}",
+    yield (
+        f"`{files.command} NAME --run` runs a claim again, {min(minutes, default=0):g} to "
+        f"{max(minutes, default=0):g} minutes on two idle cores"
     )
-
-
-def _origin(results: Sequence[Result]) -> dict[str, str]:
-    """Returns the distinct versions and processors of results, each as text."""
-    return {
-        "versions": "; ".join(ordered(", ".join(result.versions) for result in results)),
-        "python": ", ".join(ordered(str(result.environment.get("python")) for result in results)),
-        "processors": "; ".join(ordered(result.processor for result in results)),
-    }
 
 
 def _link(outcome: Outcome, files: Files) -> str:

@@ -4,9 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.errors import ConfigError
-from experiments.pages import plots
-from experiments.pages.page import as_html
+from experiments.pages.page import files_of, target_of
 from experiments.runs.files import write_whole
 from experiments.runs.run import Lookup, Run, known
 from experiments.runs.run_queue import (
@@ -62,9 +60,7 @@ def main(arguments: list[str]) -> int:
     refuse_without_run(options)
     study = load(options.file, options.also)
     folder = options.results or Path("results") / study.name
-    target = options.page or Path("docs") / f"{study.name}.md"
-    if target.suffix != ".md":
-        raise ConfigError(f"--page: must be the name of a Markdown file, got {target}")
+    target = target_of(options.page, study.name)
     status = 0
     if options.clock:
         clock.measure(study.timed_sizes, folder, say)
@@ -121,12 +117,7 @@ def pages(study: Study, file: Path, folder: Path, target: Path) -> dict[Path, st
     table = (
         screen_numbers(next(iter(rows.values()))) if is_screen else numbers(study, rows, results)
     )
-    return {
-        target: text,
-        target.with_suffix(".csv"): table,
-        folder / "report.html": as_html(text, inside, os.path.relpath(target.parent, folder)),
-        **{target.with_name(name): plots.standalone(svg) for name, svg in inside.items()},
-    }
+    return files_of(target, folder, text, table, inside)
 
 
 def text_of(page: Context) -> str:
