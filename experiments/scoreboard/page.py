@@ -56,8 +56,8 @@ def page(outcomes: Sequence[Outcome], files: Files = LIBRARY) -> str:
         f"`{files.command}` writes this page from `{files.folder}/` and `{files.results}/`. Models "
         "are tiny and train for minutes:\nan outcome holds for its protocol, at this scale. "
         f"[{numbers}]({numbers}) has all gates, criteria with\ntheir intervals, and scores; the "
-        f"file behind a name has source, protocol and remarks;\n[methods]({methods}#claims) explains "
-        "outcomes.",
+        f"file behind a name has source, protocol and remarks;\n[methods]({methods}#claims) "
+        "explains outcomes.",
         *([table(["", "claim", "outcome"], claims, 3)] if claims else []),
         "\n".join(f"* {line}." for line in _remarks(outcomes, files)),
     ]
