@@ -55,11 +55,10 @@ def interval(values: Sequence[float], shifts: Sequence[float] = (0.0,)) -> Bound
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A mean with its standard error; sums and products take errors for independent.
+    """A mean with its standard error.
 
-    >>> first, last = Estimate(-0.1, 0.01, 30), Estimate(-0.01, 0.015, 30)
-    >>> str(last - first / 2)
-    '+0.040 [+0.008, +0.072]'
+    >>> str(Estimate(-0.1, 0.01, 30))
+    '-0.100 [-0.120, -0.080]'
     """
 
     mean: float
@@ -79,35 +78,6 @@ class Estimate:
     def __str__(self) -> str:
         """Returns the mean and its interval."""
         return signed(self.bounds)
-
-    def __add__(self, other: "Estimate | float") -> "Estimate":
-        """Returns the sum."""
-        if not isinstance(other, Estimate):
-            return dataclasses.replace(self, mean=self.mean + other)
-        error = math.hypot(self.error, other.error)
-        return Estimate(self.mean + other.mean, error, min(self.degrees, other.degrees))
-
-    def __mul__(self, factor: float) -> "Estimate":
-        """Returns the product with a number."""
-        return dataclasses.replace(self, mean=self.mean * factor, error=self.error * abs(factor))
-
-    __radd__, __rmul__ = __add__, __mul__
-
-    def __neg__(self) -> "Estimate":
-        """Returns the negative."""
-        return self * -1
-
-    def __sub__(self, other: "Estimate | float") -> "Estimate":
-        """Returns the difference."""
-        return self + -other
-
-    def __rsub__(self, other: float) -> "Estimate":
-        """Returns a number minus this one."""
-        return -self + other
-
-    def __truediv__(self, factor: float) -> "Estimate":
-        """Returns the quotient by a number."""
-        return self * (1 / factor)
 
 
 def signed(bounds: Bounds) -> str:

@@ -83,8 +83,8 @@ def _table(scores: Table) -> Iterator[str]:
         f"(Student's t, paired; {_documents(scores)},\nand {longest} in passes to "
         f"{plan.longest // 1024}k). Answers: nats of a five-digit number that the text states "
         f"once, 11.5 by chance ({probed} documents).\nCopies: nats that a paragraph's second place "
-        "has above its first. Processor time relative to RoPE, and\nmemory without the parameters at "
-        f"{plan.shortest // 1024}k. `rope_by_length` equals `ntk` for the length of a pass."
+        "has above its first. Processor time relative to RoPE, and\nmemory without the parameters "
+        f"at {plan.shortest // 1024}k. `rope_by_length` equals `ntk` for the length of a pass."
     )
 
 

@@ -91,12 +91,6 @@ class Cell:
         parts = self.task, self.document.corpus, Path(self.document.name).stem, self.count
         return "-".join(map(str, [*parts, digest(self.settings)]))
 
-    @property
-    def seen(self) -> int:
-        """The number of tokens that a token sees, without sinks."""
-        window = self.layer.window
-        return 1 + window[0] if isinstance(window, tuple) else self.count
-
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:

@@ -19,6 +19,7 @@ from experiments.lengths.plan import Cell, Document, Plan
 from experiments.lengths.results import BIN, CELLS, CellResult
 from experiments.released.losses import Losses, Program, Scores, set_method
 from experiments.released.packages import packaged
+from experiments.released.plan import as_code, seen
 from experiments.runs import results
 from experiments.runs.checkpoints import Deadline
 from experiments.runs.files import locked
@@ -185,15 +186,9 @@ def carry_out(
 
 def words(cell: Cell) -> str:
     """Returns the name of a cell for people, in a line."""
-    scheme, scaling = cell.layer.scheme, getattr(cell.layer.scheme, "scaling", None)
-    parts = [cell.task, cell.document.title, f"{cell.count:,}", type(scheme).__name__.strip("_")]
-    if type(scaling).__name__ not in ("NoneType", "FrequencyMap"):
-        parts.append(type(scaling).__name__)
-    if first := getattr(scheme, "first", 0):
-        parts.append(str(first))
-    if cell.layer.window is not None:
-        parts.append(f"window {cell.seen}")
-    return " ".join(parts)
+    window = "" if cell.layer.window is None else f", window {seen(cell.layer)}"
+    scheme = as_code(cell.layer.scheme)
+    return f"{cell.task} {cell.document.title} {cell.count:,} {scheme}{window}"
 
 
 def _summary(result: CellResult) -> str:
@@ -205,4 +200,4 @@ def _summary(result: CellResult) -> str:
 
 def cost(cell: Cell) -> float:
     """Returns about how many seconds of a processor a cell takes: SmolLM2 on an AMD EPYC."""
-    return cell.count * (1.35e-3 + 5.1e-7 * min(cell.count / 2, cell.seen))
+    return cell.count * (1.35e-3 + 5.1e-7 * min(cell.count / 2, seen(cell.layer)))

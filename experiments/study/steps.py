@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import matplotlib as mpl
 
-from experiments.claims import Condition, Margin, judge
+from experiments.claims import Condition, Margin, estimated, judge
 from experiments.models.schemes import label, short
 from experiments.pages import plots
 from experiments.pages.page import table
@@ -151,8 +151,7 @@ def _claims(study: Study, rows: Rows) -> Iterator[tuple[str, str]]:
     }
 
     def margin(condition: Condition) -> Margin:
-        lead = condition.margin(lambda name, _, steps: by_steps[steps][name])
-        return Margin(condition, lead.bounds)
+        return estimated(condition, lambda name, _, steps: by_steps[steps][name])
 
     for claim in study.about.claims:
         conditions = claim.gates + claim.conditions
