@@ -14,7 +14,6 @@ from markupsafe import escape
 from experiments.errors import ConfigError
 from experiments.models.schemes import label
 from experiments.pages.plots import standalone
-from experiments.runs.run import duration
 
 _SHELL = Path(__file__).with_name("page.html.jinja")
 
@@ -22,7 +21,7 @@ _SHELL = Path(__file__).with_name("page.html.jinja")
 def fill(template: Path, **values: object) -> str:
     """Returns the text of a template; undefined names are errors.
 
-    Templates have the filters `plain`, `label` and `duration`, and the function `table`.
+    Templates have the filters `plain` and `label`, and the functions `table`, `picture` and `pair`.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(template.parent),
@@ -30,8 +29,9 @@ def fill(template: Path, **values: object) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"plain": plain, "label": label, "duration": duration}
-    text = environment.get_template(template.name).render(table=table, **values)
+    environment.filters |= {"plain": plain, "label": label}
+    functions = {"table": table, "picture": picture, "pair": pair}
+    text = environment.get_template(template.name).render(functions | values)
     return re.sub(r"\n{3,}", "\n\n", text.strip()) + "\n"
 
 
@@ -51,6 +51,17 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -
     rule = f"|{'---|' * words}{'---:|' * (len(heads) - words)}"
     lines = (f"| {' | '.join(cells).lstrip()} |" for cells in [heads, *rows])
     return "\n".join([next(lines), rule, *lines])
+
+
+def picture(file: str, caption: str = "") -> str:
+    """Returns a picture as Markdown, nothing without a file."""
+    return f"![{caption}]({file})" if file else ""
+
+
+def pair(*parts: str) -> str:
+    """Returns parts beside each other, as HTML around Markdown; empty ones are left out."""
+    columns = "\n".join(f"<div>\n\n{part}\n\n</div>" for part in parts if part)
+    return f'<div class="pair">\n{columns}\n</div>'
 
 
 def target_of(page: Path | None, name: str) -> Path:

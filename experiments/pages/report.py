@@ -12,7 +12,7 @@ from typing import Any
 
 from experiments.models.schemes import label
 from experiments.pages import plots, tables
-from experiments.pages.page import as_html, fill, plain
+from experiments.pages.page import as_html, fill, picture, plain
 from experiments.pages.tables import Results, SchemeResults
 from experiments.runs.results import mixture
 from experiments.settings.common import Rates
@@ -79,7 +79,9 @@ def render(
         ],
         tasks=tasks,
         curves=[
-            (s, draw(f"curves-{s}", svg)) for s in sections if (svg := plots.curves(results, s))
+            picture(draw(f"curves-{s}", svg), s)
+            for s in sections
+            if (svg := plots.curves(results, s))
         ],
         costs=[_COSTS, *costs] if costs else [],
         processor=environment.get("processor", "an unnamed processor"),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import posenc_jax as pe
-from experiments.pages.page import as_html, fill
+from experiments.pages.page import as_html, fill, picture, table
 from experiments.released.measure import Measured
 from experiments.released.plan import Plan, as_code, seen
 
@@ -13,6 +13,11 @@ def render(plan: Plan, measured: Measured, command: str, machine: Mapping[str, o
     """Returns the page of a plan and its results; `machine` is of `environment`."""
     by_place = measured.by_place
     heads, rows = by_place.table() if by_place else ([], [])
+    beyond = by_place is not None and by_place.count > by_place.trained
+    caption = f"Means of {by_place.smooth} tokens" if by_place else ""
+    caption += "; dotted: the trained length" if beyond else ""
+    legend = "Nats per token, lower is better; the lowest of a column is bold."
+    legend += " †: beyond the trained length." if beyond else ""
     methods = {(name, x): None for name, layers in plan.layers.items() for x in layers}
     text = fill(
         Path(__file__).with_name("page.md.jinja"),
@@ -21,9 +26,8 @@ def render(plan: Plan, measured: Measured, command: str, machine: Mapping[str, o
         by_place=by_place,
         command=command,
         machine=machine,
-        picture="loss.svg",
-        heads=["method", *heads],
-        rows=_bold(rows) if rows else [],
+        picture=picture("loss.svg", caption),
+        losses=f"{table(['method', *heads], _bold(rows))}\n\n{legend}" if by_place else "",
         methods=[[name, f"`{as_code(layer.scheme)}`", _seen(layer)] for name, layer in methods],
     )
     return as_html(text, {"loss.svg": by_place.picture()} if by_place else {})
