@@ -48,7 +48,7 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
 
 
 def _documents(scores: Table) -> str:
-    """How many documents have the losses that the picture shows."""
+    """Returns how many documents have the losses that the picture shows."""
     plan, methods = scores.plan, ("rope", scores.plan.picture.minus)
     return str(
         sum(
@@ -59,7 +59,7 @@ def _documents(scores: Table) -> str:
 
 
 def _pictured(scores: Table, picture: str) -> Iterator[str]:
-    """The picture with its legend."""
+    """Yields the picture with its legend."""
     plan = scores.plan
     yield f"![Loss by place, minus the loss of a window with four sinks]({picture})"
     yield (
@@ -71,7 +71,7 @@ def _pictured(scores: Table, picture: str) -> Iterator[str]:
 
 
 def _table(scores: Table) -> Iterator[str]:
-    """The table of methods with its legend."""
+    """Yields the table of methods with its legend."""
     plan = scores.plan
     if not (lines := [*rows(scores)]):
         return
@@ -89,7 +89,7 @@ def _table(scores: Table) -> Iterator[str]:
 
 
 def _alone(scores: Table) -> Iterator[str]:
-    """A window without sinks, in tiny models and here."""
+    """Yields the loss in a window without sinks, of tiny models and here."""
     plan, name = scores.plan, window(scores.plan.checkpoint.trained // 4)
     if name not in plan.methods:
         return
@@ -105,7 +105,7 @@ def _alone(scores: Table) -> Iterator[str]:
 
 
 def _claims(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """The claims by their outcomes."""
+    """Yields the claims by their outcomes."""
     few = sum(outcome.word == NOT_RUN for outcome in outcomes)
     yield "## Claims"
     yield (
@@ -129,7 +129,7 @@ _WORDS = {
 
 
 def _protocol(plan: Plan, done: Sequence[CellResult]) -> Iterator[str]:
-    """The documents, the model and where it ran."""
+    """Yields the documents, the model and where it ran."""
     kinds = ", ".join(f"{name} ({', '.join(x.documents)})" for name, x in plan.kinds.items())
     about = plan.checkpoint
     lines = [

@@ -131,7 +131,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """The methods whose losses by place are drawn, minus that of another one."""
+    """The methods whose losses by place are drawn, and the one that is subtracted."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 

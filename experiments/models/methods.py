@@ -89,7 +89,7 @@ def sized(name: str, trained: int) -> str:
 
 
 def window(seen: int, sinks: int = 0) -> str:
-    """Returns the name of a window in which a token sees so many, `sinks` of them the first."""
+    """Returns the name of a window of `seen` tokens, `sinks` of them the first of the text."""
     return (f"sinks_{sinks}_" if sinks else "") + f"window_{seen - sinks}"
 
 

@@ -59,13 +59,13 @@ def picture(file: str, caption: str = "") -> str:
 
 
 def pair(*parts: str) -> str:
-    """Returns parts beside each other, as HTML around Markdown; empty ones are left out."""
+    """Returns parts in columns, as HTML around Markdown; empty ones are left out."""
     columns = "\n".join(f"<div>\n\n{part}\n\n</div>" for part in parts if part)
     return f'<div class="pair">\n{columns}\n</div>'
 
 
 def target_of(page: Path | None, name: str) -> Path:
-    """Returns the page to write: that of the option --page, or docs/NAME.md."""
+    """Returns the page to write: the option --page, or docs/NAME.md."""
     target = page or Path("docs") / f"{name}.md"
     if target.suffix != ".md":
         raise ConfigError(f"--page: must be the name of a Markdown file, got {target}")
@@ -78,7 +78,7 @@ def files_of(
     """Returns the contents of the files of a page by path.
 
     Args:
-      target: the page; numbers and pictures stand beside it.
+      target: the page, in the folder of its numbers and pictures.
       folder: of results, which has the page as HTML with its pictures inside, `report.html`.
       text: of the page, as Markdown.
       numbers: as CSV.

@@ -94,7 +94,7 @@ class ByPlace:
         yield "This is one text, without an interval: small differences may be chance."
 
     def picture(self) -> str:
-        """Returns the plot of losses by place, as <svg>, minus that of a window with sinks."""
+        """Returns the plot of losses by place, as <svg>; a window with sinks is subtracted."""
         starts = range(0, self.count - self.smooth + 1, self.smooth)
         sinks = (name for name in self.losses if is_window(name) and window_of(name)[0])
         minus = next(sinks, "")

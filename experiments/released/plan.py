@@ -1,4 +1,4 @@
-"""What to measure of a released model: its text, its speed, and its losses by each method."""
+"""The plan for a released model: its text, its speed, and its losses by each method."""
 
 import argparse
 import dataclasses

@@ -28,7 +28,7 @@ _RISES = (
 
 
 def screen(page: Context) -> Iterator[str]:
-    """What the first size trains, and how many of its schemes have ended."""
+    """Yields the settings of the first size."""
     cells = next(iter(page.study.cells.values()))
     task, about = cells[page.study.about.baseline].task, cells[page.study.about.baseline].about
     model, train = task.model, task.train
@@ -42,7 +42,7 @@ def screen(page: Context) -> Iterator[str]:
 
 
 def summary(page: Context) -> Iterator[str]:
-    """Schemes that are better than the baseline, by its most exact results; all numbers."""
+    """Yields the schemes that are better than the baseline, by its most exact results."""
     baseline, name = page.study.about.baseline, page.baseline
     screened, *finalists = page.rows.values()
     count = len(next(iter(page.study.cells.values())))
@@ -95,7 +95,7 @@ def summary(page: Context) -> Iterator[str]:
 
 
 def _notes(screened: Mapping[str, Row], resolved: list[str], reference: Row) -> Iterator[str]:
-    """Sentences on schemes that are ahead at the longest length, and on those without a test."""
+    """Yields sentences on schemes that are ahead at the longest length, or have no test."""
     task = reference.cell.task
     rises = {s: mean(_longest(x)) - mean(x.at_trained_length) for s, x in screened.items()}
     if flat := [label(s) for s in resolved if task.labels.sign * rises[s] <= FLAT]:
@@ -152,7 +152,7 @@ def _rate(row: Row) -> str:
 
 
 def finalists(page: Context) -> Iterator[str]:
-    """A table of each further size, whose schemes the first one chose."""
+    """Yields a table of each further size, whose schemes the first one chose."""
     (first, screened), *further = page.rows.items()
     name = page.baseline
     for size, rows in further:

@@ -27,7 +27,7 @@ from experiments.study.selection import score
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a page is made of.
+    """The inputs of a page and its pictures.
 
     Attributes:
       study: the study.
@@ -37,7 +37,7 @@ class Context:
       earlier: the rows of the study that this one repeats, if it does.
       file, numbers, methods: of the study, and for links.
       name: of the files of pictures, without their ends; "" leaves these out.
-      pictures: those that blocks have drawn, by file.
+      pictures: drawn by blocks, by file.
     """
 
     study: Study
@@ -68,26 +68,26 @@ Block = Callable[[Context], Iterator[str]]
 
 
 def remark(page: Context) -> Iterator[str]:
-    """What the file says."""
+    """Yields the remark of the file."""
     if page.study.about.remark:
         yield page.study.about.remark.strip()
 
 
 def criterion(page: Context) -> Iterator[str]:
-    """What the file says of the study's question."""
+    """Yields the criterion of the file."""
     if page.study.about.criterion:
         yield f"Criterion, written before the runs: {page.study.about.criterion.strip()}"
 
 
 def progress(page: Context) -> Iterator[str]:
-    """How many runs have ended, unless all have."""
+    """Yields how many runs have ended, unless all have."""
     known, expected = page.study.known(page.results, page.clock)
     if len(known) < expected:
         yield f"**{len(known)} of {expected} runs known so far have ended.**"
 
 
 def differences(page: Context) -> Iterator[str]:
-    """The differences at all sizes, and which change from the first to the last."""
+    """Yields the differences at all sizes, and which change from the first to the last."""
     study, rows, sizes = page.study, page.rows, [*page.rows]
     corpora = comparison.has_corpora(study)
     if not _side_by_side(page):
@@ -115,7 +115,7 @@ def _side_by_side(page: Context) -> bool:
 
 
 def repetition(page: Context) -> Iterator[str]:
-    """The differences next to those of the study that this one repeats."""
+    """Yields the differences here and in the study that this one repeats."""
     study, repeats = page.study, page.study.about.repeats
     if not repeats or not any(page.rows.values()):
         return
@@ -142,7 +142,7 @@ def repetition(page: Context) -> Iterator[str]:
 
 
 def tables(page: Context) -> Iterator[str]:
-    """A table for each size, unless another block has its numbers; then notes on them."""
+    """Yields a table for each size, unless another block has its numbers, and notes on them."""
     study, shown = page.study, not page.study.about.repeats and not _side_by_side(page)
     for size, rows in page.rows.items():
         if rows and shown:
@@ -185,7 +185,7 @@ def _lines(study: Study, rows: Mapping[str, Row]) -> Iterator[list[str]]:
 
 
 def pictures(page: Context) -> Iterator[str]:
-    """Differences to the baseline, and scores by length and place."""
+    """Yields pictures of differences to the baseline, and of scores by length and place."""
     study, name, several = page.study, page.baseline, len(page.study.cells) > 1
     caption = f"Differences to {name} with their intervals"
     yield from page.picture("", caption, lambda: drawing(study, page.rows))
@@ -229,7 +229,7 @@ def drawing(study: Study, rows: Rows) -> str:
 
 
 def so_far(page: Context) -> Iterator[str]:
-    """Scores with counts, and numbers of ended runs, of schemes without a row."""
+    """Yields scores with counts, and numbers of ended runs, of schemes without a row."""
     heads = ["scheme", "best rate, one selection seed", "reported seeds", "runs that have ended"]
     for size in page.study.cells:
         if lines := [*_so_far(page, size)]:
@@ -262,7 +262,7 @@ def _so_far(page: Context, size: str) -> Iterator[list[str]]:
 
 
 def settings(page: Context) -> Iterator[str]:
-    """The settings of sizes with remarks on their runs, and where these ran."""
+    """Yields the settings of sizes with remarks on their runs, and where these ran."""
     cells = {size: of_size[page.study.about.baseline] for size, of_size in page.study.cells.items()}
     entries = {size: _entries(cell) for size, cell in cells.items()}
     keys = [*next(iter(entries.values()))]
@@ -348,7 +348,7 @@ def _range(numbers: Sequence[float], form: str) -> str:
 
 
 def origin(page: Context) -> Iterator[str]:
-    """Where runs and their steps were measured."""
+    """Yields where runs and their steps were measured."""
     if lines := origin_lines(page):
         yield "\n".join(lines)
 

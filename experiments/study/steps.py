@@ -70,7 +70,7 @@ def _spreads(rows: Mapping[str, Row]) -> list[str]:
 
 
 def picture(page: Context) -> Iterator[str]:
-    """The differences against the number of steps."""
+    """Yields the picture of differences against the number of steps."""
     caption = (
         "Differences to RoPE after each number of steps, with intervals, of schemes up to "
         f"{_reference(page.study).shown} behind it"
@@ -84,7 +84,7 @@ def _reference(study: Study) -> Reference:
 
 
 def differences(page: Context) -> Iterator[str]:
-    """The table of differences, with the kind of each."""
+    """Yields the table of differences, with the kind of each."""
     study, rows, reference = page.study, page.rows, _reference(page.study)
     sizes = {size: leads(of_size, reference.schemes) for size, of_size in rows.items() if of_size}
     sizes = {size: each for size, each in sizes.items() if each[0]}
@@ -136,13 +136,13 @@ def differences(page: Context) -> Iterator[str]:
 
 
 def claims(page: Context) -> Iterator[str]:
-    """The claims of the file with their outcomes."""
+    """Yields the claims of the file with their outcomes."""
     if lines := [f"* {claim}: {word}." for claim, word in _claims(page.study, page.rows)]:
         yield "\n".join(lines)
 
 
 def _claims(study: Study, rows: Rows) -> Iterator[tuple[str, str]]:
-    """Yields the claims with outcomes and margins, without claims of which a score is missing."""
+    """Yields claims with outcomes and margins, except where a score is missing."""
     reference = _reference(study)
     by_steps = {
         row.run.task.train.steps: leads(of_size, reference.schemes)[1]
