@@ -39,7 +39,7 @@ import posenc_jax as pe
 from experiments.claims import Claim, check
 from experiments.errors import ConfigError
 from experiments.lengths.texts import CITIES, Design
-from experiments.models.methods import METHODS, changed, is_window
+from experiments.models.methods import METHODS, changed, window_of
 from experiments.runs.results import digest
 from experiments.settings.config_io import STRICT, convert, near, read_toml
 from experiments.tasks.corpus import SOURCES
@@ -243,7 +243,7 @@ def load(path: Path) -> Plan:
     try:
         plan = convert(Plan, read_toml(path), "")
         for name in (*plan.methods, *plan.picture.methods, plan.picture.minus):
-            if name not in METHODS and not is_window(name):
+            if name not in METHODS and window_of(name) is None:
                 raise ConfigError(f"methods: unknown method {name!r}{near(name, METHODS)}")
         if "rope" not in plan.methods:
             raise ConfigError("methods: must have rope, to which others are compared")

@@ -21,7 +21,7 @@ rope, rerope, dual_chunk and windows do not depend on N.
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import posenc_jax as pe
@@ -35,19 +35,16 @@ _MAPS: dict[str, Callable[[float, int, int], pe.FrequencyMap]] = {
     "dynamic_ntk": pe.DynamicNTK,
     "llama3": lambda factor, trained, target: pe.Llama3(factor, trained),
 }
-_SCHEMES: dict[str, Callable[[int, int], tuple[Callable[..., pe.Scheme], dict[str, Any]]]] = {
-    "rerope": lambda trained, target: (pe.ReRoPE, {"window": trained // 4}),
-    "self_extend": lambda trained, target: (
-        pe.SelfExtend,
-        {"window": trained // 4, "group": _group(trained, target)},
+_SCHEMES: dict[str, Callable[[Mapping[str, Any], int, int], pe.Scheme]] = {
+    "rerope": lambda rope, trained, target: pe.ReRoPE(**rope, window=trained // 4),
+    "self_extend": lambda rope, trained, target: pe.SelfExtend(
+        **rope, window=trained // 4, group=_group(trained, target)
     ),
-    "dual_chunk": lambda trained, target: (
-        pe.DualChunk,
-        {"chunk": 3 * trained // 4, "local": trained // 8},
+    "dual_chunk": lambda rope, trained, target: pe.DualChunk(
+        **rope, chunk=3 * trained // 4, local=trained // 8
     ),
-    "rope_by_length": lambda trained, target: (
-        pe.RoPEByLength,
-        {"scaling": pe.DynamicNTK(1.0, trained, None)},
+    "rope_by_length": lambda rope, trained, target: pe.RoPEByLength(
+        **rope, scaling=pe.DynamicNTK(1.0, trained, None)
     ),
 }
 METHODS = ("rope", *_MAPS, *_SCHEMES)
@@ -57,25 +54,19 @@ VARIANTS = (*METHODS[1:], "window_64", "sinks_4_window_60")
 _WINDOW = re.compile(r"(?:sinks_([1-9]\d{0,5})_)?window_([1-9]\d{0,5})")
 
 
-def is_window(name: str) -> bool:
-    """Returns whether a method is a window, with sinks or without."""
-    return _WINDOW.fullmatch(name) is not None
+def window_of(name: str) -> tuple[int, int] | None:
+    """Returns how many first and last tokens a window of this name shows; None for other methods.
 
-
-def window_of(name: str) -> tuple[int, int]:
-    """Returns the number of sinks and of last tokens that the window of a name has.
-
-    >>> window_of("sinks_4_window_60"), window_of("window_64")
-    ((4, 60), (0, 64))
+    >>> window_of("sinks_4_window_60"), window_of("window_64"), window_of("ntk")
+    ((4, 60), (0, 64), None)
     """
     match = _WINDOW.fullmatch(name)
-    assert match
-    return int(match[1] or 0), int(match[2])
+    return match and (int(match[1] or 0), int(match[2]))
 
 
 def is_variant(name: str) -> bool:
     """Returns whether `varied` knows a name."""
-    return name in VARIANTS or is_window(sized(name, 128))
+    return name in VARIANTS or window_of(sized(name, 128)) is not None
 
 
 def sized(name: str, trained: int) -> str:
@@ -99,8 +90,8 @@ def words(name: str) -> str:
     >>> words("ntk"), words("window_64"), words("sinks_4_window_60")
     ('NTK', 'window of 64', 'window of 60 and 4 sinks')
     """
-    if is_window(name):
-        sinks, seen = window_of(name)
+    if parts := window_of(name):
+        sinks, seen = parts
         return f"window of {seen}" + (f" and {sinks} sinks" if sinks else "")
     names = {"ntk": "NTK", "pi": "PI", "yarn": "YaRN", "rerope": "ReRoPE"}
     return names.get(name, name)
@@ -127,8 +118,8 @@ def changed(layer: pe.LayerSpec, name: str, trained: int, target: int) -> pe.Lay
     scheme: Any = layer.scheme
     if name == "rope":
         return layer
-    if is_window(name):
-        sinks, seen = window_of(name)
+    if parts := window_of(name):
+        sinks, seen = parts
         scheme = pe.streaming(scheme, sinks) if sinks else scheme
         return dataclasses.replace(layer, scheme=scheme, window=(seen - 1, 0))
     if getattr(scheme, "scaling", None) != pe.FrequencyMap():
@@ -140,10 +131,9 @@ def changed(layer: pe.LayerSpec, name: str, trained: int, target: int) -> pe.Lay
         return dataclasses.replace(layer, scheme=scheme.replace(scaling=scaling))
     if type(scheme) is not pe.RoPE:
         raise ValueError(f"{name} replaces RoPE, and a layer has {type(scheme).__name__}")
-    make, settings = _SCHEMES[name](trained, target)
-    settings |= {n: getattr(scheme, n) for n in ("head_dim", "theta", "layout")}
-    settings |= {n: getattr(scheme, n) for n in ("rotary_dim", "rotary_start")}
-    return dataclasses.replace(layer, scheme=make(**settings))
+    names = "head_dim", "theta", "layout", "rotary_dim", "rotary_start"
+    settings = {n: getattr(scheme, n) for n in names}
+    return dataclasses.replace(layer, scheme=_SCHEMES[name](settings, trained, target))
 
 
 def _group(trained: int, target: int) -> int:
@@ -183,7 +173,7 @@ def varied(position: Position, name: str, trained: int, length: int) -> Position
 
 
 def _varied(layer: pe.LayerSpec, name: str, trained: int, length: int) -> pe.LayerSpec:
-    has_window = is_window(name) and layer.window is not None
+    has_window = window_of(name) is not None and layer.window is not None
     if has_window or getattr(layer.scheme, "scaling", None) != pe.FrequencyMap():
         return layer
     if name in _SCHEMES and type(layer.scheme) is not pe.RoPE:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from experiments.models.methods import is_window, window_of
+from experiments.models.methods import window, window_of
 from experiments.pages import plots
 
 _COLUMNS = 6
@@ -81,22 +81,22 @@ class ByPlace:
                 yield f"Beyond the trained {trained:,} tokens {self.beside_rope(trained)}."
             within = min(self.count, trained)
             yield f"On the first {within:,} tokens {self.beside_rope(0, within)}."
-        for name in filter(is_window, self.losses):
-            sinks, window = window_of(name)
-            plain = f"window_{sinks + window}"
-            if sinks and plain in self.losses and self.count > sinks + window:
-                alone = self.mean(plain, sinks + window)
-                gain = _words(self.mean(name, sinks + window) - alone)
+        for name in self.losses:
+            sinks, last = window_of(name) or (0, 0)
+            seen, plain = sinks + last, window(sinks + last)
+            if sinks and plain in self.losses and self.count > seen:
+                alone = self.mean(plain, seen)
+                gain = _words(self.mean(name, seen) - alone)
                 yield (
-                    f"From token {sinks + window:,} on, a window of as many tokens has "
-                    f"{alone:.3f}; with {sinks} of them the first of the text, {gain}."
+                    f"From token {seen:,} on, a window of as many tokens has {alone:.3f}; with "
+                    f"{sinks} of them the first of the text, {gain}."
                 )
         yield "This is one text, without an interval: small differences may be chance."
 
     def picture(self) -> str:
         """Returns the plot of losses by place, as <svg>; a window with sinks is subtracted."""
         starts = range(0, self.count - self.smooth + 1, self.smooth)
-        sinks = (name for name in self.losses if is_window(name) and window_of(name)[0])
+        sinks = (name for name in self.losses if (window_of(name) or (0,))[0])
         minus = next(sinks, "")
         base = self.losses.get(minus, np.zeros(self.count))
         lines = {

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from examples import checkpoints, families
 from experiments.errors import ConfigError, ExperimentError
-from experiments.models.methods import METHODS, is_window
+from experiments.models.methods import METHODS, window_of
 from experiments.pages import plots
 from experiments.released.measure import measure
 from experiments.released.packages import CHECKPOINT, packaged
@@ -114,7 +114,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     except UnicodeEncodeError as error:
         raise ConfigError(f"--prompt: must be text of UTF-8: {error}") from None
     for name in names(options.methods or ""):
-        if name not in METHODS and not is_window(name):
+        if name not in METHODS and window_of(name) is None:
             known = *METHODS, "window_2048", "sinks_4_window_2044"
             raise ConfigError(f"--methods: unknown method {name!r}{near(name, known)}")
     if not re.fullmatch(r"\w[\w.-]*", options.name):

@@ -222,7 +222,7 @@ def _changed(layer: pe.LayerSpec, name: str, trained: int, count: int) -> pe.Lay
     """A layer as a method has it: one with a window or chunks stays, and NoPE but in windows."""
     if layer.window is not None or layer.chunk_size is not None:
         return layer
-    if isinstance(layer.scheme, pe.NoPE) and not methods.is_window(name):
+    if isinstance(layer.scheme, pe.NoPE) and methods.window_of(name) is None:
         return layer
     return methods.changed(layer, name, trained, count)
 

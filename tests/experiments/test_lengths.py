@@ -23,7 +23,7 @@ from experiments.lengths import run, texts
 from experiments.lengths.page import pages
 from experiments.lengths.results import BIN, CELLS, CellResult
 from experiments.lengths.scores import Table
-from experiments.models.methods import METHODS, changed, is_window
+from experiments.models.methods import METHODS, changed, window_of
 from experiments.pages import plots
 from experiments.released import losses
 from experiments.runs import results
@@ -416,7 +416,7 @@ def _refused(folder, capsys, message):
 
 def test_the_committed_plan_has_every_method_but_one():
     plan = plans.load(docs.ROOT / "configs/lengths.toml")
-    methods = {name for name in plan.methods if not is_window(name)}
+    methods = {name for name in plan.methods if window_of(name) is None}
     assert methods == {*METHODS} - {"rope_by_length"}
     assert len(list(plan.cells())) == 330 and len(plan.all_documents) == 12
 
