@@ -21,4 +21,4 @@ class ResultsError(ExperimentError, RuntimeError):
 
 
 class Locked(ResultsError):
-    """A folder in which another process works."""
+    """A folder that another process holds."""

@@ -53,7 +53,8 @@ def main(arguments: list[str]) -> int:
 def compare(experiment: Experiment, options: argparse.Namespace) -> int:
     """Carries out the plan of an experiment; returns 0, 1 if a run failed, 130 after Ctrl-C.
 
-    Finished runs are skipped. A run that raises does not stop the others.
+    Finished runs are skipped, and those that other processes hold. A run that raises does not stop
+    the others. The process that ends last writes the report.
 
     Args:
       experiment: the experiment.
@@ -83,7 +84,9 @@ def compare(experiment: Experiment, options: argparse.Namespace) -> int:
         yield runs
 
     try:
-        status = carry_out(options, folder, stages(), errors)
+        status, held = carry_out(options, folder, stages(), errors)
+        if held:
+            return status
     except KeyboardInterrupt:
         if not (folder / "config.toml").exists():
             raise

@@ -1,6 +1,7 @@
 """Atomic writes, folders held by one process, and JSON without NaN."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.errors import Locked, ResultsError
+
+_LOCK = ".lock"
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -45,20 +48,57 @@ def locked(folder: Path) -> Generator[None]:
     """Holds a folder, which is made if needed and is no link, against other processes.
 
     The lock is advisory and ends with the process, however that ends.
+
+    Raises:
+      Locked: where another process holds it.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError as error:
-        raise ResultsError(f"{folder}: cannot be written: {error.strerror or error}") from None
-    try:
+    with contextlib.ExitStack() as files:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            folder.mkdir(parents=True, exist_ok=True)
+            directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            files.callback(os.close, directory)
+            while (lock := _lock(directory)) is None:
+                pass
+            files.callback(os.close, lock)
         except BlockingIOError:
             raise Locked(f"{folder}: another process works in this folder") from None
-        yield
-    finally:
-        os.close(descriptor)
+        except OSError as error:
+            reason = f"cannot be written: {error.strerror or error}"
+            if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF):
+                reason = "its file system has no locks (flock), which runs need"
+            raise ResultsError(f"{folder}: {reason}") from None
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(_LOCK, dir_fd=directory)
+
+
+def _lock(directory: int) -> int | None:
+    """Returns the descriptor of the locked file of a directory; None if its holder removed it.
+
+    It is a file, since NFS locks what is open for writing alone, which no directory is.
+    """
+    file = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666, dir_fd=directory)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file), os.stat(_LOCK, dir_fd=directory)):
+                return file
+    except BaseException:
+        os.close(file)
+        raise
+    os.close(file)
+    return None
+
+
+def is_locked(folder: Path) -> bool:
+    """Returns whether another process holds a folder."""
+    try:
+        with locked(folder):
+            return False
+    except Locked:
+        return True
 
 
 def to_json(value: Any, **options: Any) -> str:

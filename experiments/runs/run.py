@@ -151,10 +151,15 @@ class RunFolder:
         Args:
           say: shows a line.
           deadline: when to stop, with OutOfTime; the next call continues. Default: never.
+
+        Raises:
+          Locked: while another process carries it out.
         """
         deadline = Deadline() if deadline is None else deadline
+        if before := self.result():
+            return before
         with locked(self.path):
-            if before := self.result():
+            if before := self.result():  # Of a process that has just ended it.
                 return before
             if deadline.over():
                 raise OutOfTime

@@ -1,5 +1,8 @@
 """Queues of runs: every run without a result is carried out; failures and stops lose nothing.
 
+The folder of results is the queue: any number of processes and machines may work on it. A run that
+another holds is left out, and looked at again at the end.
+
 The runs of one program form a group, which is one call of a process: it compiles the program once.
 """
 
@@ -19,10 +22,11 @@ from typing import Any
 
 import jax
 
-from experiments.errors import ConfigError, ExperimentError, ResultsError
+from experiments.errors import ConfigError, ExperimentError, Locked, ResultsError
 from experiments.runs.checkpoints import Deadline, OutOfTime
 from experiments.runs.environment import usable_cores
 from experiments.runs.executors import processes
+from experiments.runs.files import is_locked
 from experiments.runs.results import PACK, Result, pack, versions_of
 from experiments.runs.run import Lookup, Run, RunFolder, commit, duration, here
 from experiments.settings.trust import add_trust, is_installed, is_project
@@ -110,8 +114,18 @@ class Ended:
     seconds: float
 
 
-Event = Ended | str | ExperimentError
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """The name of a run that another process holds."""
+
+    run: str
+
+
+Event = Ended | Held | str | ExperimentError
 """What a process says about its runs; a string is a line to show, an error ends the queue."""
+
+_POLL = 2.0
+"""Seconds between two looks at runs that other processes hold."""
 
 
 class Queue:
@@ -119,6 +133,7 @@ class Queue:
 
     Attributes:
       errors: of runs that raised, by name.
+      held: names of the runs of the last call that other processes hold.
       over: whether the time is over.
     """
 
@@ -129,6 +144,7 @@ class Queue:
         workers: int = 1,
         errors: dict[str, str] | None = None,
         again: str = "the same command",
+        wait: bool = False,
     ):
         """Starts the clock.
 
@@ -138,11 +154,13 @@ class Queue:
           workers: number of processes; 1: this one, with all its processors.
           errors: a dict for the errors of runs, by name.
           again: how the command that continues is called.
+          wait: whether to wait for the runs that other processes hold.
         """
         commit()  # Files may change while runs go on.
         self.folder, self.workers = folder.absolute(), workers
         self.errors, self.over = {} if errors is None else errors, False
-        self.deadline, self._again = Deadline(minutes), again
+        self.held: set[str] = set()
+        self.deadline, self._again, self._wait = Deadline(minutes), again, wait
 
     def work(self, runs: Sequence[Run]) -> None:
         """Carries out runs that have no result; one that raises does not stop the others.
@@ -151,14 +169,34 @@ class Queue:
         """
         self._views = {each.name: each.task.views[0] for each in runs}
         self._count, self._ended, self._began = len(runs), 0, time.monotonic()
-        if runs and self.workers > 1:
+        self.held, free, said = set(), list(runs), False
+        with self.deadline.of_sigterm():
+            while free and not self.deadline.over():
+                self.held -= {each.name for each in free}
+                self._carry_out(free)
+                free = self._released(runs)
+                while self._wait and self.held and not (free or self.deadline.over()):
+                    if not said:
+                        say(f"Waiting for {len(self.held)} runs of other processes.")
+                    said = True
+                    time.sleep(_POLL)
+                    free = self._released(runs)
+        waiting = self._count - self._ended
+        self.over = bool(waiting) and self.deadline.over()
+        if self.over:
+            say(f"Time is over with {waiting} runs left; {self._again} continues.")
+
+    def _released(self, runs: Iterable[Run]) -> list[Run]:
+        """Returns the runs that other processes held, and hold no longer."""
+        held = (each for each in runs if each.name in self.held)
+        return [each for each in held if not is_locked(self.folder / each.name)]
+
+    def _carry_out(self, runs: Sequence[Run]) -> None:
+        """Tries each run once."""
+        if self.workers > 1:
             self._in_processes(runs)
         else:
-            with self.deadline.of_sigterm():
-                carry_out_runs(self.folder, runs, self.deadline, self._handle)
-        if waiting := self._count - self._ended:
-            say(f"Time is over with {waiting} runs left; {self._again} continues.")
-            self.over = True
+            carry_out_runs(self.folder, runs, self.deadline, self._handle)
 
     def finish(self, ended: Ended) -> None:
         """Prints the main scores of a run, and the time left."""
@@ -211,6 +249,8 @@ class Queue:
             raise event
         if isinstance(event, str):
             return say(event)
+        if isinstance(event, Held):
+            return self.held.add(event.run)
         self._ended += 1
         if event.result is None:
             self.errors[event.run] = event.error
@@ -236,7 +276,10 @@ def grouped(runs: Iterable[Run], workers: int) -> list[list[Run]]:
 def carry_out_runs(
     folder: Path, runs: Iterable[Run], deadline: Deadline, send: Callable[[Event], None]
 ) -> None:
-    """Carries out runs until the time is over, and sends their ends and lines to show."""
+    """Carries out runs until the time is over, and sends their ends and lines to show.
+
+    Runs that other processes hold are left out.
+    """
     for each in runs:
         if deadline.over():
             return
@@ -245,6 +288,9 @@ def carry_out_runs(
             result = RunFolder(folder, each).carry_out(send, deadline)
         except OutOfTime:
             return
+        except Locked:
+            send(Held(each.name))
+            continue
         except ExperimentError as raised:
             return send(raised)
         except Exception as raised:
@@ -296,24 +342,37 @@ def carry_out(
     folder: Path,
     stages: Iterable[Iterable[Run]],
     errors: dict[str, str] | None = None,
-) -> int:
-    """Carries out the runs of a command, and returns the exit status.
+    wait: bool = False,
+) -> tuple[int, bool]:
+    """Carries out the runs of a command.
+
+    The command is called on several machines at a time: the one that ends last has all results.
 
     Args:
       options: of `add_arguments`.
       folder: of the folders of runs.
       stages: runs whose results are needed; later stages may depend on results of earlier ones.
       errors: as for `Queue`.
+      wait: whether stages wait for the runs of other processes: later ones depend on them.
+
+    Returns:
+      The exit status, and whether other processes still hold runs, and will show all results.
     """
     again = continuing(options)
-    queue = Queue(folder, options.minutes, number_of_workers(options), errors, again)
+    queue = Queue(folder, options.minutes, number_of_workers(options), errors, again, wait)
     for runs in stages:
         queue.work([each for each in runs if RunFolder(folder, each).result() is None])
         if queue.over:
             break
-    if options.pack:
-        say(f"Pack: {pack(folder)} results in {folder / PACK}")
-    return int(bool(queue.errors))
+    if held := queue.held if not queue.over else ():
+        names = ", ".join(sorted(held))
+        say(f"Other processes hold {len(held)} runs, and show the results: {names:.300}")
+    elif options.pack:
+        try:
+            say(f"Pack: {pack(folder)} results in {folder / PACK}")
+        except Locked:
+            say("Pack: another process packs the results.")
+    return int(bool(queue.errors)), bool(held)
 
 
 def continuing(options: argparse.Namespace) -> str:

@@ -65,7 +65,9 @@ def main(arguments: list[str]) -> int:
     status = 0
     if options.run:
         stages = _stages(chosen, files.results, options.seeds)
-        status = carry_out(options, files.results, stages)
+        status, held = carry_out(options, files.results, stages)
+        if held:
+            return status
     decided = [each for protocol in everything for each in outcomes(protocol, files.results)]
     if mixed := [outcome for outcome in decided if outcome.mixed]:
         raise ResultsError("; ".join(f"{o.protocol.name}: {o.reason}" for o in mixed))

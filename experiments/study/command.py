@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
     if options.clock:
         clock.measure(study.timed_sizes, folder, say)
     if options.run:
-        status = carry_out(options, folder, _stages(study, folder))
+        status, _ = carry_out(options, folder, _stages(study, folder), wait=True)
     for path, text in pages(study, options.file, folder, target).items():
         write_whole(path, text)
     say(f"Page: {target}")
