@@ -2,12 +2,13 @@
 
 import functools
 import importlib.metadata
-import os
 import platform
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from experiments.runs.executors import processors
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _VECTORS = ("avx512f", "avx2", "sve2", "sve", "asimd")  # The widest first.
@@ -15,15 +16,30 @@ _VECTORS = ("avx512f", "avx2", "sve2", "sve", "asimd")  # The widest first.
 
 def environment() -> dict[str, Any]:
     """Returns versions, device, processor and cores."""
-    device = jax.devices()[0]
     return {
         "python": platform.python_version(),
         **versions(PACKAGES),
         "platform": f"{platform.system()} {platform.machine()}",
-        "device": f"{device.platform}: {device.device_kind}",
+        "device": device(),
         "processor": processor(),
         "cores": usable_cores(),
     }
+
+
+_others: list[str] = []
+
+
+def set_device(name: str) -> None:
+    """Sets the device of the processes that carry out runs for this one."""
+    _others[:] = [name]
+
+
+def device() -> str:
+    """Returns platform and kind of the device of runs: the first here, unless others have them."""
+    if _others:
+        return _others[0]
+    first = jax.devices()[0]
+    return f"{first.platform}: {first.device_kind}"
 
 
 @functools.cache
@@ -36,13 +52,6 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             out[name] = "not installed"
     return out
-
-
-def processors() -> list[int]:
-    """Returns the numbers of the processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def usable_cores() -> int:

@@ -1,20 +1,32 @@
-"""Processes of this machine for `concurrent.futures`.
+"""Executors of `concurrent.futures`: processes of this machine, or whatever a function returns.
 
 Each process has a processor of its own: models of this size leave a second one half idle, and a run
-rounds alike wherever it has one.
+rounds alike wherever it has one. On GPUs and TPUs it has a chip of its own: it is chosen before the
+process imports JAX, which this module does not.
 """
 
 import contextlib
 import fcntl
+import importlib
 import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from typing import Any
 
-from experiments.runs.environment import processors
+from experiments.errors import ConfigError
+
+EVENTS: Any = None
+"""In a process of `processes`: the queue for its events."""
+
+
+def processors() -> list[int]:
+    """Returns the numbers of the processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def take_a_processor() -> None:
@@ -36,17 +48,45 @@ def take_a_processor() -> None:
     os.sched_setaffinity(0, {number})
 
 
-def processes(count: int, *prepare: Any) -> ProcessPoolExecutor:
+def processes(
+    count: int, events: Any = None, environments: Sequence[dict[str, str]] = ()
+) -> ProcessPoolExecutor:
     """Returns an executor with processes of this machine, which Ctrl-C does not reach.
 
-    Each first calls `prepare`: a function and its arguments.
+    Args:
+      count: how many.
+      events: a queue, which is `EVENTS` there.
+      environments: variables for each process, such as those of its device; with none it has a
+        processor of its own.
     """
     spawn = multiprocessing.get_context("spawn")
+    variables = spawn.SimpleQueue()
+    for each in environments:
+        variables.put(each)
+    prepare = events, variables if environments else None
     return ProcessPoolExecutor(count, spawn, _prepare, prepare)
 
 
-def _prepare(function: Callable[..., None] | None = None, *arguments: Any) -> None:
+def _prepare(events: Any, variables: Any) -> None:
+    global EVENTS
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    take_a_processor()
-    if function:
-        function(*arguments)
+    EVENTS = events
+    if variables is None:
+        take_a_processor()
+    else:
+        os.environ.update(variables.get())
+
+
+def executor_of(name: str) -> Executor:
+    """Returns the executor that a function returns, `module:function` of --executor.
+
+    Anything with `submit` and `shutdown` of `concurrent.futures.Executor` serves.
+    """
+    module, _, function = name.partition(":")
+    try:
+        executor = getattr(importlib.import_module(module), function)()
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"--executor: {name}: {type(error).__name__}: {error!s:.300}") from None
+    if not (hasattr(executor, "submit") and hasattr(executor, "shutdown")):
+        raise ConfigError(f"--executor: {name} returns no Executor, but {executor!r:.100}")
+    return executor

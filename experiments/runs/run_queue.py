@@ -13,19 +13,22 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from experiments.errors import ConfigError, ExperimentError, Locked, ResultsError
+from experiments.runs import executors
+from experiments.runs.accelerators import look, variables
 from experiments.runs.checkpoints import Deadline, OutOfTime
-from experiments.runs.environment import usable_cores
-from experiments.runs.executors import processes
+from experiments.runs.environment import device, set_device, usable_cores
+from experiments.runs.executors import executor_of, processes
 from experiments.runs.files import is_locked
 from experiments.runs.results import PACK, Result, pack, versions_of
 from experiments.runs.run import Lookup, Run, RunFolder, commit, duration, here
@@ -39,7 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=int,
         metavar="N",
-        help="processes, each with a processor of its own (default: one per processor on CPUs)",
+        help="processes, each with a processor, GPU or TPU chip of its own (default: one for each)",
+    )
+    parser.add_argument(
+        "--executor",
+        metavar="MODULE:FUNCTION",
+        help="a function that returns an executor with submit(), such as that of a cluster of "
+        "dask, MPI or parsl, in place of processes of this machine",
     )
     parser.add_argument(
         "--pack", action="store_true", help=f"then put the results of all runs in one file, {PACK}"
@@ -56,18 +65,25 @@ def minutes(text: str) -> float:
 
 
 def default_count() -> int:
-    """Returns how many processes make best use of this machine: one per processor, or one."""
-    return usable_cores() if jax.default_backend() == "cpu" else 1
+    """Returns how many processes make best use of this machine: one per processor, or device."""
+    return len(variables(look())) or usable_cores()
 
 
 def number_of_workers(options: argparse.Namespace) -> int:
     """Returns how many processes of this machine to use."""
+    if options.workers is not None and options.executor:
+        raise ConfigError("--workers: are of this machine, --executor has its own")
+    if options.executor:
+        return 1
     if options.workers is None:
         return default_count()
     if options.workers < 1:
         raise ConfigError(f"--workers: must be at least 1, got {options.workers}")
-    if options.workers > 1 and (backend := jax.default_backend()) != "cpu":
-        raise ConfigError(f"--workers: processes would share one {backend}")
+    if (devices := len(variables(look()))) and options.workers > devices:
+        raise ConfigError(
+            f"--workers: must be at most {devices}, one for each {look().platform}, got "
+            f"{options.workers}"
+        )
     return options.workers
 
 
@@ -145,6 +161,7 @@ class Queue:
         errors: dict[str, str] | None = None,
         again: str = "the same command",
         wait: bool = False,
+        executor: Executor | None = None,
     ):
         """Starts the clock.
 
@@ -155,11 +172,13 @@ class Queue:
           errors: a dict for the errors of runs, by name.
           again: how the command that continues is called.
           wait: whether to wait for the runs that other processes hold.
+          executor: carries out runs in place of processes.
         """
         commit()  # Files may change while runs go on.
         self.folder, self.workers = folder.absolute(), workers
         self.errors, self.over = {} if errors is None else errors, False
         self.held: set[str] = set()
+        self.executor = executor
         self.deadline, self._again, self._wait = Deadline(minutes), again, wait
 
     def work(self, runs: Sequence[Run]) -> None:
@@ -193,10 +212,37 @@ class Queue:
 
     def _carry_out(self, runs: Sequence[Run]) -> None:
         """Tries each run once."""
-        if self.workers > 1:
-            self._in_processes(runs)
+        if self.executor:  # A run alone is the progress that is shown.
+            self._submit(self.executor, grouped(runs, len(runs)))
+        elif self.workers > 1:
+            groups, devices = grouped(runs, self.workers), variables(look())
+            events = multiprocessing.get_context("spawn").SimpleQueue()
+            pool = processes(min(self.workers, len(groups)), events, devices)
+            with pool, self.deadline.of_sigterm(_stop_processes):
+                try:
+                    self._submit(pool, groups, events)
+                except BaseException:
+                    _stop_processes()
+                    raise
         else:
             carry_out_runs(self.folder, runs, self.deadline, self._handle)
+
+    def _submit(self, pool: Executor, groups: Iterable[Sequence[Run]], events: Any = None) -> None:
+        """Has groups of runs carried out by an executor.
+
+        Processes of this machine send their events, others return them at the end.
+        """
+        waiting = {pool.submit(_work, group, self.folder, self.deadline) for group in groups}
+        try:
+            while waiting and (events or not self.deadline.asked):
+                done, waiting = wait(waiting, 0.1, FIRST_COMPLETED)
+                while events and not events.empty():
+                    self._handle(events.get())
+                for event in (event for future in done for event in self._events(future)):
+                    self._handle(event)
+        finally:
+            for future in waiting:
+                future.cancel()
 
     def finish(self, ended: Ended) -> None:
         """Prints the main scores of a run, and the time left."""
@@ -212,33 +258,13 @@ class Queue:
             took += f" (about {duration(remaining)} left)"
         say(f"[{self._ended}/{self._count}] {ended.run}: {words:.200}; {took}")
 
-    def _in_processes(self, runs: Sequence[Run]) -> None:
-        events = multiprocessing.get_context("spawn").SimpleQueue()
-        groups = grouped(runs, self.workers)
-        pool = processes(min(self.workers, len(groups)), _send_to, events)
-        with pool, self.deadline.of_sigterm(_stop_processes):
-            try:
-                waiting = {
-                    pool.submit(_work, group, self.folder, self.deadline) for group in groups
-                }
-                while waiting:
-                    done, waiting = wait(waiting, 0.1, FIRST_COMPLETED)
-                    while not events.empty():
-                        self._handle(events.get())
-                    for each in done:
-                        self._take(each)
-            except BaseException:
-                _stop_processes()
-                pool.shutdown(cancel_futures=True)
-                raise
-
-    def _take(self, future: Future) -> None:
-        """Raises the error that ended a process before its time."""
+    def _events(self, future: Future) -> list[Event]:
+        """Returns the events of a call; an error ended its process before its time."""
         try:
-            future.result()
+            return future.result()
         except Exception as error:  # Of a process that has ended.
             if self.deadline.over():
-                return
+                return []
             raise ResultsError(
                 f"a process that carried out runs ended ({in_one_line(error)}); {self._again} "
                 "continues"
@@ -298,21 +324,27 @@ def carry_out_runs(
         send(Ended(each.name, result, error, time.monotonic() - began))
 
 
-_send: Callable[[Event], None] = print
+def _work(runs: Sequence[Run], folder: Path, deadline: Deadline) -> list[Event]:
+    """Carries out runs in another process, and returns the events that it cannot send.
 
+    After SIGTERM it ends with their states written.
+    """
+    events: list[Event] = []
 
-def _send_to(events: Any) -> None:
-    """Prepares a process: its events go into a queue."""
-    global _send
-    _send = events.put
+    def send(event: Event) -> None:
+        if executors.EVENTS:
+            executors.EVENTS.put(event)
+        elif isinstance(event, str):
+            say(event)  # In the log of the process.
+        else:
+            events.append(event)
 
-
-def _work(runs: Sequence[Run], folder: Path, deadline: Deadline) -> None:
-    """Carries out runs in a process; after SIGTERM it ends with their states written."""
-    with deadline.of_sigterm():
-        carry_out_runs(folder, runs, deadline, _send)
-    if deadline.asked:
+    is_main = threading.current_thread() is threading.main_thread()
+    with deadline.of_sigterm() if is_main else contextlib.nullcontext():
+        carry_out_runs(folder, runs, deadline, send)
+    if is_main and deadline.asked:
         os.kill(os.getpid(), signal.SIGTERM)
+    return events
 
 
 def _stop_processes() -> None:
@@ -322,7 +354,7 @@ def _stop_processes() -> None:
 
 def refuse_without_run(options: argparse.Namespace) -> None:
     """Raises `ConfigError` for flags of a queue in a call without --run, which carries out none."""
-    names = [n for n in ("workers", "pack", "seeds", "checkpoint") if n in options]
+    names = [n for n in ("workers", "executor", "pack", "seeds", "checkpoint") if n in options]
     set_flags = [n for n in names if getattr(options, n) not in (None, False)]
     set_flags += ["minutes"] if options.minutes < math.inf else []
     if set_flags and not options.run:
@@ -358,12 +390,18 @@ def carry_out(
     Returns:
       The exit status, and whether other processes still hold runs, and will show all results.
     """
-    again = continuing(options)
-    queue = Queue(folder, options.minutes, number_of_workers(options), errors, again, wait)
-    for runs in stages:
-        queue.work([each for each in runs if RunFolder(folder, each).result() is None])
-        if queue.over:
-            break
+    again, workers = continuing(options), number_of_workers(options)
+    executor = executor_of(options.executor) if options.executor else None
+    try:
+        _take_devices(workers, executor)
+        queue = Queue(folder, options.minutes, workers, errors, again, wait, executor)
+        for runs in stages:
+            queue.work([each for each in runs if RunFolder(folder, each).result() is None])
+            if queue.over:
+                break
+    finally:
+        if executor:
+            executor.shutdown(wait=False)
     if held := queue.held if not queue.over else ():
         names = ", ".join(sorted(held))
         say(f"Other processes hold {len(held)} runs, and show the results: {names:.300}")
@@ -373,6 +411,18 @@ def carry_out(
         except Locked:
             say("Pack: another process packs the results.")
     return int(bool(queue.errors)), bool(held)
+
+
+def _take_devices(workers: int, executor: Executor | None) -> None:
+    """Leaves devices to the processes that carry out runs, or takes one for this process."""
+    if executor:
+        say("Waiting for a process of --executor.")
+        set_device(executor.submit(device).result())
+    elif (devices := variables(look())) and workers > 1:
+        set_device(f"{look().platform}: {look().kind}")
+        jax.config.update("jax_platforms", "cpu")
+    elif devices:
+        os.environ.update(devices[0])
 
 
 def continuing(options: argparse.Namespace) -> str:

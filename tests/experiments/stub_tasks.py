@@ -30,7 +30,10 @@ class Obedient(Run):
     order: str = ""
 
     def train(self, data, *, checkpoint):
-        if self.order == "die":
+        word, _, path = self.order.partition(" after ")
+        if word == "die":
+            while not os.path.exists(path):
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         if self.order == "raise":
             raise RuntimeError("no\nmemory")
@@ -42,7 +45,8 @@ class Obedient(Run):
     def measure(self, trained, data):
         (processor, *more) = processors()
         scores = {"seed": self.seed, "process": os.getpid(), "processor": processor}
-        return {"scores": {"plain": scores | {"others": len(more)}}}
+        device = int(os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0])
+        return {"scores": {"plain": scores | {"others": len(more), "device": device}}}
 
 
 def order(seed, text=""):

@@ -5,13 +5,24 @@ import contextlib
 import dataclasses
 import os
 import signal
+import time
 
+import jax
 import pytest
 
 from experiments.errors import ConfigError, ResultsError
+from experiments.runs import accelerators, environment, run_queue
+from experiments.runs.accelerators import Devices, variables
+from experiments.runs.executors import processes
 from experiments.runs.experiment import Experiment
 from experiments.runs.run import Run, RunFolder
-from experiments.runs.run_queue import Queue, add_arguments, grouped, number_of_workers
+from experiments.runs.run_queue import (
+    Queue,
+    add_arguments,
+    carry_out,
+    grouped,
+    number_of_workers,
+)
 from tests.experiments.stub_tasks import TASK, order
 from tests.support import slow
 
@@ -59,7 +70,8 @@ def test_each_process_has_a_processor_of_its_own(tmp_path):
 
 
 def test_a_process_that_dies_loses_no_result(tmp_path):
-    runs = [order(seed, "die" if seed == 3 else "") for seed in range(4)]
+    first = tmp_path / order(0).name / "result.json"
+    runs = [order(seed, f"die after {first}" if seed == 3 else "") for seed in range(4)]
     with pytest.raises(ResultsError, match=r"ended \(.*; the same command continues") as caught:
         Quiet(tmp_path).work(runs)
     assert "\n" not in str(caught.value)
@@ -74,7 +86,13 @@ def test_processes_that_are_stopped_write_their_states(tmp_path, how, request):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     runs = [order(0, "wait"), order(1), order(2, "wait"), order(3)]
-    queue = Quiet(tmp_path, lambda ended: os.kill(os.getpid(), number))
+
+    def stop(ended):
+        while not (tmp_path / order(0).name).exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    queue = Quiet(tmp_path, stop)
     with pytest.raises(KeyboardInterrupt) if how == "Ctrl-C" else contextlib.nullcontext():
         queue.work(runs)
     assert queue.over == (how == "SIGTERM")
@@ -83,17 +101,94 @@ def test_processes_that_are_stopped_write_their_states(tmp_path, how, request):
     assert files == {"2.npz"}
 
 
-def test_the_number_of_processes(monkeypatch):
+def options_of(*words):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
+    return parser.parse_args(words)
 
+
+def test_the_number_of_processes(monkeypatch):
     def count(*words):
-        return number_of_workers(parser.parse_args(words))
+        return number_of_workers(options_of(*words))
 
-    assert count("--workers", "3") == 3 and count() >= 1
+    assert count("--workers", "3") == 3 and count() == len(os.sched_getaffinity(0))
     with pytest.raises(ConfigError, match="--workers: must be at least 1"):
         count("--workers", "0")
-    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
-    assert count() == count("--workers", "1") == 1
-    with pytest.raises(ConfigError, match="--workers: processes would share one gpu"):
-        count("--workers", "2")
+    assert count("--executor", "any:thing") == 1
+    with pytest.raises(ConfigError, match="--workers: are of this machine, --executor has its own"):
+        count("--executor", "any:thing", "--workers", "2")
+    monkeypatch.setattr(run_queue, "look", lambda: Devices("gpu", "H100", 8))
+    assert count() == count("--workers", "8") == 8 and count("--workers", "1") == 1
+    with pytest.raises(ConfigError, match="must be at most 8, one for each gpu, got 9"):
+        count("--workers", "9")
+
+
+def test_variables_of_devices():
+    gpu, tpu = Devices("gpu", "H100", 4), Devices("tpu", "TPU v5 lite", 4)
+
+    def numbers(devices, **here):
+        (name, *_) = (variables(devices, here) or [{"CUDA_VISIBLE_DEVICES": ""}])[0]
+        return [each[name] for each in variables(devices, here)]
+
+    assert numbers(Devices("cpu", "cpu", 1)) == []
+    assert numbers(gpu) == ["0", "1", "2", "3"]
+    # The names of the user's own variable, such as those of parts of a GPU.
+    assert numbers(gpu, CUDA_VISIBLE_DEVICES="7,5,GPU-8a, MIG-1") == ["7", "5", "GPU-8a", "MIG-1"]
+    assert numbers(gpu._replace(count=1), CUDA_VISIBLE_DEVICES="6") == ["6"]
+    # Tasks of `srun` that see the same GPUs divide them; others have them to themselves.
+    of_task = {"SLURM_LOCALID": "1", "SLURM_NODEID": "2"}
+    for tasks, devices in (
+        ("2(x3)", ["1", "3"]),
+        ("4(x2),4", ["1"]),
+        ("1(x3)", ["0", "1", "2", "3"]),
+        ("4(x2),1", ["0", "1", "2", "3"]),
+        ("4(x2)", ["0", "1", "2", "3"]),
+    ):
+        assert numbers(gpu, **of_task, SLURM_STEP_TASKS_PER_NODE=tasks) == devices
+    bound = gpu._replace(count=1)  # By --gpus-per-task.
+    alone = of_task | {"SLURM_STEP_TASKS_PER_NODE": "4(x3)", "CUDA_VISIBLE_DEVICES": "3"}
+    assert numbers(bound, **alone) == ["3"]
+    assert variables(tpu, {})[2] == {
+        "TPU_VISIBLE_CHIPS": "2",
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1",
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+
+
+def test_devices_are_looked_at_from_another_process(monkeypatch):
+    monkeypatch.setattr(accelerators.importlib.metadata, "entry_points", lambda group: ["a plugin"])
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    look = accelerators.look.__wrapped__
+    monkeypatch.setattr(accelerators, "_LOOK", "print('noise\\ngpu\\nNVIDIA H100\\n2')")
+    assert look() == ("gpu", "NVIDIA H100", 2)
+    monkeypatch.setattr(accelerators, "_LOOK", "raise RuntimeError('no driver')")
+    with pytest.raises(ConfigError, match="devices of this machine: RuntimeError: no driver"):
+        look()
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert look() == ("cpu", "cpu", 1)
+
+
+def test_each_process_has_a_device_of_its_own(tmp_path, monkeypatch):
+    """The variable is set before the process imports JAX, and the command itself stays off it."""
+    seen = "os.environ['CUDA_VISIBLE_DEVICES'], 'jax' in sys.modules"
+    code = f"(lambda os, sys: ({seen}))(*map(__import__, ('os', 'sys')))"
+    with processes(1, environments=[{"CUDA_VISIBLE_DEVICES": "7"}]) as pool:
+        assert pool.submit(eval, code).result() == ("7", False)
+    monkeypatch.setattr(run_queue, "look", lambda: Devices("gpu", "H100", 2))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    monkeypatch.setattr(environment, "_others", [])
+    platforms = jax.config.jax_platforms
+    try:
+        runs = [order(seed) for seed in range(4)]
+        assert carry_out(options_of("--workers", "2"), tmp_path, [runs]) == (0, False)
+        assert jax.config.jax_platforms == "cpu"
+        assert environment.environment()["device"] == "gpu: H100"
+    finally:
+        jax.config.update("jax_platforms", platforms)
+    scores = [RunFolder(tmp_path, run).result().scores["plain"] for run in runs]
+    pairs = {(each["process"], each["device"]) for each in scores}
+    assert {device for _, device in pairs} <= {3, 5} and len(pairs) == len(dict(pairs))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,5"
+    assert carry_out(options_of("--workers", "1"), tmp_path, [runs]) == (0, False)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"

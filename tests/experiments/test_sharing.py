@@ -1,11 +1,14 @@
 """Processes that share a folder of results."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -17,18 +20,20 @@ from experiments.runs.run import RunFolder
 from experiments.runs.run_queue import Queue
 from tests.experiments.stub_tasks import order
 from tests.experiments.test_compare import SMALL
+from tests.support import slow
 
 # The process that is killed: it stops in the middle of its first run, with a state written.
 _VICTIM = """
 import sys, time
 from experiments.__main__ import main
 from experiments.runs.checkpoints import Checkpoints
-save = Checkpoints.save
+save = getattr(Checkpoints.save, "before", Checkpoints.save)  # Dask may load this twice.
 def stop(self, state, curve, times):
     self.written = -1e9
     save(self, state, curve, times)
     print(self.path.parent.name, flush=True)
     time.sleep(600)
+stop.before = save
 Checkpoints.save = stop
 main(sys.argv[1:])
 """
@@ -43,33 +48,112 @@ def measured(folder):
     }
 
 
-def test_a_killed_process_leaves_its_run_to_the_others(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with an experiment of two runs, which other processes compile as this one does."""
     for name, value in (("DISABLE_MOST_OPTIMIZATIONS", "1"), ("NUM_CPU_DEVICES", "8")):
-        monkeypatch.setenv(f"JAX_{name}", value)  # As here: they use the programs of this process.
+        monkeypatch.setenv(f"JAX_{name}", value)
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "small.toml").write_text(SMALL)
-    words = ["compare", "small.toml", "--workers", "1"]
-    assert main([*words, "--name", "alone"]) == 0
-    words += ["--name", "shared"]
+    return tmp_path / "results"
 
-    def start(*command):
-        pipe = subprocess.PIPE
-        return subprocess.Popen([sys.executable, *command, *words], stdout=pipe, text=True)
 
-    with start("-c", _VICTIM) as victim, start("-m", "experiments") as other:
-        killed = next(line.strip() for line in victim.stdout if line.startswith("kback-none-s"))
-        folder = tmp_path / "results" / "shared"
-        assert is_locked(folder / killed)
-        out = other.communicate()[0]
-        assert other.returncode == 0 and "Report" not in out
-        assert f"Other processes hold 1 runs, and show the results: {killed}\n" in out
-        victim.send_signal(signal.SIGKILL)
-    assert [path.name for path in (folder / killed).glob("checkpoints/*")] == ["2.npz"]
-    assert main(words) == 0 and (folder / "report.html").exists()
-    assert measured(folder) == measured(tmp_path / "results" / "alone")
-    assert len(measured(folder)) == 2
-    assert not list(folder.rglob(".lock")) and not list(folder.rglob("checkpoints"))
+ALONE = ["compare", "small.toml", "--name", "alone", "--workers", "1"]
+
+
+@pytest.fixture
+def start():
+    """Starts a Python process, which ends with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def process(*command):
+            pipe = subprocess.PIPE
+            started = subprocess.Popen([sys.executable, *command], stdout=pipe, text=True)
+            stack.enter_context(started)
+            stack.callback(started.kill)
+            return started
+
+        yield process
+
+
+def test_a_killed_process_leaves_its_run_to_the_others(folder, start):
+    assert main(ALONE) == 0
+    words = ["compare", "small.toml", "--name", "shared", "--workers", "1"]
+    victim, shared = start("-c", _VICTIM, *words), folder / "shared"
+    killed = next(line.strip() for line in victim.stdout if line.startswith("kback-"))
+    assert is_locked(shared / killed)
+    other = start("-m", "experiments", *words)
+    out = other.communicate()[0]
+    assert other.returncode == 0 and "Report" not in out
+    assert f"Other processes hold 1 runs, and show the results: {killed}\n" in out
+    victim.kill()
+    victim.wait()
+    assert [path.name for path in (shared / killed).glob("checkpoints/*")] == ["2.npz"]
+    assert main(words) == 0 and (shared / "report.html").exists()
+    assert measured(shared) == measured(folder / "alone") and len(measured(shared)) == 2
+    assert not list(shared.rglob(".lock")) and not list(shared.rglob("checkpoints"))
+
+
+def threads():
+    """An executor without `cancel_futures`, as that of dask."""
+    pool = ThreadPoolExecutor(2)
+    return types.SimpleNamespace(submit=pool.submit, shutdown=lambda wait: pool.shutdown(wait))
+
+
+def test_runs_of_another_executor(folder, capsys):
+    """Threads stand for the processes of a cluster: the bits are those of one process."""
+    words = ["compare", "small.toml", "--name", "other", "--executor"]
+    assert main(ALONE) == 0 and main([*words, f"{__name__}:threads"]) == 0
+    assert measured(folder / "other") == measured(folder / "alone")
+    assert "[2/2]" in capsys.readouterr().out
+    for name, message in (
+        ("nowhere:make", "nowhere:make: ModuleNotFoundError: No module named 'nowhere'"),
+        ("experiments:make", "AttributeError: module 'experiments' has no attribute 'make'"),
+        ("builtins:dict", "builtins:dict returns no Executor, but {}"),
+    ):
+        assert main([*words, name]) == 2
+        assert message in (error := capsys.readouterr().err) and error.count("\n") == 1
+
+
+def test_sigterm_leaves_other_executors_alone(tmp_path, capsys):
+    executor = ThreadPoolExecutor(1)
+    queue = Queue(tmp_path, executor=executor)
+    queue.finish = lambda ended: os.kill(os.getpid(), signal.SIGTERM)
+    queue.work([order(0), order(1, "wait"), order(2)])
+    assert queue.over and "Time is over with 2 runs left" in capsys.readouterr().out
+    executor.shutdown()
+    assert (tmp_path / order(0).name / "result.json").exists()
+    assert not (tmp_path / order(2).name).exists()
+
+
+_DASK = """
+from distributed import Client
+def executor():
+    return Client(scheduler_file="scheduler.json", set_as_default=False).get_executor(pure=False)
+"""
+
+
+@slow
+@pytest.mark.needs("distributed")
+def test_a_worker_of_dask_that_dies(folder, start, tmp_path, monkeypatch):
+    assert main(ALONE) == 0
+    (tmp_path / "of_dask.py").write_text(_DASK)
+    (tmp_path / "victim.py").write_text(_VICTIM.replace("main(sys.argv[1:])", ""))
+    monkeypatch.setenv("PYTHONPATH", f"{os.getcwd()}:{os.environ['PYTHONPATH']}")
+    file, one = ("--scheduler-file", "scheduler.json"), ("--no-nanny", "--nthreads", "1")
+    dask = ("-m", "dask")
+    words = ["compare", "small.toml", "--name", "dask", "--executor", "of_dask:executor"]
+    start(*dask, "scheduler", "--port", "0", "--no-dashboard", *file)
+    victim = start(*dask, "worker", *file, *one, "--preload", "victim.py")
+    queue = start("-m", "experiments", *words)
+    killed = next(line.strip() for line in victim.stdout if line.startswith("kback-"))
+    start(*dask, "worker", *file, *one)
+    assert is_locked(folder / "dask" / killed)
+    victim.kill()
+    out = queue.communicate()[0]
+    assert queue.returncode == 0 and "[2/2]" in out and "Report" in out
+    assert measured(folder / "dask") == measured(folder / "alone")
 
 
 def test_a_queue_waits_where_later_runs_depend_on_it(tmp_path, monkeypatch, capsys):
