@@ -186,7 +186,7 @@ def is_hidden(params: Any, width: int) -> Any:
     They are the kernels of blocks, of the head, and of schemes that project the stream.
 
     Args:
-      params: of one seed.
+      params: of the model.
       width: D.
     """
 
@@ -207,24 +207,20 @@ def structure(sizes: Model, position: Position, vocab_size: int) -> Any:
     return nnx.graphdef(make)
 
 
-def initialize(sizes: Model, position: Position, vocab_size: int, keys: jax.Array) -> nnx.State:
-    """Returns parameters for each of the keys [seeds], leaves [seeds, ...]."""
-
-    def one(key):
-        return nnx.state(LanguageModel(sizes, position, vocab_size, key))
-
-    return jax.vmap(one)(keys)
+def initialize(sizes: Model, position: Position, vocab_size: int, key: jax.Array) -> nnx.State:
+    """Returns parameters, drawn from a key."""
+    return nnx.state(LanguageModel(sizes, position, vocab_size, key))
 
 
 def count_parameters(params: nnx.State) -> int:
-    """Returns the number of parameters of one seed, for leaves [seeds, ...]."""
-    return sum(leaf.size // leaf.shape[0] for leaf in jax.tree.leaves(params))
+    """Returns the number of parameters."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def seed_keys(seeds: list[int], purpose: str) -> jax.Array:
-    """Returns a key per seed [seeds], different for each purpose."""
+def seed_key(seed: int, purpose: str) -> jax.Array:
+    """Returns the key of a seed, different for each purpose."""
     number = {"parameters": 0, "data": 1, "test": 2}[purpose]
-    return jax.vmap(lambda s: jax.random.fold_in(jax.random.key(s), number))(jnp.asarray(seeds))
+    return jax.random.fold_in(jax.random.key(seed), number)
 
 
 def token_losses(graphdef: Any, params: nnx.State, tokens: jax.Array) -> jax.Array:

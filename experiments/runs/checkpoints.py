@@ -105,8 +105,8 @@ class Checkpoints:
         """Is called after each compiled call; may show the progress, and write the state."""
         now, over = time.monotonic(), self.deadline.over()
         if now >= self.printed + self.lines:
-            loss = np.mean(curve["loss"][-1])
-            self.say(f"{self.path.parent.name}: step {curve['step'][-1]}, loss {loss:.3f}")
+            step, loss = curve["step"][-1], curve["loss"][-1]
+            self.say(f"{self.path.parent.name}: step {step}, loss {loss:.3f}")
             self.printed = now
         if not over and now < self.written + self.every:
             return

@@ -93,13 +93,13 @@ class Run:
 
     def train(self, data: Data, **options: Any) -> Trained:
         """Trains the model; for options see `train.train`."""
-        return train(self.task, self.position, [self.seed], data.train, **options)
+        return train(self.task, self.position, self.seed, data.train, **options)
 
     def measure(self, trained: Trained, data: Data) -> dict[str, Any]:
         """Returns the entries of a result that training and evaluation determine."""
         every = max(1, len(trained.curve["step"]) // _POINTS)
         points = slice(every - 1, None, every)
-        evaluations = self.task.evaluate(self.position, trained.params, [self.seed], data)
+        evaluations = self.task.evaluate(self.position, trained.params, self.seed, data)
         return {
             "fitted": self.task.fitted(evaluations, data),
             "fit_rule": self.task.fit_rule(data),
@@ -109,7 +109,7 @@ class Run:
             "memory_bytes": trained.memory,
             "curve": {
                 "step": trained.curve["step"][points],
-                "loss": [x for (x,) in trained.curve["loss"][points]],
+                "loss": trained.curve["loss"][points],
             },
             "compile_seconds": round(trained.compile_seconds, 2),
             "train_seconds": round(trained.train_seconds, 2),
@@ -233,10 +233,10 @@ def here() -> dict[str, Any]:
 
 
 def _scores(evaluations: list[Evaluation]) -> dict[str, dict[str, float | None]]:
-    """Returns scores of one seed by view and length."""
+    """Returns scores by view and length."""
     scores: dict[str, dict[str, float | None]] = {}
     for e in evaluations:
-        scores.setdefault(e.variant or e.mode, {})[str(e.length)] = e.values[0]
+        scores.setdefault(e.variant or e.mode, {})[str(e.length)] = e.value
     return scores
 
 

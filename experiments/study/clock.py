@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from experiments.bench.timing import side_by_side
 from experiments.errors import ResultsError
-from experiments.models.model import initialize, seed_keys
+from experiments.models.model import initialize, seed_key
 from experiments.runs.environment import environment
 from experiments.runs.executors import processes
 from experiments.runs.files import to_json, write_whole
@@ -129,14 +129,14 @@ def _measure(
 
 def prepare(task: Any, position: Any, data: Any) -> Callable[[], Any]:
     """Returns a function of some training steps of a task, `steps_per_call` of them."""
-    call = compiled(task, position, 1, data)
-    params = initialize(task.model, position, task.vocab_size, seed_keys([0], "parameters"))
+    call = compiled(task, position, data)
+    params = initialize(task.model, position, task.vocab_size, seed_key(0, "parameters"))
     state = new_state(params, task)
-    keys, rates, first = seed_keys([0], "data"), rates_of(task, 1), jnp.int32(0)
+    key, rates, first = seed_key(0, "data"), rates_of(task), jnp.int32(0)
 
     def steps():
         nonlocal state
-        state, losses = call(state, keys, rates, first, data)
+        state, losses = call(state, key, rates, first, data)
         return losses
 
     return steps

@@ -6,12 +6,11 @@ causality (`Model.is_causal`) reads tokens[:, 1:], with 0 for the tokens that co
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from pydantic import Field, NonNegativeInt
 
@@ -82,21 +81,21 @@ class Data:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """One score per seed, and the conditions of the measurement.
+    """A score, and the conditions of the measurement.
 
     Attributes:
       mode: the way of evaluating, one of `Labels.modes`, or "plain".
       length: of the context.
-      values: one per seed, None where no token is scored.
+      value: the score, None where no token is scored.
       in_distribution: whether the length is the training length.
       variant: the change of the scheme after training, None for none.
-      places: the mean score over seeds in each of `PLACES` parts of the row, None for parts without
-        scored tokens. Default: not measured.
+      places: the score in each of `PLACES` parts of the row, None for parts without scored tokens.
+        Default: not measured.
     """
 
     mode: str
     length: int
-    values: Sequence[float | None]
+    value: float | None
     in_distribution: bool
     variant: str | None = None
     places: list[float | None] | None = None
@@ -222,14 +221,14 @@ class Task:
         return spaced / jnp.maximum(inputs, self.train_length)
 
     def evaluate(
-        self, position: Position, params: nnx.State, seeds: list[int], data: Data
+        self, position: Position, params: nnx.State, seed: int, data: Data
     ) -> list[Evaluation]:
         """Returns the scores of trained parameters; the first at the training length.
 
         Args:
           position: the scheme, or the layers, of the training.
-          params: leaves [seeds, ...].
-          seeds: of the test data.
+          params: of the model.
+          seed: of the test data.
           data: from `load`.
         """
         raise NotImplementedError
@@ -243,10 +242,9 @@ class Task:
         raise NotImplementedError
 
     def fitted(self, evaluations: list[Evaluation], data: Data) -> bool:
-        """Returns whether the mean over seeds at the training length fits."""
+        """Returns whether the score at the training length fits."""
         trained = next(e for e in evaluations if e.in_distribution and e.variant is None)
-        values = [x for x in trained.values if x is not None]
-        return bool(values) and self.fits(float(np.mean(values)), data)
+        return trained.value is not None and self.fits(trained.value, data)
 
     def check(self) -> None:
         """Raises ConfigError for settings that contradict one another."""

@@ -15,7 +15,7 @@ from flax import nnx
 from pydantic import Field, PositiveInt
 
 from experiments.errors import ConfigError
-from experiments.models.model import seed_keys, structure
+from experiments.models.model import seed_key, structure
 from experiments.tasks.base import PLACES, Evaluation, Task
 
 PAD, BEGIN, SEPARATOR = 0, 1, 2
@@ -68,29 +68,25 @@ class Lookup(Task):
         index = jnp.searchsorted(jnp.asarray(self.test_lengths), places, side="right")
         return tokens, mask, jnp.broadcast_to(index.astype(jnp.int32), tokens.shape)
 
-    def evaluate(self, position, params, seeds, data):
+    def evaluate(self, position, params, seed, data):
         """Returns the accuracy at each test length in each mode."""
         graphdef = structure(self.model, position, self.vocab_size)
-        keys, evaluations = seed_keys(seeds, "test"), []
+        key, evaluations = seed_key(seed, "test"), []
         for mode, task in self.test_modes.items():
             counts: Any = 0.0
             for i in range(self.eval_batches):
-                batch_keys = jax.vmap(lambda k, i=i: jax.random.fold_in(k, i))(keys)
-                drawn = _count_right(params, batch_keys, graphdef=graphdef, task=task)
+                batch_key = jax.random.fold_in(key, i)
+                drawn = _count_right(params, batch_key, graphdef=graphdef, task=task)
                 counts = counts + np.asarray(drawn)
-            right, every = np.moveaxis(counts.sum(-1), 1, 0)  # Over places: [seeds, lengths].
+            right, every = counts.sum(-1)  # Over places: [lengths].
             for i, length in enumerate(self.test_lengths):
-                by_place = counts.sum(0)[:, i].T
                 evaluations.append(
                     Evaluation(
                         mode,
                         length,
-                        [
-                            round(float(a / b), 5) if b else None
-                            for a, b in zip(right[:, i], every[:, i], strict=True)
-                        ],
+                        _share(right[i], every[i]),
                         in_distribution=self.in_distribution(mode, length),
-                        places=[round(float(a / b), 5) if b else None for a, b in by_place],
+                        places=[_share(a, b) for a, b in counts[:, i].T],
                     )
                 )
         return evaluations
@@ -243,20 +239,20 @@ def permutation(bits: jax.Array, count: int) -> jax.Array:
     return jnp.argsort(bits[:, :count], axis=1).astype(jnp.int32)
 
 
+def _share(part: float, every: float) -> float | None:
+    return round(float(part / every), 5) if every else None
+
+
 @functools.partial(jax.jit, static_argnames=("graphdef", "task"))
-def _count_right(params: nnx.State, keys: jax.Array, *, graphdef: Any, task: Lookup) -> jax.Array:
-    """Returns numbers of right answers and of all, [seeds, 2, lengths, PLACES]."""
+def _count_right(params: nnx.State, key: jax.Array, *, graphdef: Any, task: Lookup) -> jax.Array:
+    """Returns numbers of right answers and of all, [2, lengths, PLACES]."""
     lengths = jnp.asarray(task.test_lengths)
-
-    def one_seed(params, key):
-        tokens, mask, index = task.sample_test(key, task.eval_batch)
-        model = nnx.merge(graphdef, params)
-        inputs, targets = model.inputs_and_targets(tokens, mask)
-        coordinates = task.draw_coordinates(key, tokens, training=False)
-        right = (model(inputs, coordinates).argmax(-1) == targets) * mask[:, 1:]
-        places = jnp.arange(right.shape[1]) * PLACES // lengths[index[:, 1:]]
-        cells = index[:, 1:], jnp.minimum(places, PLACES - 1)  # Padding lies beyond PLACES.
-        none = jnp.zeros((len(lengths), PLACES))
-        return jnp.stack([none.at[cells].add(x) for x in (right, mask[:, 1:])])
-
-    return jax.vmap(one_seed)(params, keys)
+    tokens, mask, index = task.sample_test(key, task.eval_batch)
+    model = nnx.merge(graphdef, params)
+    inputs, targets = model.inputs_and_targets(tokens, mask)
+    coordinates = task.draw_coordinates(key, tokens, training=False)
+    right = (model(inputs, coordinates).argmax(-1) == targets) * mask[:, 1:]
+    places = jnp.arange(right.shape[1]) * PLACES // lengths[index[:, 1:]]
+    cells = index[:, 1:], jnp.minimum(places, PLACES - 1)  # Padding lies beyond PLACES.
+    none = jnp.zeros((len(lengths), PLACES))
+    return jnp.stack([none.at[cells].add(x) for x in (right, mask[:, 1:])])

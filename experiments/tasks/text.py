@@ -149,7 +149,7 @@ class Text(Task):
         tokens = data[start + jnp.arange(length + 1)[None]].astype(jnp.int32)
         return tokens, jnp.ones(tokens.shape, jnp.float32)
 
-    def evaluate(self, position, params, seeds, data):
+    def evaluate(self, position, params, seed, data):
         """Returns bits per byte at each test length, in each mode and with each variant."""
         evaluations = []
         held_out, validation = data.held_out
@@ -168,14 +168,14 @@ class Text(Task):
                         continue
                     windows, count = self.windows(held_out, length, mode)
                     bits = _bits(graphdef, params, windows, count)
-                    parts = {mode: np.ones(bits.shape[1:], bool)}
+                    parts = {mode: np.ones(bits.shape, bool)}
                     if mode == "sliding" and self.ngram:
                         again = repeated(windows, count, self.ngram)
                         parts |= {"repeated": again, "new": ~again}
                     for part, scored in parts.items():
                         if not scored.any():  # Of a short text no byte may repeat, or none be new.
                             continue
-                        mean = [round(float(x), 5) for x in bits[:, scored].mean(1)]
+                        mean = round(float(bits[scored].mean()), 5)
                         score = Evaluation(part, length, mean, trained, variant)
                         if part == "nonoverlapping":
                             score = dataclasses.replace(score, places=_by_place(bits))
@@ -184,8 +184,7 @@ class Text(Task):
             length = self.train_length
             graphdef = structure(self.model, position, self.vocab_size)
             bits = _bits(graphdef, params, *self.windows(validation, length, "nonoverlapping"))
-            mean = [round(float(x), 5) for x in bits.mean((1, 2))]
-            score = Evaluation("validation", length, mean, True)
+            score = Evaluation("validation", length, round(float(bits.mean()), 5), True)
             evaluations.append(score)
         return evaluations
 
@@ -260,25 +259,25 @@ class Text(Task):
 
 @functools.partial(jax.jit, static_argnames=("graphdef",))
 def _window_losses(params: nnx.State, tokens: jax.Array, *, graphdef: Any) -> jax.Array:
-    """Returns nats [seeds, B, T] for tokens uint8 [B, T + 1]."""
-    return jax.vmap(lambda p: token_losses(graphdef, p, tokens.astype(jnp.int32)))(params)
+    """Returns nats [B, T] for tokens uint8 [B, T + 1]."""
+    return token_losses(graphdef, params, tokens.astype(jnp.int32))
 
 
 def _bits(graphdef: Any, params: nnx.State, windows: np.ndarray, count: int) -> np.ndarray:
-    """Returns the bits of the last `count` bytes of each window, [seeds, windows, count]."""
+    """Returns the bits of the last `count` bytes of each window, [windows, count]."""
     batch = max(1, _TOKENS_PER_CALL // (windows.shape[1] - 1))
     losses = []
     for i in range(0, len(windows), batch):
         part = windows[i : i + batch]
         padded = np.pad(part, ((0, batch - len(part)), (0, 0)))  # One shape, one compilation.
         out = np.asarray(_window_losses(params, padded, graphdef=graphdef))
-        losses.append(out[:, : len(part), -count:].astype(np.float64))
-    return np.concatenate(losses, 1) / np.log(2)
+        losses.append(out[: len(part), -count:].astype(np.float64))
+    return np.concatenate(losses) / np.log(2)
 
 
 def _by_place(bits: np.ndarray) -> list[float | None]:
-    """Returns the means of `PLACES` parts of windows [seeds, windows, T]."""
-    parts = np.array_split(bits.mean((0, 1)), PLACES)
+    """Returns the means of `PLACES` parts of windows [windows, T]."""
+    parts = np.array_split(bits.mean(0), PLACES)
     return [round(float(part.mean()), 5) if len(part) else None for part in parts]
 
 

@@ -1,4 +1,4 @@
-"""Training: many optimiser steps per compiled call, all seeds side by side.
+"""Training: many optimiser steps per compiled call.
 
 Seed s has the same initial parameters and the same batches for every scheme, so that schemes
 can be compared pair by pair.
@@ -21,7 +21,7 @@ from experiments.models.model import (
     initialize,
     is_hidden,
     of_scheme,
-    seed_keys,
+    seed_key,
     structure,
 )
 from experiments.settings.common import Train
@@ -108,7 +108,7 @@ _COMPILER_OPTIONS: dict[str, dict[str, str | bool]] = {
 @functools.partial(jax.jit, static_argnames=("graphdef", "task"), donate_argnames="state")
 def advance(
     state: Any,
-    keys: jax.Array,
+    key: jax.Array,
     rates: jax.Array,
     first: jax.Array,
     data: Any,
@@ -119,40 +119,36 @@ def advance(
     """Makes `task.train.steps_per_call` optimiser steps; donates the memory of `state`.
 
     Args:
-      state: parameters and optimiser state, leaves [seeds, ...].
-      keys: [seeds], of the data.
-      rates: [seeds, 3], the learning rate, the relative rate of the scheme and the steps in all.
+      state: parameters and optimiser state.
+      key: of the data.
+      rates: [3], the learning rate, the relative rate of the scheme and the steps in all.
       first: the number of the first batch, int32.
       data: `Data.train` of the task.
       graphdef: structure of the model.
       task: the task; its rates and steps are not used.
 
     Returns:
-      The new state, and losses [seeds, steps].
+      The new state, and losses [steps].
     """
 
-    def step(optimizer, carry, number):
-        (params, moments), key = carry
+    optimizer = make_optimizer(task.train, *rates, width=task.model.model_dim)
+
+    def step(state, number):
+        params, moments = state
         drawn = jax.random.fold_in(key, number)
         tokens, mask = task.sample(drawn, task.train.batch, task.train_length, data)
         coordinates = task.draw_coordinates(drawn, tokens, training=True)
         loss, gradient = jax.value_and_grad(mean_loss)(params, graphdef, tokens, mask, coordinates)
         updates, moments = optimizer.update(gradient, moments, params)
-        return ((optax.apply_updates(params, updates), moments), key), loss
+        return (optax.apply_updates(params, updates), moments), loss
 
-    def one_seed(state, key, rate):
-        steps = first + jnp.arange(task.train.steps_per_call)
-        optimizer = make_optimizer(task.train, *rate, width=task.model.model_dim)
-        (state, _), losses = jax.lax.scan(functools.partial(step, optimizer), (state, key), steps)
-        return state, losses
-
-    return jax.vmap(one_seed)(state, keys, rates)
+    return jax.lax.scan(step, state, first + jnp.arange(task.train.steps_per_call))
 
 
 def new_state(params: nnx.State, task: Task) -> tuple[nnx.State, Any]:
-    """Returns what `advance` takes at first, for parameters [seeds, ...]."""
+    """Returns what `advance` takes at first."""
     optimizer = make_optimizer(task.train, 1.0, 1.0, 1.0, task.model.model_dim)
-    return params, jax.vmap(optimizer.init)(params)
+    return params, optimizer.init(params)
 
 
 @dataclasses.dataclass
@@ -160,12 +156,12 @@ class Trained:
     """Results of training.
 
     Attributes:
-      params: leaves [seeds, ...].
-      parameters: how many, per seed.
-      memory: bytes that the compiled call needs on a device, for all seeds, with parameters and
-        data; None where it is not known.
-      curve: "step" [points] and "loss" [points][seeds], means over the steps between points; not
-        finite from the point on at which a seed diverged.
+      params: of the model.
+      parameters: how many.
+      memory: bytes that the compiled call needs on a device, with parameters and data; None where
+        it is not known.
+      curve: "step" and "loss" [points], means over the steps between points; the last is not finite
+        where training diverged.
       compile_seconds, train_seconds, cpu_seconds: wall time of both, CPU time of training.
     """
 
@@ -179,38 +175,36 @@ class Trained:
 
     @property
     def diverged(self) -> int | None:
-        """The step of the curve at which a seed has no finite loss, None if all are finite."""
+        """The step of the curve at which the loss is not finite, None if it always is."""
         pairs = zip(self.curve["step"], self.curve["loss"], strict=True)
-        return next((step for step, losses in pairs if not np.isfinite(losses).all()), None)
+        return next((step for step, loss in pairs if not np.isfinite(loss)), None)
 
 
-def rates_of(task: Task, count: int) -> jax.Array:
-    """Returns the rates of a task, as `advance` takes them for a number of seeds."""
-    train = task.train
-    rates = jnp.float32([train.learning_rate, train.scheme_rate, train.steps])
-    return jnp.tile(rates, (count, 1))
+def rates_of(task: Task) -> jax.Array:
+    """Returns the rates of a task, as `advance` takes them."""
+    return jnp.float32([task.train.learning_rate, task.train.scheme_rate, task.train.steps])
 
 
-def compiled(task: Task, position: Position, count: int, data: Any) -> Any:
-    """Returns `advance` compiled for a number of seeds, of an earlier call if there was one."""
+def compiled(task: Task, position: Position, data: Any) -> Any:
+    """Returns `advance` compiled, of an earlier call if there was one."""
     leaves, tree = jax.tree.flatten(data)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    return _compiled(of_program(task), position, count, tree, shapes)
+    return _compiled(of_program(task), position, tree, shapes)
 
 
-def arguments_of(task: Task, position: Position, count: int, data: Any) -> tuple[Any, ...]:
-    """Returns the shapes of the arguments of `advance` for some seeds; `data` has shapes too."""
-    keys = jax.eval_shape(lambda: seed_keys([0] * count, "parameters"))
-    params = jax.eval_shape(lambda k: initialize(task.model, position, task.vocab_size, k), keys)
+def arguments_of(task: Task, position: Position, data: Any) -> tuple[Any, ...]:
+    """Returns the shapes of the arguments of `advance`; `data` has shapes too."""
+    key = jax.eval_shape(lambda: seed_key(0, "parameters"))
+    params = jax.eval_shape(lambda k: initialize(task.model, position, task.vocab_size, k), key)
     state = jax.eval_shape(lambda p: new_state(p, task), params)
-    rates = jax.ShapeDtypeStruct((count, 3), jnp.float32)
-    return state, keys, rates, jax.ShapeDtypeStruct((), jnp.int32), data
+    rates = jax.ShapeDtypeStruct((3,), jnp.float32)
+    return state, key, rates, jax.ShapeDtypeStruct((), jnp.int32), data
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(task: Task, position: Position, count: int, tree: Any, shapes: Any) -> Any:
+def _compiled(task: Task, position: Position, tree: Any, shapes: Any) -> Any:
     graphdef = structure(task.model, position, task.vocab_size)
-    arguments = arguments_of(task, position, count, jax.tree.unflatten(tree, shapes))
+    arguments = arguments_of(task, position, jax.tree.unflatten(tree, shapes))
     lowered = advance.lower(*arguments, graphdef=graphdef, task=task)
     if jax.config.read("jax_disable_most_optimizations"):  # The options would raise its level.
         return lowered.compile()
@@ -226,23 +220,22 @@ def _memory(call: Any) -> int | None:
 
 
 def train(
-    task: Task, position: Position, seeds: list[int], data: Any, *, checkpoint: Any = None
+    task: Task, position: Position, seed: int, data: Any, *, checkpoint: Any = None
 ) -> Trained:
-    """Trains one model per seed, until all steps are made or no loss is finite.
+    """Trains a model, until all steps are made or the loss is not finite.
 
     Args:
       task: the data, the model and the settings of training.
       position: the scheme, or one layer each.
-      seeds: of parameters and data.
+      seed: of parameters and data.
       data: `Data.train` of what `task.load` returned.
       checkpoint: stores the state, and returns the one of an interrupted call (`runs.checkpoints`).
     """
     started = time.perf_counter()
-    params = initialize(task.model, position, task.vocab_size, seed_keys(seeds, "parameters"))
+    params = initialize(task.model, position, task.vocab_size, seed_key(seed, "parameters"))
     state = new_state(params, task)
-    keys = seed_keys(seeds, "data")
-    rates = rates_of(task, len(seeds))
-    call = compiled(task, position, len(seeds), data)
+    key, rates = seed_key(seed, "data"), rates_of(task)
+    call = compiled(task, position, data)
     begun, cpu = time.perf_counter(), time.process_time()
     curve: dict[str, list] = {"step": [], "loss": []}
     before = 0.0, 0.0
@@ -255,11 +248,10 @@ def train(
 
     done = curve["step"][-1] if curve["step"] else 0
     for first in range(done, task.train.steps, task.train.steps_per_call):
-        state, losses = call(state, keys, rates, jnp.int32(first), data)
-        mean = np.asarray(losses).mean(1)
+        state, losses = call(state, key, rates, jnp.int32(first), data)
         curve["step"].append(first + task.train.steps_per_call)
-        curve["loss"].append([round(float(x), 5) for x in mean])
-        if not np.isfinite(mean).any():
+        curve["loss"].append(round(float(np.asarray(losses).mean()), 5))
+        if not np.isfinite(curve["loss"][-1]):
             break
         if checkpoint:
             checkpoint.save(state, curve, times())

@@ -39,7 +39,7 @@ class Obedient(Run):
             raise RuntimeError("no\nmemory")
         while self.order == "wait":
             time.sleep(0.01)
-            checkpoint.save({"x": jnp.ones(1)}, {"step": [2], "loss": [[0.0]]}, (0.0, 0.0))
+            checkpoint.save({"x": jnp.ones(1)}, {"step": [2], "loss": [0.0]}, (0.0, 0.0))
         return types.SimpleNamespace(diverged=None)
 
     def measure(self, trained, data):

@@ -229,8 +229,8 @@ def test_a_state_with_a_damaged_array_is_never_used(tmp_path, how):
     first, second = ({"x": jnp.arange(6144.0) * n} for n in (1, 2))
     lines = []
     checkpoint = Checkpoints(tmp_path / "c", Deadline(), lines.append, every=0.0, lines=0.0)
-    checkpoint.save(first, {"step": [1], "loss": [[1.0]]}, (1.0, 1.0))
-    checkpoint.save(second, {"step": [2], "loss": [[1.0, 3.0]]}, (1.0, 1.0))
+    checkpoint.save(first, {"step": [1], "loss": [1.0]}, (1.0, 1.0))
+    checkpoint.save(second, {"step": [2], "loss": [2.0]}, (1.0, 1.0))
     assert lines[1] == f"{tmp_path.name}: step 2, loss 2.000"
     path = tmp_path / "c" / "2.npz"
     data = bytearray(path.read_bytes())

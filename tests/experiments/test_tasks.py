@@ -178,10 +178,10 @@ def test_masked_symbols_repeat():
 
 def test_a_length_without_answers_has_no_score(monkeypatch):
     task = FlipFlop(train_length=5, test_lengths=(5, 6), eval_batches=1)
-    counts = np.array([[[[3.0], [0.0]], [[4.0], [0.0]]]])  # Right and all, at each length.
+    counts = np.array([[[3.0], [0.0]], [[4.0], [0.0]]])  # Right and all, at each length.
     monkeypatch.setattr("experiments.tasks.lookup._count_right", lambda *_, **__: counts)
-    values = [e.values for e in task.evaluate(pe.NoPE(), None, [0], None)]
-    assert values[:2] == [[0.75], [None]]
+    values = [e.value for e in task.evaluate(pe.NoPE(), None, 0, None)]
+    assert values[:2] == [0.75, None]
 
 
 def test_sparse_flip_flops_write_less_often():
@@ -347,19 +347,19 @@ def test_validation_text_is_scored_alone_at_the_training_length(monkeypatch):
     monkeypatch.setattr("experiments.tasks.text.structure", lambda *sizes: None)
     monkeypatch.setattr(
         "experiments.tasks.text._bits",
-        lambda graphdef, params, windows, count: windows[None, :, -count:].astype(float),
+        lambda graphdef, params, windows, count: windows[:, -count:].astype(float),
     )
     task = small_text(validation=True, variants=())
     data = Data(held_out=(held_out, validation))
-    scores = {(e.mode, e.length): e.values for e in task.evaluate(pe.NoPE(), None, [0], data)}
+    scores = {(e.mode, e.length): e.value for e in task.evaluate(pe.NoPE(), None, 0, data)}
     windows, count = task.windows(validation, 8, "nonoverlapping")
-    assert scores["validation", 8] == [windows[:, -count:].mean().round(5)]
-    assert ("validation", 16) not in scores and scores["sliding", 32] == [3.0]
+    assert scores["validation", 8] == windows[:, -count:].mean().round(5)
+    assert ("validation", 16) not in scores and scores["sliding", 32] == 3.0
     assert (task.selection_view, small_text().selection_view) == ("validation", "nonoverlapping")
     short = task.at_trained_length()
     short.check()
-    assert len(short.evaluate(pe.NoPE(), None, [0], data)) == 2
+    assert len(short.evaluate(pe.NoPE(), None, 0, data)) == 2
     split = small_text(ngram=2, variants=())
     data = Data(held_out=(np.arange(200, dtype=np.uint8), validation))  # No byte occurs twice.
-    modes = {e.mode for e in split.evaluate(pe.NoPE(), None, [0], data)}
+    modes = {e.mode for e in split.evaluate(pe.NoPE(), None, 0, data)}
     assert modes == {"nonoverlapping", "sliding", "new"}
