@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.errors import ResultsError
+from experiments.runs import hosts
 from experiments.runs.files import write_whole
+from experiments.training.layout import gathered
 
 
 class OutOfTime(Exception):
@@ -87,16 +89,21 @@ class Checkpoints:
         The last step of the curve belongs to the state. Times are seconds of the clock and of the
         processors.
         """
+        leaves, tree = jax.tree.flatten(state)
+        stored = hosts.agreed(self._read(leaves) if hosts.leads() else None)
+        if stored is None:
+            return None
+        read, facts = stored
+        return jax.tree.unflatten(tree, map(jnp.asarray, read)), facts["curve"], facts["times"]
+
+    def _read(self, leaves: list[Any]) -> tuple[list[np.ndarray], dict[str, Any]] | None:
         if self.path.is_symlink():  # States that cannot be read, or are old, are removed.
             raise ResultsError(f"{self.path}: is a symbolic link, and states are removed there")
-        leaves, tree = jax.tree.flatten(state)
         for file in reversed(self._files()):
             arrays = read_arrays(file) or {}
             read = [arrays.get(str(i), np.zeros(0)) for i in range(len(leaves))]
             if arrays and all(a.shape == b.shape for a, b in zip(read, leaves, strict=True)):
-                facts = json.loads(str(arrays["facts"]))
-                state = jax.tree.unflatten(tree, map(jnp.asarray, read))
-                return state, facts["curve"], tuple(facts["times"])
+                return read, json.loads(str(arrays["facts"]))
             self.say(f"{file}: cannot be used; continuing from the state before it")
             file.unlink()
         return None
@@ -108,13 +115,16 @@ class Checkpoints:
             step, loss = curve["step"][-1], curve["loss"][-1]
             self.say(f"{self.path.parent.name}: step {step}, loss {loss:.3f}")
             self.printed = now
-        if not over and now < self.written + self.every:
+        over, due = hosts.agreed((over, over or now >= self.written + self.every))
+        if not due:
             return
-        arrays = {str(i): np.asarray(x) for i, x in enumerate(jax.tree.leaves(state))}
+        arrays = {str(i): gathered(x) for i, x in enumerate(jax.tree.leaves(state))}
         facts = json.dumps({"curve": curve, "times": times})
-        write_arrays(self.path / f"{curve['step'][-1]}.npz", arrays | {"facts": np.array(facts)})
-        for file in self._files()[:-2]:
-            file.unlink()
+        if hosts.leads():
+            file = self.path / f"{curve['step'][-1]}.npz"
+            write_arrays(file, arrays | {"facts": np.array(facts)})
+            for file in self._files()[:-2]:
+                file.unlink()
         self.written = now
         if over:
             raise OutOfTime

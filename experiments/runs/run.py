@@ -7,6 +7,7 @@ checkpoints/      states of training, about one a minute, until the run has ende
 A run that was stopped at any time continues from its checkpoint with equal bits.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -23,7 +24,7 @@ from typing import Any
 from experiments.errors import ResultsError
 from experiments.models.model import Position
 from experiments.models.schemes import code_of, parts_of, short
-from experiments.runs import results
+from experiments.runs import hosts, results
 from experiments.runs.checkpoints import Checkpoints, Deadline, OutOfTime
 from experiments.runs.environment import environment
 from experiments.runs.files import locked
@@ -31,6 +32,7 @@ from experiments.runs.results import Result
 from experiments.settings.config_io import to_tables
 from experiments.tasks.base import Data, Evaluation
 from experiments.tasks.corpus import SOURCES
+from experiments.training.layout import Layout
 from experiments.training.train import Trained, of_program, train
 
 _POINTS = 32
@@ -123,6 +125,7 @@ class RunFolder:
     def __init__(self, parent: Path, run: Run):
         self.run = run
         self.path = parent / run.name
+        self._devices: dict[str, int] = {}
 
     def result(self) -> Result | None:
         """Returns the result; None if the run has not ended."""
@@ -144,18 +147,24 @@ class RunFolder:
         return self.path / f"checkpoints-{digest.hexdigest()[:12]}"
 
     def carry_out(
-        self, say: Callable[[str], None] = lambda line: None, deadline: Deadline | None = None
+        self,
+        say: Callable[[str], None] = lambda line: None,
+        deadline: Deadline | None = None,
+        layout: Layout | None = None,
     ) -> Result:
         """Returns the result, of an earlier call or of training and evaluation now.
 
         Args:
           say: shows a line.
           deadline: when to stop, with OutOfTime; the next call continues. Default: never.
+          layout: of a model on several devices.
 
         Raises:
           Locked: while another process carries it out.
         """
         deadline = Deadline() if deadline is None else deadline
+        if layout:
+            layout.check(self.run.task)
         if before := self.result():
             return before
         with locked(self.path):
@@ -164,13 +173,23 @@ class RunFolder:
             if deadline.over():
                 raise OutOfTime
             checkpoint = Checkpoints(self.states, deadline, say)
-            result = self._train(load_data(self.run.task), checkpoint)
+            result = self._train(load_data(self.run.task), checkpoint, layout)
             self._remove_states()
             return result
 
-    def _train(self, data: Data, checkpoint: Checkpoints) -> Result:
+    def follow(self, layout: Layout) -> None:
+        """Trains along with the first of several processes, which has the run and its result."""
+        checkpoint = Checkpoints(self.states, Deadline(), lambda line: None)
+        with contextlib.suppress(OutOfTime):
+            self.run.train(load_data(self.run.task), checkpoint=checkpoint, layout=layout)
+
+    def _train(self, data: Data, checkpoint: Checkpoints, layout: Layout | None) -> Result:
         """Trains and evaluates the model, writes the result, and returns it."""
-        trained = self.run.train(data, checkpoint=checkpoint)
+        options = {}
+        if layout:
+            hosts.agreed(self.run)
+            options, self._devices = {"layout": layout}, {"devices": layout.mesh.size}
+        trained = self.run.train(data, checkpoint=checkpoint, **options)
         if (step := trained.diverged) is not None:
             return self._write("diverged", error=f"the loss is not finite at step {step}")
         return self._write("done", data.facts, **self.run.measure(trained, data))
@@ -182,7 +201,7 @@ class RunFolder:
             settings=self.run.settings,
             status=status,
             scheme_repr=repr(self.run.position),
-            environment=here() | dict(facts or {}) | self.run.sources,
+            environment=here() | self._devices | dict(facts or {}) | self.run.sources,
             commit=commit(),
             finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **measured,

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from experiments.errors import ConfigError, ExperimentError, Locked, ResultsError
-from experiments.runs import executors
+from experiments.runs import executors, hosts
 from experiments.runs.accelerators import look, variables
 from experiments.runs.checkpoints import Deadline, OutOfTime
 from experiments.runs.environment import device, set_device, usable_cores
@@ -33,6 +33,7 @@ from experiments.runs.files import is_locked
 from experiments.runs.results import PACK, Result, pack, versions_of
 from experiments.runs.run import Lookup, Run, RunFolder, commit, duration, here
 from experiments.settings.trust import add_trust, is_installed, is_project
+from experiments.training.layout import Layout, layout_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,6 +50,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="a function that returns an executor with submit(), such as that of a cluster of "
         "dask, MPI or parsl, in place of processes of this machine",
+    )
+    parser.add_argument(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="train each model on N devices, those of all processes that srun, mpirun or a TPU "
+        "pod started; the batch is divided",
+    )
+    parser.add_argument(
+        "--shard-parameters",
+        action="store_true",
+        help="with --devices: each has a part of the parameters and of the optimiser's state",
     )
     parser.add_argument(
         "--pack", action="store_true", help=f"then put the results of all runs in one file, {PACK}"
@@ -71,9 +84,12 @@ def default_count() -> int:
 
 def number_of_workers(options: argparse.Namespace) -> int:
     """Returns how many processes of this machine to use."""
-    if options.workers is not None and options.executor:
-        raise ConfigError("--workers: are of this machine, --executor has its own")
-    if options.executor:
+    if options.shard_parameters and not options.devices:
+        raise ConfigError("--shard-parameters: needs --devices")
+    ways = [x for x in ("workers", "executor", "devices") if getattr(options, x) is not None]
+    if len(ways) > 1:
+        raise ConfigError(f"--{ways[0]}: and --{ways[1]} exclude each other")
+    if ways and ways != ["workers"]:
         return 1
     if options.workers is None:
         return default_count()
@@ -162,6 +178,7 @@ class Queue:
         again: str = "the same command",
         wait: bool = False,
         executor: Executor | None = None,
+        layout: Layout | None = None,
     ):
         """Starts the clock.
 
@@ -173,12 +190,13 @@ class Queue:
           again: how the command that continues is called.
           wait: whether to wait for the runs that other processes hold.
           executor: carries out runs in place of processes.
+          layout: of models on several devices, in this process.
         """
         commit()  # Files may change while runs go on.
         self.folder, self.workers = folder.absolute(), workers
         self.errors, self.over = {} if errors is None else errors, False
         self.held: set[str] = set()
-        self.executor = executor
+        self.executor, self.layout = executor, layout
         self.deadline, self._again, self._wait = Deadline(minutes), again, wait
 
     def work(self, runs: Sequence[Run]) -> None:
@@ -225,7 +243,7 @@ class Queue:
                     _stop_processes()
                     raise
         else:
-            carry_out_runs(self.folder, runs, self.deadline, self._handle)
+            carry_out_runs(self.folder, runs, self.deadline, self._handle, self.layout)
 
     def _submit(self, pool: Executor, groups: Iterable[Sequence[Run]], events: Any = None) -> None:
         """Has groups of runs carried out by an executor.
@@ -300,7 +318,11 @@ def grouped(runs: Iterable[Run], workers: int) -> list[list[Run]]:
 
 
 def carry_out_runs(
-    folder: Path, runs: Iterable[Run], deadline: Deadline, send: Callable[[Event], None]
+    folder: Path,
+    runs: Iterable[Run],
+    deadline: Deadline,
+    send: Callable[[Event], None],
+    layout: Layout | None = None,
 ) -> None:
     """Carries out runs until the time is over, and sends their ends and lines to show.
 
@@ -311,7 +333,7 @@ def carry_out_runs(
             return
         began, result, error = time.monotonic(), None, ""
         try:
-            result = RunFolder(folder, each).carry_out(send, deadline)
+            result = RunFolder(folder, each).carry_out(send, deadline, layout)
         except OutOfTime:
             return
         except Locked:
@@ -354,7 +376,9 @@ def _stop_processes() -> None:
 
 def refuse_without_run(options: argparse.Namespace) -> None:
     """Raises `ConfigError` for flags of a queue in a call without --run, which carries out none."""
-    names = [n for n in ("workers", "executor", "pack", "seeds", "checkpoint") if n in options]
+    names = [
+        n for n in ("workers", "executor", "devices", "pack", "seeds", "checkpoint") if n in options
+    ]
     set_flags = [n for n in names if getattr(options, n) not in (None, False)]
     set_flags += ["minutes"] if options.minutes < math.inf else []
     if set_flags and not options.run:
@@ -392,13 +416,23 @@ def carry_out(
     """
     again, workers = continuing(options), number_of_workers(options)
     executor = executor_of(options.executor) if options.executor else None
+    layout = None
+    if options.devices:
+        hosts.join()
+        layout = layout_of(options.devices, options.shard_parameters)
+        if not hosts.leads():
+            _follow(folder, layout)
+            return 0, True
     try:
-        _take_devices(workers, executor)
-        queue = Queue(folder, options.minutes, workers, errors, again, wait, executor)
+        if not layout:
+            _take_devices(workers, executor)
+        queue = Queue(folder, options.minutes, workers, errors, again, wait, executor, layout)
         for runs in stages:
             queue.work([each for each in runs if RunFolder(folder, each).result() is None])
             if queue.over:
                 break
+        if layout:
+            hosts.agreed(None)  # There are no more runs.
     finally:
         if executor:
             executor.shutdown(wait=False)
@@ -411,6 +445,14 @@ def carry_out(
         except Locked:
             say("Pack: another process packs the results.")
     return int(bool(queue.errors)), bool(held)
+
+
+def _follow(folder: Path, layout: Layout) -> None:
+    """Trains what the first process trains, as long as it has runs."""
+    with Deadline().of_sigterm():  # The first process stops all.
+        while run := hosts.agreed():
+            with contextlib.suppress(Exception):  # It is raised there too.
+                RunFolder(folder, run).follow(layout)
 
 
 def _take_devices(workers: int, executor: Executor | None) -> None:

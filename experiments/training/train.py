@@ -26,6 +26,7 @@ from experiments.models.model import (
 )
 from experiments.settings.common import Train
 from experiments.tasks import Task
+from experiments.training.layout import Layout, gathered
 
 
 def make_optimizer(
@@ -105,7 +106,7 @@ _COMPILER_OPTIONS: dict[str, dict[str, str | bool]] = {
 }
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "task"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("graphdef", "task", "layout"), donate_argnames="state")
 def advance(
     state: Any,
     key: jax.Array,
@@ -115,6 +116,7 @@ def advance(
     *,
     graphdef: Any,
     task: Task,
+    layout: Layout | None = None,
 ) -> tuple[Any, jax.Array]:
     """Makes `task.train.steps_per_call` optimiser steps; donates the memory of `state`.
 
@@ -126,6 +128,7 @@ def advance(
       data: `Data.train` of the task.
       graphdef: structure of the model.
       task: the task; its rates and steps are not used.
+      layout: of a model on several devices.
 
     Returns:
       The new state, and losses [steps].
@@ -138,9 +141,12 @@ def advance(
         drawn = jax.random.fold_in(key, number)
         tokens, mask = task.sample(drawn, task.train.batch, task.train_length, data)
         coordinates = task.draw_coordinates(drawn, tokens, training=True)
+        if layout:
+            tokens, mask = layout.divide((tokens, mask))
         loss, gradient = jax.value_and_grad(mean_loss)(params, graphdef, tokens, mask, coordinates)
         updates, moments = optimizer.update(gradient, moments, params)
-        return (optax.apply_updates(params, updates), moments), loss
+        state = optax.apply_updates(params, updates), moments
+        return layout.constrain(state) if layout else state, loss
 
     return jax.lax.scan(step, state, first + jnp.arange(task.train.steps_per_call))
 
@@ -185,11 +191,11 @@ def rates_of(task: Task) -> jax.Array:
     return jnp.float32([task.train.learning_rate, task.train.scheme_rate, task.train.steps])
 
 
-def compiled(task: Task, position: Position, data: Any) -> Any:
+def compiled(task: Task, position: Position, data: Any, layout: Layout | None = None) -> Any:
     """Returns `advance` compiled, of an earlier call if there was one."""
     leaves, tree = jax.tree.flatten(data)
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
-    return _compiled(of_program(task), position, tree, shapes)
+    return _compiled(of_program(task), position, tree, shapes, layout)
 
 
 def arguments_of(task: Task, position: Position, data: Any) -> tuple[Any, ...]:
@@ -202,10 +208,12 @@ def arguments_of(task: Task, position: Position, data: Any) -> tuple[Any, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(task: Task, position: Position, tree: Any, shapes: Any) -> Any:
+def _compiled(task: Task, position: Position, tree: Any, shapes: Any, layout: Layout | None) -> Any:
     graphdef = structure(task.model, position, task.vocab_size)
     arguments = arguments_of(task, position, jax.tree.unflatten(tree, shapes))
-    lowered = advance.lower(*arguments, graphdef=graphdef, task=task)
+    if layout:
+        arguments = layout.shapes(*arguments)
+    lowered = advance.lower(*arguments, graphdef=graphdef, task=task, layout=layout)
     if jax.config.read("jax_disable_most_optimizations"):  # The options would raise its level.
         return lowered.compile()
     return lowered.compile(_COMPILER_OPTIONS.get(jax.default_backend()))
@@ -220,7 +228,13 @@ def _memory(call: Any) -> int | None:
 
 
 def train(
-    task: Task, position: Position, seed: int, data: Any, *, checkpoint: Any = None
+    task: Task,
+    position: Position,
+    seed: int,
+    data: Any,
+    *,
+    checkpoint: Any = None,
+    layout: Layout | None = None,
 ) -> Trained:
     """Trains a model, until all steps are made or the loss is not finite.
 
@@ -230,17 +244,28 @@ def train(
       seed: of parameters and data.
       data: `Data.train` of what `task.load` returned.
       checkpoint: stores the state, and returns the one of an interrupted call (`runs.checkpoints`).
+      layout: of a model on several devices; default: on the first.
     """
     started = time.perf_counter()
-    params = initialize(task.model, position, task.vocab_size, seed_key(seed, "parameters"))
-    state = new_state(params, task)
-    key, rates = seed_key(seed, "data"), rates_of(task)
-    call = compiled(task, position, data)
+
+    def begin(key: jax.Array) -> Any:
+        return new_state(initialize(task.model, position, task.vocab_size, key), task)
+
+    drawn, key, rates = seed_key(seed, "parameters"), seed_key(seed, "data"), rates_of(task)
+    places = layout.of_state(jax.eval_shape(begin, drawn)) if layout else None
+    if layout:  # No device has all of it at any time.
+        state = jax.jit(begin, out_shardings=places)(drawn)
+    else:
+        state = begin(drawn)
+    call = compiled(task, position, data, layout)
     begun, cpu = time.perf_counter(), time.process_time()
     curve: dict[str, list] = {"step": [], "loss": []}
     before = 0.0, 0.0
     if checkpoint and (stored := checkpoint.load(state)):
         state, curve, before = stored
+        state = layout.put(state, places) if layout else state
+    if layout:
+        key, rates, data = layout.put((key, rates, data))
 
     def times() -> tuple[float, float]:
         wall, processors = time.perf_counter() - begun, time.process_time() - cpu
@@ -248,7 +273,7 @@ def train(
 
     done = curve["step"][-1] if curve["step"] else 0
     for first in range(done, task.train.steps, task.train.steps_per_call):
-        state, losses = call(state, key, rates, jnp.int32(first), data)
+        state, losses = call(state, key, rates, np.int32(first), data)
         curve["step"].append(first + task.train.steps_per_call)
         curve["loss"].append(round(float(np.asarray(losses).mean()), 5))
         if not np.isfinite(curve["loss"][-1]):
@@ -256,9 +281,10 @@ def train(
         if checkpoint:
             checkpoint.save(state, curve, times())
     train_seconds, cpu_seconds = times()
+    params = gathered(state[0]) if layout else state[0]
     return Trained(
-        params=state[0],
-        parameters=count_parameters(state[0]),
+        params=params,
+        parameters=count_parameters(params),
         memory=_memory(call),
         curve=curve,
         compile_seconds=begun - started,

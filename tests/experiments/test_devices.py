@@ -1,0 +1,129 @@
+"""One model over several devices, in one process and in two."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.__main__ import main
+from experiments.errors import ConfigError
+from experiments.runs import hosts
+from experiments.runs.experiment import Experiment
+from experiments.settings.common import Train
+from experiments.training.layout import layout_of
+from experiments.training.train import train
+from tests.experiments.stub_tasks import TASK
+from tests.experiments.test_compare import SMALL
+from tests.support import slow
+
+FLAGS = ["compare", "small.toml", "--schemes", "t5", "--kback.train.batch", "8"]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.toml").write_text(SMALL)
+    return tmp_path / "results"
+
+
+def result(folder):
+    (path,) = folder.glob("*/result.json")
+    return json.loads(path.read_text())
+
+
+def close(a, b):
+    """Losses and scores are those of one device, within rounding."""
+    np.testing.assert_allclose(a["curve"]["loss"], b["curve"]["loss"], atol=2e-5)
+    assert a["scores"] == b["scores"] and a["parameters"] == b["parameters"]
+
+
+@pytest.mark.parametrize("shards_parameters", [False, True])
+def test_losses_of_eight_devices_are_those_of_one(shards_parameters):
+    task = dataclasses.replace(TASK, train=Train(steps=4, steps_per_call=2, warmup=1, batch=8))
+    scheme = Experiment(tasks={"kback": task}).scheme("kback", "fox")
+    alone = train(task, scheme, 0, None)
+    layout = layout_of(8, shards_parameters)
+    parts = train(task, scheme, 0, None, layout=layout)
+    np.testing.assert_allclose(parts.curve["loss"], alone.curve["loss"], atol=2e-5)
+    for a, b in zip(jax.tree.leaves(parts.params), jax.tree.leaves(alone.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert parts.memory < alone.memory  # Activations of one row, not of eight.
+    specs = {str(each.spec) for each in jax.tree.leaves(layout.of_state(alone.params))}
+    sharded = {"P('data',)", "P(None, 'data')", "P('data', None)"}
+    assert specs & sharded if shards_parameters else specs == {"P()"}
+
+
+def test_a_run_on_devices_continues(folder, monkeypatch):
+    """The state is written, and read again, as that of one device."""
+    monkeypatch.setattr(hosts, "join", lambda: None)  # JAX has opened devices here.
+    assert main([*FLAGS, "--name", "alone", "--workers", "1"]) == 0
+    words = [*FLAGS, "--name", "mesh", "--devices", "4", "--shard-parameters"]
+    from experiments.runs.checkpoints import Checkpoints
+
+    def stop(self, *arguments):
+        self.deadline.asked = True
+        save(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        save = Checkpoints.save
+        patch.setattr(Checkpoints, "save", stop)
+        assert main(words) == 0
+    assert [path.name for path in (folder / "mesh").glob("*/checkpoints/*")] == ["2.npz"]
+    assert main(words) == 0
+    close(result(folder / "mesh"), result(folder / "alone"))
+    assert result(folder / "mesh")["environment"]["devices"] == 4
+    assert "devices" not in result(folder / "alone")["environment"]
+
+
+def test_refusals(folder, monkeypatch, capsys):
+    monkeypatch.setattr(hosts, "join", lambda: None)
+    words = ["compare", "small.toml", "--name", "refused"]
+    for more, message in (
+        (["--devices", "8"], "kback.train.batch: 4 is not a multiple of --devices 8"),
+        (["--devices", "9"], "--devices: must be at most 8 here, got 9; XLA_FLAGS="),
+        (["--devices", "2", "--workers", "2"], "--workers: and --devices exclude each other"),
+        (["--shard-parameters"], "--shard-parameters: needs --devices"),
+    ):
+        assert main([*words, *more]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"config error: {message}") and error.count("\n") == 1
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="must be 8, those of all processes, got 4"):
+        layout_of(4)
+
+
+@slow
+def test_two_processes_train_one_model(folder, monkeypatch):
+    """They find each other as tasks of Slurm do; the first alone writes."""
+    monkeypatch.setattr(hosts, "join", lambda: None)
+    assert main([*FLAGS, "--name", "alone", "--workers", "1"]) == 0
+    task = {
+        "SLURM_JOB_ID": str(os.getpid()),  # It decides the port.
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "PYTHONPATH": os.path.dirname(os.path.dirname(hosts.__file__.rpartition("/")[0])),
+        "JAX_NUM_CPU_DEVICES": "2",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    words = [*FLAGS, "--name", "two", "--devices", "4", "--shard-parameters"]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "experiments", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | task | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)},
+        )
+        for i in range(2)
+    ]
+    first, second = [process.communicate(timeout=300) for process in started]
+    assert [process.returncode for process in started] == [0, 0], first[1][-2000:]
+    assert "[1/1] kback-t5" in first[0] and "Report" in first[0]
+    assert "kback" not in second[0] and "Report" not in second[0]
+    close(result(folder / "two"), result(folder / "alone"))
