@@ -337,7 +337,7 @@ def _costs(results: Results) -> Iterator[list[str]]:
                 label(scheme),
                 _number(row.first.parameters, ",d"),
                 _number(ms, ".1f"),
-                _number(ms / base if ms and base else None, ".2f"),
+                _number(ms / base if ms and base else None, ".1f"),
                 _number((row.first.memory_bytes or math.nan) / 2**20, ".1f"),
             ]
 

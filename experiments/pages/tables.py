@@ -17,7 +17,8 @@ from experiments.stats import in_cell, mean, ordered
 from experiments.tasks.base import Labels
 
 UNTRAINED = (
-    "† needs rows of a learned table that were never trained; a good score there does without them"
+    "† beyond the trained length a learned table has rows that are as at the start: a score that "
+    "is good there does not need them"
 )
 
 
@@ -279,7 +280,7 @@ def grid(results: Results, section: str, mode: str) -> Grid:
     labels = next(iter(schemes)).labels
     rows = [
         Row(
-            row.label(variant),
+            row.label(variant) + " (not fitted)" * (row.done and not row.fitted),
             [_cell(row, scores.get(length), labels.digits) for length in lengths],
         )
         for row, variant, scores in lines

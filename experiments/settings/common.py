@@ -99,12 +99,10 @@ class Train:
 
     def check(self, path: str) -> None:
         """Raises ConfigError for settings that contradict one another."""
-        if self.warmup >= self.steps:
+        each = self.steps_per_call
+        if self.steps % each or self.steps <= self.warmup:
+            nearest = max(self.warmup // each + 1, round(self.steps / each)) * each
             raise ConfigError(
-                f"{path}.warmup: {self.warmup} leaves nothing of {path}.steps = {self.steps}"
-            )
-        if self.steps % self.steps_per_call:
-            raise ConfigError(
-                f"{path}.steps: {self.steps} is not a multiple of "
-                f"{path}.steps_per_call = {self.steps_per_call}"
+                f"{path}.steps: must be a multiple of {path}.steps_per_call = {each} and more than "
+                f"{path}.warmup = {self.warmup}, got {self.steps}; the nearest is {nearest}"
             )

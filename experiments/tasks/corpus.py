@@ -219,7 +219,12 @@ SOURCES = {
 
 
 def load_corpus(
-    name: str, *, validation: bool = False, least_train: int = 1, least_held_out: int = 1
+    name: str,
+    *,
+    validation: bool = False,
+    least_train: int = 1,
+    least_held_out: int = 1,
+    advice: Callable[[int], str] = lambda held_out: "",
 ) -> Corpus:
     """Returns a corpus.
 
@@ -229,6 +234,7 @@ def load_corpus(
         validation.
       least_train: bytes of training text that are needed.
       least_held_out: bytes of held-out text that are needed, and of validation text.
+      advice: says for a number of held-out bytes what would need no more; ends a message.
     """
     try:
         if source := SOURCES.get(name):
@@ -264,8 +270,8 @@ def load_corpus(
     if len(train) < least_train or least_part < least_held_out:
         raise CorpusError(
             f"corpus {name}: too small: {len(train):,} bytes to train on and "
-            f"{len(held) + len(validated):,} held out, needs {least_train:,} and {least:,}; "
-            "a smaller --text.eval-bytes needs less"
+            f"{len(held) + len(validated):,} held out, needs {least_train:,} and {least:,}"
+            + advice(least_part)
         )
     return Corpus(name, train, held, validated, _digest(files), rule)
 

@@ -125,12 +125,19 @@ class Text(Task):
 
         `Data.held_out` is the held-out text and the text for validation.
         """
-        blocks = self.eval_bytes // self.longest
+        block = 2 * self.longest + 1  # Its context is as long.
+
+        def advice(held_out: int) -> str:
+            if fits := held_out // block * self.longest:
+                return f"; --text.eval-bytes {fits} would do" if fits < self.eval_bytes else ""
+            return f"; text.test_lengths up to {self.longest} need {block:,} held out at least"
+
         corpus = load_corpus(
             self.corpus,
             validation=self.validation,
             least_train=4 * (self.train_length + 1),
-            least_held_out=blocks * (2 * self.longest + 1),
+            least_held_out=self.eval_bytes // self.longest * block,
+            advice=advice,
         )
         windows, _ = self.windows(corpus.held_out, self.longest, "nonoverlapping")
         return Data(

@@ -106,8 +106,11 @@ ON_THE_COMMAND_LINE = {
     "name: must be the name of a folder, got '..'": "--name ..",
     "tasks: unknown task 'kbak'; did you mean 'kback'?": "--tasks kbak",
     "kback.train.steps: must be greater than 0, got 0": "--kback.train.steps 0",
-    "kback.train.warmup: 50 leaves nothing of kback.train.steps = 50": "--kback.train.steps 50",
-    "kback.train.steps: 310 is not a multiple of": "--kback.train.steps 310",
+    "kback.train.steps: must be a multiple of kback.train.steps_per_call = 25 and more than "
+    "kback.train.warmup = 50, got 50; the nearest is 75": "--kback.train.steps 50",
+    "= 50, got 310; the nearest is 300": "--kback.train.steps 310",
+    "= 50, got 3; the nearest is 75": "--kback.train.steps 3",
+    "= 50, got 80; the nearest is 90": "--kback.train.steps 80 --kback.train.steps-per-call 30",
     "kback.model.model_dim: 63 is not divisible by kback.model.num_heads = 4": (
         "--kback.model.model-dim 63"
     ),

@@ -76,8 +76,8 @@ def test_the_page_names_command_and_runs(text):
         assert words in text
     assert "python -m experiments compare" in text
     assert "One seed: no ranking follows" in text
-    assert "rope 12,345 33.0 1.10 5.0" in text  # Its costs.
-    assert "† needs rows of a learned table" in text
+    assert "rope 12,345 33.0 1.1 5.0" in text  # Its costs.
+    assert "† beyond the trained length a learned table" in text
     assert "†" not in words_of(render([make_row("kback", "rope")]))
 
 
@@ -121,10 +121,10 @@ def test_scores_as_text():
     ]
     table, second, rest = tables.as_text(rows).split("\n\n")
     assert table.splitlines() == [
-        "kback     32*      64     128",
-        "rope     0.86    0.77    0.66",
-        "t5       0.89       -       -",
-        "none   failed  failed  failed",
+        "kback               32*      64     128",
+        "rope               0.86    0.77    0.66",
+        "t5 (not fitted)    0.89       -       -",
+        "none             failed  failed  failed",
         "accuracy at each length, higher is better; * the training length; means of 2 seeds",
     ]
     assert "rope + NTK" in second and "0.735†" in second
@@ -234,7 +234,7 @@ def test_maps_of_scores_have_the_schemes_that_fitted():
 
 def test_scores_beyond_the_training_length_need_fitting(text):
     grid = tables.grid(make_results(), "kback", "plain")
-    none = next(row for row in grid.rows if row.label == "none")
+    none = next(row for row in grid.rows if row.label == "none (not fitted)")
     assert [cell.kind for cell in none.cells] == ["value", "unfitted", "unfitted"]
     assert not any(cell.best for cell in none.cells[1:])
     assert "Not fitted: none;" in text and "none (not fitted)" in text

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from experiments.errors import ConfigError
+from experiments.errors import ConfigError, CorpusError
 from experiments.settings.common import Model
 from experiments.tasks import (
     TASKS,
@@ -339,6 +339,23 @@ def test_all_lengths_and_modes_score_the_same_bytes(size):
             np.testing.assert_array_equal(scored, expected)
             least = length - task.stride if mode == "sliding" else 0
             assert windows.shape[1] - count - 1 >= least
+
+
+@pytest.mark.parametrize(
+    ("bytes_held_out", "advice"),
+    [
+        (5892, "5,892 held out, needs 516 and 8,196; --text.eval-bytes 2048 would do"),
+        (2048, "; text.test_lengths up to 1024 need 2,049 held out at least"),
+    ],
+)
+def test_a_small_text_says_what_would_do(tmp_path, bytes_held_out, advice):
+    for i in range(20):
+        (tmp_path / f"{i:02}.txt").write_bytes(bytes(bytes_held_out))
+    task = Text(corpus=str(tmp_path))
+    with pytest.raises(CorpusError, match=re.escape(advice) + "$"):
+        task.load()
+    if "would do" in advice:
+        dataclasses.replace(task, eval_bytes=2048).load()
 
 
 def test_validation_text_is_scored_alone_at_the_training_length(monkeypatch):
