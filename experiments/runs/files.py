@@ -77,7 +77,7 @@ def locked(folder: Path) -> Generator[None]:
 def _lock(directory: int) -> int | None:
     """Returns the descriptor of the locked file of a directory; None if its holder removed it.
 
-    It is a file, since NFS locks what is open for writing alone, which no directory is.
+    It is a file: NFS locks only files that are open for writing, which no directory is.
     """
     file = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666, dir_fd=directory)
     try:

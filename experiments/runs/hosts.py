@@ -7,6 +7,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from experiments.errors import ConfigError
+
 
 def join() -> None:
     """Finds the processes that were started together, by Slurm, Open MPI or on a pod of TPUs.
@@ -17,6 +19,8 @@ def join() -> None:
         jax.distributed.initialize()
     except ValueError:  # This process was started alone.
         return
+    except RuntimeError as error:
+        raise ConfigError(f"--devices: {error!s:.300}") from None
 
 
 def several() -> bool:

@@ -84,7 +84,7 @@ def default_count() -> int:
 
 def number_of_workers(options: argparse.Namespace) -> int:
     """Returns how many processes of this machine to use."""
-    if options.shard_parameters and not options.devices:
+    if options.shard_parameters and options.devices is None:
         raise ConfigError("--shard-parameters: needs --devices")
     ways = [x for x in ("workers", "executor", "devices") if getattr(options, x) is not None]
     if len(ways) > 1:
@@ -206,16 +206,16 @@ class Queue:
         """
         self._views = {each.name: each.task.views[0] for each in runs}
         self._count, self._ended, self._began = len(runs), 0, time.monotonic()
-        self.held, free, said = set(), list(runs), False
+        self.held, free, shown = set(), list(runs), False
         with self.deadline.of_sigterm():
             while free and not self.deadline.over():
                 self.held -= {each.name for each in free}
                 self._carry_out(free)
                 free = self._released(runs)
                 while self._wait and self.held and not (free or self.deadline.over()):
-                    if not said:
+                    if not shown:
                         say(f"Waiting for {len(self.held)} runs of other processes.")
-                    said = True
+                    shown = True
                     time.sleep(_POLL)
                     free = self._released(runs)
         waiting = self._count - self._ended
@@ -417,7 +417,7 @@ def carry_out(
     again, workers = continuing(options), number_of_workers(options)
     executor = executor_of(options.executor) if options.executor else None
     layout = None
-    if options.devices:
+    if options.devices is not None:
         hosts.join()
         layout = layout_of(options.devices, options.shard_parameters)
         if not hosts.leads():
@@ -431,9 +431,12 @@ def carry_out(
             queue.work([each for each in runs if RunFolder(folder, each).result() is None])
             if queue.over:
                 break
+    except KeyboardInterrupt:
+        layout = None  # The others are in the middle of a step, and end with this process.
+        raise
+    finally:
         if layout:
             hosts.agreed(None)  # There are no more runs.
-    finally:
         if executor:
             executor.shutdown(wait=False)
     if held := queue.held if not queue.over else ():
@@ -448,7 +451,7 @@ def carry_out(
 
 
 def _follow(folder: Path, layout: Layout) -> None:
-    """Trains what the first process trains, as long as it has runs."""
+    """Trains the runs of the first process along with it, as long as it has some."""
     with Deadline().of_sigterm():  # The first process stops all.
         while run := hosts.agreed():
             with contextlib.suppress(Exception):  # It is raised there too.

@@ -80,7 +80,7 @@ def layout_of(devices: int, shards_parameters: bool = False) -> Layout:
     if there[0].platform == "cpu":
         hint = "; XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8 of a CPU"
     if not 1 <= devices <= len(there):
-        raise ConfigError(f"--devices: must be at most {len(there)} here, got {devices}{hint}")
+        raise ConfigError(f"--devices: must be from 1 to {len(there)} here, got {devices}{hint}")
     if jax.process_count() > 1 and devices < len(there):
         raise ConfigError(f"--devices: must be {len(there)}, those of all processes, got {devices}")
     mesh = jax.make_mesh((devices,), ("data",), (AxisType.Auto,), devices=there[:devices])

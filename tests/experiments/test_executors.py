@@ -115,7 +115,7 @@ def test_the_number_of_processes(monkeypatch):
     with pytest.raises(ConfigError, match="--workers: must be at least 1"):
         count("--workers", "0")
     assert count("--executor", "any:thing") == 1
-    with pytest.raises(ConfigError, match="--workers: are of this machine, --executor has its own"):
+    with pytest.raises(ConfigError, match="--workers: and --executor exclude each other"):
         count("--executor", "any:thing", "--workers", "2")
     monkeypatch.setattr(run_queue, "look", lambda: Devices("gpu", "H100", 8))
     assert count() == count("--workers", "8") == 8 and count("--workers", "1") == 1
