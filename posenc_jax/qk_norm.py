@@ -11,7 +11,7 @@ Papers: Henry et al. Query-Key Normalization for Transformers. 2020.
 https://arxiv.org/abs/2010.04245
 Dehghani et al. Scaling Vision Transformers to 22 Billion Parameters. 2023.
 https://arxiv.org/abs/2302.05442
-Reference code: huggingface/transformers 5.23, modeling_*.py of the model types in
+Reference code: huggingface/transformers 5.24, modeling_*.py of the model types in
 `posenc_jax/hf/model_types.py`.
 """
 

@@ -33,8 +33,8 @@ def from_hf(
 
     A `LayerSpec` has the scheme, the window, the factor on q . k, the softcap, and whether there
     are sinks and QK-norm; temperatures are schemes. It has neither norms of values (Gemma 4) and of
-    latent projections (DeepSeek), nor their factors (LongCat-Flash, MiMo-V2), nor clipped
-    projections (`clip_qkv`).
+    latent projections (DeepSeek), nor their factors (LongCat-Flash, MiMo-V2), nor learned factors
+    on rotated queries (Dory), nor clipped projections (`clip_qkv`).
 
     The model type implies settings that no key holds: the layout of pairs, the layers that rotate
     or have a window, slopes, buckets. A missing key has the default of transformers for this model
@@ -46,7 +46,8 @@ def from_hf(
     `LearnedAbsolute`, are applied once, at the input of the model, though every layer names them.
     Layers without attention (linear attention, Mamba, convolutions, MLPs) are named by
     `LayerSpec.mixer` and have `NoPE`. Layers of DeepSeek-V4 that compress have the scheme and the
-    window of tokens; the model adds compressed entries.
+    window of tokens; the model adds compressed entries. Layers that a model runs several times
+    (Dory, the looped Inkling-2) are returned once.
 
     Args:
       config: `config.json` as a dict, or a config object of transformers. Of a config of several

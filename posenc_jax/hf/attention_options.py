@@ -75,6 +75,8 @@ def _qk_norm(config: TrackedConfig, model_type: ModelType) -> QKNorm | None:
             )
     if norm is None:
         return None
+    if not isinstance(norm, QKNorm):
+        return norm(config)
     if norm.kind == "clip":
         return dataclasses.replace(norm, threshold=float(config.need("qk_l2_clip_threshold")))
     epsilon = "layer_norm_eps" if norm.kind == "layer" else "rms_norm_eps"

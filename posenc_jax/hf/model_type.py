@@ -25,8 +25,8 @@ class ModelType:
       biases: whether the projections to q, k, v and the output have biases, as bools or as the
         keys that say so; or what `Attention` lacks for the attention of the model type. None: as
         the key says that its config class has, and none without such a key.
-      qk_norm: the normalisation of queries and keys, whose epsilon the config has; a key that the
-        config class has for it switches it off.
+      qk_norm: the normalisation of queries and keys, whose epsilon the config has, or its reader; a
+        key that the config class has for it switches it off.
       qk_norm_rotating_only: whether only layers that rotate have the norm.
       sinks: as in `LayerSpec`.
       sinks_windowed_only: whether only layers with a window have them.
@@ -46,7 +46,7 @@ class ModelType:
 
     layers: LayersReader
     biases: tuple[bool | str, ...] | str | None = None
-    qk_norm: QKNorm | None = None
+    qk_norm: QKNorm | Callable[[TrackedConfig], QKNorm] | None = None
     qk_norm_rotating_only: bool = False
     sinks: Sinks = False
     sinks_windowed_only: bool = False

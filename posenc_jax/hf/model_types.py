@@ -42,7 +42,7 @@ _NOT_READ = {
 }
 
 NOT_READ = {name: reason for reason, names in _NOT_READ.items() for name in names.split()}
-"""Causal language models of transformers 5.23 that are not read, with the reasons.
+"""Causal language models of transformers 5.24 that are not read, with the reasons.
 
 `tests/hf/test_causal_lm_types.py` checks that every other one is read.
 """

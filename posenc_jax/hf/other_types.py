@@ -390,7 +390,7 @@ ROWS: dict[str, ModelType] = {
         qk_norm=RMS,
         scale=_inkling_scale,
     ),
-    "inkling2_text": ModelType(
+    "inkling2_loop_text inkling2_text": ModelType(
         _inkling,
         "convolutions of keys and values, a norm of values, and a gate on its output",
         qk_norm=QKNorm("clip", scale="per_head", threshold=1.0),

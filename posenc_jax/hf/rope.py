@@ -19,7 +19,7 @@ from posenc_jax.schemes.rotary.scaling.longrope import LongRoPE
 from posenc_jax.schemes.rotary.scaling.p_rope import Proportional
 from posenc_jax.schemes.rotary.scaling.yarn import YaRN
 
-_OTHER_NAMES = {"su": "longrope"}
+_OTHER_NAMES = {"su": "longrope", "deepseek_yarn": "yarn"}
 
 
 @dataclasses.dataclass(frozen=True)

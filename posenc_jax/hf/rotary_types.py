@@ -142,6 +142,12 @@ def _llama4(config: TrackedConfig) -> list[str]:
     return declared(config) or [chunked if x else FULL for x in rotating_flags(config)]
 
 
+def _dory(config: TrackedConfig) -> list[str]:
+    """Reads a pattern; releases count each MLP as a layer, with "mlp" as its kind."""
+    kinds = cycle("LLLF")(config)
+    return kinds[::2] if MLP in kinds else kinds
+
+
 def _smollm3(config: TrackedConfig) -> list[str]:
     """Reads the window for the layers that do not rotate."""
     flags = rotating_flags(config)
@@ -335,6 +341,16 @@ def _ministral3(config: TrackedConfig) -> Layers:
 
 
 # Settings of attention.
+
+
+def _unit_norm(config: TrackedConfig) -> QKNorm:
+    """Returns the norm to vectors of length sqrt(H); the model's have length 1."""
+    return QKNorm(scale="none", epsilon=1e-6 / head_size(config))
+
+
+def _unit_scale(config: TrackedConfig, layer: int) -> float:
+    """Returns the factor on q . k, 1/sqrt(H) for vectors of length 1."""
+    return head_size(config) ** -1.5
 
 
 def _muse_spark_scale(config: TrackedConfig, layer: int) -> float | None:
@@ -654,9 +670,11 @@ def _latent(layers: Any, lacks: str = LATENT, **settings: Any) -> ModelType:
 
 ROWS: dict[str, ModelType] = {
     # Alike in all layers.
-    "arcee aria_text granite granitemoe granitemoeshared iquestcoder jais2 llama": ModelType(_ROPE),
+    "arcee aria_text exaone granite granitemoe granitemoeshared iquestcoder jais2 llama": ModelType(
+        _ROPE
+    ),
     "emu3_text_model": ModelType(_ROPE, BY_KEY),
-    "apertus hy_v3": ModelType(_ROPE, qk_norm=RMS),
+    "apertus apertus1p5_text hy_v3": ModelType(_ROPE, qk_norm=RMS),
     "bitnet": ModelType(_ROPE, "a norm before the output projection"),
     "eurobert": ModelType(_ROPE, causality="bidirectional"),
     "gemma": ModelType(_ROPE, ambiguous_keys=_BIDIRECTIONAL),
@@ -689,7 +707,7 @@ ROWS: dict[str, ModelType] = {
     "persimmon": multi_head(_PARTIAL, qk_norm=WITH_BIAS),
     "phi": ModelType(_PARTIAL, ALL, qk_norm=WITH_BIAS),
     "stablelm": ModelType(_PARTIAL, (*("use_qkv_bias",) * 3, False), qk_norm=PER_HEAD),
-    "glm4_moe": ModelType(_PARTIAL, QKV_BY_KEY, qk_norm=RMS),
+    "glm4_moe sarvam_moe": ModelType(_PARTIAL, QKV_BY_KEY, qk_norm=RMS),
     "nemotron": ModelType(_PARTIAL),
     "solar_open": ModelType(_PARTIAL, QKV_BY_KEY),
     "gpt_neox": multi_head(Rotating(partial=True, settings=_gpt_neox), BY_KEY),
@@ -732,6 +750,12 @@ ROWS: dict[str, ModelType] = {
     "mellum": ModelType(windowed(cycle("F"), by_kind="required"), qk_norm=RMS),
     "laguna": ModelType(windowed(cycle("F"), partial=True, by_kind="required"), GATE, qk_norm=RMS),
     "olmo3": ModelType(windowed(cycle("LLLF"), by_kind="read"), qk_norm=PROJECTED),
+    "dory": ModelType(
+        windowed(_dory, by_kind="required"),
+        "learned factors on rotated queries, and a gate and a norm on its output",
+        qk_norm=_unit_norm,
+        scale=_unit_scale,
+    ),
     "gemma3_text": ModelType(
         Rotating(
             kinds=cycle("LLLLLF", "sliding_window_pattern"),
@@ -797,6 +821,7 @@ ROWS: dict[str, ModelType] = {
     ),
     "granite_swa granitemoe_swa": ModelType(windowed(cycle("FLLL"), rotates=_thetas), sinks=True),
     "kolibri1": ModelType(windowed(cycle("LLLLF"), rotates=_windowed_ones), BY_KEY, qk_norm=RMS),
+    "lara_mini": ModelType(windowed(cycle("NLNFL"), unrotated=(FULL, LINEAR)), qk_norm=RMS),
     "llama4_text": ModelType(
         Rotating("interleaved", kinds=_llama4, rotates=rotating_flags, instead=_llama4_temperature),
         qk_norm=_UNSCALED_NORM,
@@ -847,7 +872,7 @@ ROWS: dict[str, ModelType] = {
     "kimi_linear": ModelType(without_positions(_kimi_linear), LATENT),
     # Multi-head latent attention.
     "deepseek_v2": _latent(Latent(interleave=True, in_place=True)),
-    "axk1 deepseek_v3 mistral4 youtu": _latent(Latent()),
+    "axk1 deepseek_v3 mistral4 sarvam_mla youtu": _latent(Latent()),
     "glm4_moe_lite": _latent(Latent(), same={"head_dim": "qk_rope_head_dim"}),
     "deepseek_v32 glm_moe_dsa": _latent(Latent(interleave=True)),
     "axk2": _latent(Latent(interleave=True), _GATED),

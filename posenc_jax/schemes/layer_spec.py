@@ -19,7 +19,7 @@ parameters, so that models with them have states of one structure.
 
 Papers: Yang et al. Rope to Nope and Back Again. 2025. https://arxiv.org/abs/2501.18795
 DroPE: https://arxiv.org/abs/2512.12167
-Reference code: huggingface/transformers 5.23, configuration_*.py of these models.
+Reference code: huggingface/transformers 5.24, configuration_*.py of these models.
 """
 
 import dataclasses

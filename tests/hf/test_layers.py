@@ -34,7 +34,8 @@ def computed(spec, arrays, positions, *, params=None, clip=None, is_causal):
     Args:
       spec: the layer.
       arrays: q, k and v as projected, and as far as there are any: x, the input of the layer;
-        sinks; and the parameters of norms, such as "q_norm.scale".
+        sinks; a factor on rotated queries, "q_factor"; and the parameters of norms, such as
+        "q_norm.scale".
       positions: [B, T].
       params: the parameters of the scheme; None: it has none.
       clip: the bound of queries and keys after their norm; None: none.
@@ -45,9 +46,12 @@ def computed(spec, arrays, positions, *, params=None, clip=None, is_causal):
     norms = tuple(norm_params(arrays, n) for n in "qk")
     q, k, v = (np.asarray(arrays[n]) for n in "qkv")
     rotates, norm = scheme.acts == pe.Acts.QK, spec.qk_norm
+    if clip is not None:  # Between the norm and the rotation.
+        q, k = rotated(None, norm, params, norms, q, k, positions)
+        q, k, norm = np.clip(q, -clip, clip), np.clip(k, -clip, clip), None
     if rotates or norm is not None:
         q, k = rotated(scheme if rotates else None, norm, params, norms, q, k, positions)
-    q, k = (np.clip(x, -clip, clip) for x in (q, k)) if clip is not None else (q, k)
+    q = np.asarray(q) * arrays.get("q_factor", np.float32(1.0))
     # Chunks of transformers begin at the first token.
     chunks = None if spec.chunk_size is None else (positions - positions[:, :1]) // spec.chunk_size
     options = {"scale": spec.scale, "softcap": spec.softcap, "window": spec.window}
@@ -172,7 +176,8 @@ def test_norms_of_queries_and_keys_equal_transformers(kind):
 
 
 def test_other_model_types_have_no_norms():
-    for kind in set(MODEL_TYPES) - set(NORMED) - set(KINDS) - {"inkling2_text"}:
+    clipped = {"inkling2_text", "inkling2_loop_text"}
+    for kind in set(MODEL_TYPES) - set(NORMED) - set(KINDS) - clipped:
         decoder = True if kind in ("t5", "mt5", "umt5", "whisper") else None
         config = {"model_type": kind}
         if kind == "deberta-v2":
@@ -186,7 +191,7 @@ def test_other_model_types_have_no_norms():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.needs("torch", "transformers>=5.23")
+@pytest.mark.needs("torch", "transformers>=5.24")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_is_what_transformers_gives(kind):
     maker = importlib.import_module("tests.makers.hf_layers")

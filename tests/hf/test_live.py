@@ -9,7 +9,7 @@ from posenc_jax.hf.model_types import MODEL_TYPES
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.needs("torch", "transformers>=5.23"),
+    pytest.mark.needs("torch", "transformers>=5.24"),
 ]
 
 

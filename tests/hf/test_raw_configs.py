@@ -212,7 +212,7 @@ def test_each_is_read_or_listed_once():
 def test_the_count_of_the_docs():
     page = (FOLDER.parents[1] / "docs" / "models.md").read_text()
     read = len(NAMES) - len(NOT_READ.keys() - TEXT_MODELS)
-    assert f"reads {read} of the {len(NAMES)} causal language models of transformers 5.23" in page
+    assert f"reads {read} of the {len(NAMES)} causal language models of transformers 5.24" in page
 
 
 def test_the_error_of_a_type_that_is_not_read_has_the_reason():

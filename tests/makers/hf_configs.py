@@ -1,6 +1,6 @@
 """Makes the files of config defaults: python -m tests.makers hf_configs [CONFIG ...].
 
-With transformers 5.23; a CONFIG is JSON, a further case of a model type.
+With transformers 5.24; a CONFIG is JSON, a further case of a model type.
 
 Writes `posenc_jax/hf/defaults.json`, the defaults of the config class of every model type, and
 `golden/raw_configs.json`: raw configs, the keys that the config class adds, changes or drops
@@ -64,7 +64,9 @@ KEYS_OF = {
     "granitemoehybrid": ("layers_block_type",),
     "rembert": ("input_embedding_size",),
     "inkling_text": ("swa_head_dim",),
-    "inkling2_text": ("qk_l2_clip_threshold", "rel_l2_clip_threshold"),
+    **dict.fromkeys(
+        ("inkling2_text", "inkling2_loop_text"), ("qk_l2_clip_threshold", "rel_l2_clip_threshold")
+    ),
     "jamba": ("layers_block_type", "attn_layer_period", "attn_layer_offset"),
     "bamba": ("layers_block_type", "attn_layer_indices"),
     "bailing_hybrid": ("layer_group_size",),
@@ -158,11 +160,17 @@ def raw_configs(model_type):
     return [{}, *(sizes | keys for keys in more)]
 
 
+# Model types without a modeling file, and those whose file they use.
+BORROWED = dict.fromkeys(("exaone", "internlm3", "iquestcoder"), "llama")
+BORROWED |= {"sarvam_mla": "deepseek_v3", "sarvam_moe": "glm4_moe"}
+
+
 def windows(config):
     """The window and the chunk of each layer, by the masks that the model's own file makes."""
     path = type(config).__module__.replace("configuration_", "modeling_")
-    if config.model_type in ("internlm3", "iquestcoder"):
-        path = "transformers.models.llama.modeling_llama"
+    if config.model_type in BORROWED:
+        name = BORROWED[config.model_type]
+        path = f"transformers.models.{name}.modeling_{name}"
     spec = importlib.util.find_spec(path)
     code = pathlib.Path(spec.origin).read_text()
     count = config.num_hidden_layers

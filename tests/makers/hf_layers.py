@@ -60,7 +60,8 @@ SIZES = {
     **{"o_groups": 2, "o_lora_rank": 5, "hc_mult": 2, "vocab_size_per_layer_input": 64},
     **{"num_decoder_layers": 2, "unpadded_vocab_size": 64, "num_mtp_layers": 0},
     **{"num_nextn_predict_layers": 0, "first_k_dense_replace": 1, "rotary_dim": 4},
-    **{"relative_attention": True, "pos_att_type": "c2p|p2c"},
+    **{"relative_attention": True, "pos_att_type": "c2p|p2c", "n_layers_per_attn_res_block": 1},
+    **{"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_gate_rank": 4},
 }
 # Further sizes of recorded layers.
 RECORDED = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
@@ -120,7 +121,13 @@ def draw(kind, rng):
     if layers is not None:
         raw |= {n: layers for n in ("num_hidden_layers", "n_layer", "num_layers") if n in raw}
     if "_vl_" in kind and not any(n.startswith("rope_") for n in case):
-        raw |= {"head_dim": 8, "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
+        sections = [1, 1, 2] if kind.startswith("ernie") else [2, 1, 1]  # Time is its last axis.
+        raw |= {"head_dim": 8, "rope_scaling": {"rope_type": "default", "mrope_section": sections}}
+    if kind.startswith("inkling"):
+        kinds = {"layer_types": ["hybrid", "hybrid_sliding"] * 2, "log_scaling_n_floor": 6}
+        raw = kinds | {"rel_extent": 9, "sliding_window_size": 7} | raw
+    if kind == "dory":
+        raw["initializer_range"] = 0.3  # Its factors on queries and gates are divided by it.
     if kind == "ernie4_5_vl_moe_text":
         raw["moe_intermediate_size"] = [8, 8]
     for name, values in VALUES.items():

@@ -167,7 +167,7 @@ def layers(model, events):
     for module in model.modules():
         children = dict(module.named_children())
         roles = {
-            role: children[word]
+            role: getattr(children[word], "linear", children[word])  # Inkling-2's have a norm.
             for role, words in ROLES.items()
             for word in words
             if word in children
@@ -178,7 +178,8 @@ def layers(model, events):
     for layer in records.values():
         layer["name"] = names[id(layer["module"])]
         _add_calls(layer, events)
-    others = "EncDecAttention", "encoder_attn", "crossattention", "indexer"
+    # Inkling-2's inputs attend to outputs of earlier layers.
+    others = "EncDecAttention", "encoder_attn", "crossattention", "indexer", "_input"
     called = [
         x for x in records.values() if "order" in x and not any(c in x["name"] for c in others)
     ]
@@ -292,7 +293,8 @@ def output(spec, layer, config, positions, seen):
         return jnp.concatenate(
             [spec.scheme.query({}, q, positions), spec.scheme.key({}, k, positions)], 2
         )
-    if isinstance(spec.scheme, pe.Inkling):  # Between projection and norm there is a convolution.
+    if isinstance(spec.scheme, pe.Inkling) and spec.scheme.clip is None:
+        # Between projection and norm there is a convolution.
         spec = dataclasses.replace(spec, qk_norm=None)
     params = None
     if spec.scheme.acts_in_attention:
@@ -311,15 +313,22 @@ def output(spec, layer, config, positions, seen):
 def layer_arrays(spec, layer, config):
     """The arrays of a layer, for `computed`."""
     q, k = projected(layer, config)
-    if isinstance(spec.scheme, pe.Inkling):
+    if isinstance(spec.scheme, pe.Inkling) and spec.scheme.clip is None:
         q, k = array(layer["q_norm"]), array(layer["k_norm"])
+    elif isinstance(spec.scheme, pe.Inkling):  # Clipped keys stay as they are.
+        k = array(layer["given"]["key"].transpose(1, 2))
     arrays = {"q": q, "k": k, "v": values(layer, config), "x": array(layer["x"])}
     if spec.qk_norm is not None:
         for n in "qk":
             params = _norm_params(spec.qk_norm, layer, n, *arrays[n].shape[2:])
             arrays |= {f"{n}_norm.{name}": value for name, value in params.items()}
-    if spec.sinks:
+    if spec.sinks == "projected":
+        arrays["sinks"] = array(layer["given"]["sinks"][..., 0].transpose(1, 2))
+    elif spec.sinks:
         arrays["sinks"] = array(layer["module"].sinks)
+    if hasattr(layer["module"], "sqk"):  # Dory's.
+        factor = array(layer["module"].sqk * layer["module"].sqk_scale) ** 2
+        arrays["q_factor"] = factor.reshape(q.shape[2:])
     return arrays
 
 
@@ -452,6 +461,9 @@ def _latent(layer):
 
 def _norm_params(norm, layer, which, heads, dim):
     part = layer["roles"].get(f"{which}_norm")
+    if norm.kind == "clip":
+        part = layer["module"].q_proj.norm
+        return {"scale": array(part.scale) if which == "q" else jnp.ones((heads, dim))}
     shapes = jax.eval_shape(lambda: norm.init(heads, dim))
     out = {}
     for name, like in shapes.items():
@@ -470,6 +482,10 @@ def scheme_params(scheme, layer, seen):
         if getattr(module, "has_relative_attention_bias", False):
             seen["t5"] = array(module.relative_attention_bias.weight).T
         return {"table": seen["t5"]}
+    if isinstance(scheme, pe.Inkling) and scheme.clip is not None:
+        bias = module.relative_position_bias
+        project = array(bias.linear.weight).T.reshape(-1, scheme.num_heads, scheme.rank)
+        return {"project": project, "bank": array(bias.proj), "scale": array(bias.norm.scale)}
     if isinstance(scheme, pe.Inkling):
         project = array(module.r_proj.weight).T
         project = project.reshape(-1, scheme.num_heads, scheme.rank)

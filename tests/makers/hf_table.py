@@ -4,9 +4,9 @@ import posenc_jax as pe
 from posenc_jax.hf.config_reader import model_type_defaults
 from posenc_jax.hf.model_types import MODEL_TYPES
 
-# Their inputs are images or sounds, XLNet has attention of its own, and the parts of Inkling-2 have
-# other names in transformers 5.24; golden files have layers of them.
-NOT_RUN = "dinov3_vit inkling2_text pixtral swin swinv2 wav2vec2-bert whisper xlnet".split()
+# Their inputs are images or sounds, and XLNet has attention of its own; golden files have layers of
+# them.
+NOT_RUN = "dinov3_vit pixtral swin swinv2 wav2vec2-bert whisper xlnet".split()
 # Keys that a config needs in addition to the defaults of its model type.
 NEEDED = {
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p"]},
