@@ -41,6 +41,7 @@ def computed(spec, arrays, positions, *, params=None, clip=None, is_causal):
       clip: the bound of queries and keys after their norm; None: none.
       is_causal: whether later tokens are hidden.
     """
+    positions = np.asarray(positions)
     scheme = spec.scheme if spec.scheme.acts_in_attention else pe.NoPE()
     params = scheme.init(jax.random.key(0)) if params is None else params
     norms = tuple(norm_params(arrays, n) for n in "qk")
@@ -51,7 +52,7 @@ def computed(spec, arrays, positions, *, params=None, clip=None, is_causal):
         q, k, norm = np.clip(q, -clip, clip), np.clip(k, -clip, clip), None
     if rotates or norm is not None:
         q, k = rotated(scheme if rotates else None, norm, params, norms, q, k, positions)
-    q = np.asarray(q) * arrays.get("q_factor", np.float32(1.0))
+    q = np.asarray(q) * np.asarray(arrays.get("q_factor", 1.0), np.float32)
     # Chunks of transformers begin at the first token.
     chunks = None if spec.chunk_size is None else (positions - positions[:, :1]) // spec.chunk_size
     options = {"scale": spec.scale, "softcap": spec.softcap, "window": spec.window}
