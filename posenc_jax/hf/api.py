@@ -27,7 +27,10 @@ class HasToDict(Protocol):
 
 
 def from_hf(
-    config: Mapping[str, Any] | HasToDict, *, decoder: bool | None = None
+    config: Mapping[str, Any] | HasToDict,
+    *,
+    decoder: bool | None = None,
+    part: str = "text_config",
 ) -> tuple[LayerSpec, ...]:
     """Returns the attention of each layer that a Hugging Face config describes.
 
@@ -47,7 +50,8 @@ def from_hf(
     Layers without attention (linear attention, Mamba, convolutions, MLPs) are named by
     `LayerSpec.mixer` and have `NoPE`. Layers of DeepSeek-V4 that compress have the scheme and the
     window of tokens; the model adds compressed entries. Layers that a model runs several times
-    (Dory, the looped Inkling-2) are returned once.
+    (Dory, the looped Inkling-2) are returned once. Towers of images rotate by row and column; the
+    tables of patches at their input are not read.
 
     Args:
       config: `config.json` as a dict, or a config object of transformers. Of a config of several
@@ -55,6 +59,7 @@ def from_hf(
       decoder: whether to read the decoder of a model with an encoder and a decoder (T5, mT5,
         UMT5, Whisper, BART, mBART, MVP, PLBart, Blenderbot, Marian, Pegasus). Required for these,
         refused for others.
+      part: the key of the part to read of a config of several, such as "vision_config".
 
     Returns:
       The layers of the model. If they are alike, `scheme_from_hf` returns their scheme.
@@ -69,8 +74,11 @@ def from_hf(
     [4096, None, 4096, None]
     >>> pe.from_hf({"model_type": "llama", "head_dim": 64, "rope_theta": 5e5})[0].scheme.theta
     500000.0
+    >>> config = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 2, "num_heads": 16}}
+    >>> pe.from_hf(config, part="vision_config")[0].scheme.name
+    'axial_rope'
     """
-    return _read("from_hf", config, decoder, _layers)
+    return _read("from_hf", config, decoder, part, _layers)
 
 
 def _layers(tracked: TrackedConfig) -> tuple[LayerSpec, ...]:
@@ -86,7 +94,10 @@ def _layers(tracked: TrackedConfig) -> tuple[LayerSpec, ...]:
 
 
 def attention_options_from_hf(
-    config: Mapping[str, Any] | HasToDict, *, decoder: bool | None = None
+    config: Mapping[str, Any] | HasToDict,
+    *,
+    decoder: bool | None = None,
+    part: str = "text_config",
 ) -> tuple[dict[str, Any], ...]:
     """Returns the arguments of `posenc_jax.nnx.Attention` for each layer of a model.
 
@@ -99,6 +110,7 @@ def attention_options_from_hf(
     Args:
       config: see `from_hf`.
       decoder: see `from_hf`.
+      part: see `from_hf`.
 
     Returns:
       One dict for each layer. `use_bias` is a bool, or one for each of "query", "key", "value" and
@@ -118,11 +130,17 @@ def attention_options_from_hf(
         "attention_options_from_hf",
         config,
         decoder,
+        part,
         lambda tracked: attention_options(tracked, _layers(tracked)),
     )
 
 
-def scheme_from_hf(config: Mapping[str, Any] | HasToDict, *, decoder: bool | None = None) -> Scheme:
+def scheme_from_hf(
+    config: Mapping[str, Any] | HasToDict,
+    *,
+    decoder: bool | None = None,
+    part: str = "text_config",
+) -> Scheme:
     """Returns the scheme of a model whose layers are alike and attend to all tokens.
 
     `from_hf` returns the other settings of attention.
@@ -130,6 +148,7 @@ def scheme_from_hf(config: Mapping[str, Any] | HasToDict, *, decoder: bool | Non
     Args:
       config: see `from_hf`.
       decoder: see `from_hf`.
+      part: see `from_hf`.
 
     Raises:
       ValueError: as `from_hf`, and if layers differ or have a window; the message names them.
@@ -137,7 +156,7 @@ def scheme_from_hf(config: Mapping[str, Any] | HasToDict, *, decoder: bool | Non
     >>> pe.scheme_from_hf({"model_type": "bloom", "n_head": 4}) == pe.ALiBi(num_heads=4)
     True
     """
-    layers = from_hf(config, decoder=decoder)
+    layers = from_hf(config, decoder=decoder, part=part)
     groups: dict[LayerSpec, list[int]] = {}
     for i, layer in enumerate(layers):
         groups.setdefault(layer, []).append(i)
@@ -174,17 +193,35 @@ def _as_dict(label: str, config: Any) -> Mapping[str, Any]:
     return values
 
 
-def _read(function: str, config: Any, decoder: bool | None, read: _Reader) -> Any:
+def _read(function: str, config: Any, decoder: bool | None, part: str, read: _Reader) -> Any:
     """Returns a reader's result; its errors become a `ValueError` of the function."""
     values = _as_dict(f"{function}: config", config)
     try:
+        values = values if part == "text_config" else _part_of(values, part)
         return _read_text_model(values, decoder, read)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{function}: {error}") from error
 
 
+def _part_of(config: Mapping[str, Any], part: str) -> dict[str, Any]:
+    """Returns a part of a config, with its model type.
+
+    Released files often have no type there, or repeat the type of the whole model.
+    """
+    kind, inner = config.get("model_type"), config.get(part)
+    require(inner is not None, f"the {kind} config has no {part!r}.")
+    inner = _as_dict(f"the {part} of the {kind} config", inner)
+    stem = part.removesuffix("_config")
+    named = inner.get("model_type", kind)
+    kinds = [] if named == kind else [named]
+    kinds += [f"{x}_{stem}{end}" for x in (named, kind) for end in ("", "_encoder", "_model")]
+    kinds = [_RENAMED.get(str(x), x) for x in kinds]
+    return {**inner, "model_type": next((x for x in kinds if x in MODEL_TYPES), kinds[0])}
+
+
 # Names in released configs, which transformers replaces.
 _RENAMED = {"exaone4_5_text": "exaone4", "kimi_k2": "deepseek_v3"}
+_RENAMED |= {"step3p7_vision": "step3p5_vision"}
 # Outer keys with another meaning than in the text_config: hidden_size of Ovis 2, PaliGemma 2.
 _OF_THE_WHOLE = {"hidden_size", "is_decoder", "is_encoder_decoder", "model_type", "pad_token_id"}
 _OF_THE_WHOLE |= {"text_config", "transformers_version"}

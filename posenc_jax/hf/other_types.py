@@ -15,7 +15,15 @@ from posenc_jax.hf.config_reader import (
     is_decoder,
     layer_count,
 )
-from posenc_jax.hf.layer_kinds import declared, layers_of, uniform
+from posenc_jax.hf.layer_kinds import (
+    CONVOLUTION,
+    FULL,
+    LayerKinds,
+    declared,
+    layer_of,
+    layers_of,
+    uniform,
+)
 from posenc_jax.hf.model_type import (
     ALL,
     NONE,
@@ -282,20 +290,86 @@ def _swin(config: TrackedConfig) -> Layers:
     return tuple(LayerSpec(scheme) for scheme, depth in stages for _ in range(depth))
 
 
-def grid(**settings: Any) -> LayersReader:
-    """Returns a reader of RoPE over rows and columns of an image."""
+def grid(
+    *ignored: str,
+    width: str = "hidden_size",
+    kinds: LayerKinds | None = None,
+    **settings: Any,
+) -> LayersReader:
+    """Returns a reader of RoPE over rows and columns of an image.
+
+    The tables of patches that some towers add to their input, stretched to the size of an image,
+    are no part of it. Nor are regions of an image that a layer attends to: they are segments.
+
+    Args:
+      *ignored: keys of such tables and regions.
+      width: the key of the width of q.
+      kinds: the kind of each layer; None: all attend.
+      **settings: of `AxialRoPE`.
+    """
 
     def read(config):
         config.ignore("pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale")  # In training.
-        rope = read_rope(config, pop_keys(config, default="axial")[0])
-        refuse_partial(config, rope)
-        config.check(
-            rope.scaling == FrequencyMap(),
-            f"{rope.scaling}, and no rope scaling is supported for its type",
-        )
-        return uniform(config, AxialRoPE(head_dim=head_size(config), theta=rope.theta, **settings))
+        config.ignore(*ignored)
+        head_dim = config.get("head_dim")
+        if head_dim is None:
+            head_dim = _divided(config, width)
+        scheme = AxialRoPE(head_dim=head_dim, theta=_grid_theta(config), **settings)
+        if kinds is None:
+            return uniform(config, scheme)
+        return tuple(layer_of(config, kind, scheme) for kind in kinds(config))
 
     return read
+
+
+def _grid_theta(config):
+    """Returns the base of RoPE over an image, without scaling and on all of a head."""
+    rope = read_rope(config, pop_keys(config, default="axial")[0])
+    refuse_partial(config, rope)
+    config.check(
+        rope.scaling == FrequencyMap(),
+        f"{rope.scaling}, and no rope scaling is supported for its type",
+    )
+    return rope.theta
+
+
+def _divided(config, width, heads="num_attention_heads", rate=1):
+    """Returns a width divided by the number of heads, and by a rate."""
+    size, count = config.need(width), config.need(heads) * rate
+    config.check(size % count == 0, f"{width}={size}, which {count} does not divide")
+    return size // count
+
+
+def _video_grid(config: TrackedConfig) -> Layers:
+    """Reads RoPE over time, rows and columns, on the largest equal parts of a head."""
+    pairs = _divided(config, "hidden_size") // 6
+    return grid(axes=(0, 1, 2), rotary_dim=6 * pairs)(config)
+
+
+def _memory_attention(config: TrackedConfig) -> Layers:
+    """Reads the layers of SAM 2 and 3 that attend to memories of earlier frames."""
+    names = "feat_sizes", "k_sizes", "dropout"
+    config.ignore(*(f"memory_attention_rope_{name}" for name in names))
+    old, theta = config.explicit("memory_attention_rope_theta"), _grid_theta(config)
+    config.check(old in (None, theta), f"memory_attention_rope_theta={old} and rope_theta={theta}")
+    names = ("hidden_size", "num_attention_heads", "downsample_rate", "num_layers")
+    width, heads, rate, count = (f"memory_attention_{name}" for name in names)
+    head_dim = _divided(config, width, heads, config.need(rate))
+    scheme = AxialRoPE(head_dim, theta=theta, axes=(1, 0), layout="interleaved")
+    return (LayerSpec(scheme),) * config.need(count)
+
+
+def _regions(config: TrackedConfig) -> list[str]:
+    """Reads attention to a whole image, or to a region of it."""
+    kinds = declared(config) or []
+    config.check({*kinds} <= {FULL, "window_attention"}, f"layer_types={sorted({*kinds})}")
+    return [FULL] * layer_count(config)
+
+
+def _lfm3_vl(config: TrackedConfig) -> list[str]:
+    """Reads convolutions in the first layers, then in every second one."""
+    kinds = [CONVOLUTION if i < 2 or i % 2 else FULL for i in range(layer_count(config))]
+    return declared(config) or kinds
 
 
 # Factors on q . k of a layer, counted from 0 (None: 1/sqrt(H)), and numbers of key heads.
@@ -400,4 +474,33 @@ ROWS: dict[str, ModelType] = {
     "swin swinv2": ModelType(_swin, _STAGES),
     "pixtral": ModelType(grid(frequencies="dealt"), _GRID),
     "dinov3_vit": ModelType(grid(), _GRID),
+    # Towers of models of images and text.
+    "ernie4_5_vl_moe_vision glm4v_moe_vision glm4v_vision paddleocr_vl_vision "
+    "video_llama_3_vision": ModelType(grid(), _GRID),
+    "cohere_compass_vision qwen3_5_moe_vision qwen3_5_vision qwen3_omni_moe_vision_encoder "
+    "qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp_vision": ModelType(
+        grid("num_position_embeddings"), _GRID
+    ),
+    "exaone4_5_vision qwen2_5_omni_vision_encoder qwen2_5_vl_vision": ModelType(
+        grid("window_size"), _GRID
+    ),
+    "qwen2_vl_vision": ModelType(grid(width="embed_dim"), _GRID),
+    "glm5_next_vision glm_ocr_vision": ModelType(grid(), _GRID, qk_norm=RMS),
+    "dots3_note_vision_encoder": ModelType(  # Its layers have networks of different widths.
+        grid("per_layer_config"), _GRID, qk_norm=RMS
+    ),
+    "lfm3_vl_vision": ModelType(grid(kinds=_lfm3_vl), _GRID, qk_norm=RMS),
+    "muse_glimmer_vision muse_spark_vision": ModelType(grid(kinds=_regions, axes=(1, 0)), _GRID),
+    "step3p5_vision": ModelType(grid(axes=(1, 0)), _GRID),
+    "kimi_k25_vision": ModelType(grid(axes=(1, 0), frequencies="alternating"), _GRID),
+    "minimax_m3_vl_vision": ModelType(_video_grid, _GRID),
+    "inkling2_vision": ModelType(grid(axes=(1, 0), layout="interleaved"), _GRID),
+    "gemma4_vision": ModelType(
+        grid("position_embedding_size", axes=(1, 0), layout="half_per_axis"),
+        f"{_GRID}, and a norm of values",
+        qk_norm=RMS,
+        scale=unscaled,
+    ),
+    "sam3_vit_model": ModelType(grid("window_size", axes=(1, 0), layout="interleaved"), _GRID),
+    "edgetam_video sam2_video sam3_tracker_video": ModelType(_memory_attention, _GRID),
 }

@@ -23,10 +23,11 @@ def test_pages_count_what_there_is():
     from tests.hf.test_golden import NAMES
     from tests.hf.test_golden import read as golden
     from tests.hf.test_layers import KINDS
-    from tests.makers.hf_table import NOT_RUN
+    from tests.makers.hf_table import NOT_RUN, TOWERS
 
     readme, models = prose("README.md"), prose("docs/models.md")
-    compared = {golden(name)[0]["config"]["model_type"] for name in NAMES} | set(KINDS)
+    compared = {golden(name)[0]["config"]["model_type"] for name in NAMES}
+    compared |= {*KINDS, *TOWERS}
     assert set(NOT_RUN) <= compared
     assert f"{len(pe.SCHEMES)} position encodings" in readme
     assert f"...: {len(pe.SCHEMES)} of them" in readme

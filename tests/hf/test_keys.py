@@ -62,6 +62,15 @@ WITHOUT_EFFECT = {
     "right_max_position_embeddings": "wav2vec2-bert",  # Less than the left one.
     "rotary_embedding_base": "wav2vec2-bert",  # Its default is no RoPE.
     "sinusoidal_pos_embds": "distilbert",  # How its table starts.
+    # Of the table of patches and of regions of an image, and of networks of different widths.
+    "num_position_embeddings": "qwen4_exp_vision",
+    "position_embedding_size": "gemma4_vision",
+    "window_size": "qwen2_5_vl_vision sam3_vit_model",
+    "per_layer_config": "dots3_note_vision_encoder",
+    # Of the grid of a feature map, and of training.
+    "memory_attention_rope_feat_sizes": "sam3_tracker_video",
+    "memory_attention_rope_k_sizes": "sam3_tracker_video",
+    "memory_attention_rope_dropout": "sam3_tracker_video",
 }
 SWITCHES = {
     "granitemoehybrid": {"position_embedding_type": "rope"},

@@ -17,6 +17,7 @@ import pytest
 import posenc_jax as pe
 from posenc_jax.engine.mask import window_sides
 from posenc_jax.hf.model_types import MODEL_TYPES
+from tests.makers.hf_table import TOWERS
 from tests.oracle import attend, embed
 from tests.support import recorded, slow
 
@@ -177,8 +178,8 @@ def test_norms_of_queries_and_keys_equal_transformers(kind):
 
 
 def test_other_model_types_have_no_norms():
-    clipped = {"inkling2_text", "inkling2_loop_text"}
-    for kind in set(MODEL_TYPES) - set(NORMED) - set(KINDS) - clipped:
+    others = {"inkling2_text", "inkling2_loop_text", *TOWERS}
+    for kind in set(MODEL_TYPES) - set(NORMED) - set(KINDS) - others:
         decoder = True if kind in ("t5", "mt5", "umt5", "whisper") else None
         config = {"model_type": kind}
         if kind == "deberta-v2":

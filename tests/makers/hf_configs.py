@@ -34,7 +34,7 @@ KEYS = """
 hidden_size embedding_size dim d_model n_embd embed_dim num_attention_heads n_head n_heads num_heads
 encoder_attention_heads num_hidden_layers n_layer n_layers num_layers encoder_layers
 decoder_layers num_decoder_layers head_dim d_kv d_head attention_head_size qk_nope_head_dim
-qk_rope_head_dim global_head_dim per_layer_config depths
+qk_rope_head_dim global_head_dim per_layer_config depths depth
 max_position_embeddings n_positions max_seq_len original_max_position_embeddings
 max_source_positions max_target_positions pad_token_id
 rope_parameters rope_scaling rope_theta rotary_emb_base rope_local_base_freq global_rope_theta
@@ -58,6 +58,8 @@ layer_rope_theta qk_scale_factor full_attn_idxs global_attn_every_n_layers
 prefix_dense_sliding_window_pattern attention_types attention_layers
 """.split()
 GEMMA4 = "gemma4_text", "gemma4_unified_text"
+MEMORY = "downsample_rate", "hidden_size", "num_attention_heads", "num_layers"
+MEMORY = tuple(f"memory_attention_{name}" for name in MEMORY)
 # Keys that only these model types read.
 KEYS_OF = {
     "cohere2_moe": ("mlp_layer_types",),
@@ -72,9 +74,10 @@ KEYS_OF = {
     "bailing_hybrid": ("layer_group_size",),
     "nemotron_h": ("layers_block_type", "hybrid_override_pattern"),
     "recurrent_gemma": ("attention_window_size", "block_types"),
+    **dict.fromkeys(("edgetam_video", "sam2_video", "sam3_tracker_video"), MEMORY),
     "zamba": ("layers_block_type", "attn_layer_period", "attn_layer_offset", "attention_head_dim"),
     "zamba2": ("layers_block_type", "use_mem_rope", "use_long_context", "attention_head_dim"),
-    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3"), ("norm_eps",)),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3", "lfm3_vl_vision"), ("norm_eps",)),
 }
 
 
@@ -205,7 +208,7 @@ def completed(model_type, raw):
     cls = CONFIG_MAPPING[model_type]
     try:
         config = cls.from_dict(json.loads(json.dumps(raw)))
-    except (StrictDataclassError, AttributeError, KeyError, TypeError) as error:
+    except (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError) as error:
         print(f"{model_type} refuses {raw}: {str(error)[:150]}", file=sys.stderr)
         return None
     full = {n: x for n, x in plain(config).items() if n in keys_of(model_type) and x is not None}
@@ -215,7 +218,7 @@ def completed(model_type, raw):
         n for n, x in known.items() if n in keys_of(model_type) and x is not None and n not in full
     )
     made = {"raw": raw, "filled": filled, "dropped": dropped}
-    if not hasattr(config, "depths"):
+    if hasattr(config, "num_hidden_layers") and not hasattr(config, "depths"):
         made["windows"], made["chunks"] = windows(config)
     return made
 

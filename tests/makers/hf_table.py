@@ -5,8 +5,14 @@ from posenc_jax.hf.config_reader import model_type_defaults
 from posenc_jax.hf.model_types import MODEL_TYPES
 
 # Their inputs are images or sounds, and XLNet has attention of its own; golden files have layers of
-# them.
+# them, and `hf_towers.py` runs others.
 NOT_RUN = "dinov3_vit pixtral swin swinv2 wav2vec2-bert whisper xlnet".split()
+TOWERS = sorted(
+    kind
+    for kind, row in MODEL_TYPES.items()
+    if "grid of an image" in str(row.biases) and kind not in NOT_RUN
+)
+NOT_RUN += TOWERS
 # Keys that a config needs in addition to the defaults of its model type.
 NEEDED = {
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p"]},

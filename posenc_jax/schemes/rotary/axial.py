@@ -11,10 +11,13 @@ on the offset in rows and the offset in columns. Models differ in other settings
     EVA-02 (timm)           1e4  (0, 1)  "own"        "interleaved"    scaled to the trained size
     Qwen2-VL                1e4  (0, 1)  "own"        "half"           row and column
     DINOv3 (default)        100  (0, 1)  "own"        "half"           centred, in turns
-    Gemma 4                 100  (0, 1)  "own"        "half_per_axis"  row and column
+    SAM 2, SAM 3            1e4  (1, 0)  "own"        "interleaved"    scaled to the window
+    Gemma 4                 100  (1, 0)  "own"        "half_per_axis"  row and column
     Pixtral                 1e4  (0, 1)  "dealt"      "half"           row and column
+    Kimi K2.5               1e4  (1, 0)  "alternating" "half"          row and column
 
 "dealt" assigns the frequencies of one RoPE to the axes in turn, the first to the first axis.
+"alternating" has the frequencies of "own", and the first pairs of all axes before the second ones.
 "half_per_axis" rotates the part of each axis as a separate head, with pairs (p, p + d / 2A).
 Tokens other than patches (CLS, registers) have coordinate 0 and are not rotated.
 `grid_coordinates` returns the coordinates of a grid, whole or centred. Coordinates [B, T] apply to
@@ -52,7 +55,8 @@ class AxialRoPE(Rotary):
       head_dim: the head dim, H.
       theta: the base of the frequencies.
       axes: which axis of the coordinates each part of the head reads, in the order of the parts.
-      frequencies: "own" for each axis, or "dealt" from one RoPE.
+      frequencies: "own" for each axis; "dealt" from one RoPE; or "alternating", those of "own"
+        with pairs that read the axes in turn.
       layout: the dimensions of a pair: "half_per_axis", or see `posenc_jax.schemes.rotary.layouts`.
       rotary_dim: d, the number of leading dimensions to rotate. Default: all.
 
@@ -91,7 +95,12 @@ class AxialRoPE(Rotary):
     @property
     def _frequencies(self) -> np.ndarray:
         """Radians per unit, float64 [A, d / 2A], of the pairs of each axis."""
-        one_of("axial_rope", ("own", "dealt"), frequencies=self.frequencies)
+        one_of("axial_rope", ("own", "dealt", "alternating"), frequencies=self.frequencies)
+        require(
+            self.frequencies != "alternating" or self.layout != "half_per_axis",
+            "axial_rope: with layout='half_per_axis' each axis has a part of the head, got "
+            "frequencies='alternating'.",
+        )
         dim, num_axes = self.num_rotated, len(self.axes)
         require(
             dim % (2 * num_axes) == 0,
@@ -103,8 +112,11 @@ class AxialRoPE(Rotary):
         return np.tile(rope_frequencies(dim // num_axes, self.theta)[0], (num_axes, 1))
 
     def cos_sin(self, params, coordinates):
-        axes = np.repeat(self.axes, self._frequencies.shape[1]).tolist()
-        return axis_per_pair(coordinates, axes, self._frequencies.ravel())
+        frequencies = self._frequencies
+        axes = np.broadcast_to(np.array(self.axes)[:, None], frequencies.shape)
+        if self.frequencies == "alternating":
+            axes, frequencies = axes.T, frequencies.T
+        return axis_per_pair(coordinates, axes.ravel().tolist(), frequencies.ravel())
 
     def rotate(self, x, tables):
         if self.layout != "half_per_axis":

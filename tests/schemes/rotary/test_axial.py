@@ -24,8 +24,10 @@ LIKE = {
     "eva": {"theta": 1e4, "layout": "interleaved"},
     "qwen2_vl": {"theta": 1e4},
     "dinov3": {},
-    "gemma4": {"layout": "half_per_axis"},
+    "sam3": {"theta": 1e4, "axes": (1, 0), "layout": "interleaved"},
+    "gemma4": {"axes": (1, 0), "layout": "half_per_axis"},
     "pixtral": {"theta": 1e4, "frequencies": "dealt"},
+    "kimi": {"theta": 1e4, "axes": (1, 0), "frequencies": "alternating"},
 }
 
 
@@ -79,10 +81,27 @@ def dinov3(x, row, column):
 
 
 def gemma4(x, row, column):
-    """transformers 5.23, Gemma4VisionRotaryEmbedding and apply_multidimensional_rope."""
+    """transformers 5.24, Gemma4VisionRotaryEmbedding and apply_multidimensional_rope.
+
+    Its image processor stacks the grid with the column first.
+    """
     size = len(x) // 2
     f = 1.0 / 100.0 ** (np.arange(0, size, 2) / size)
-    return np.concatenate([rotate_half(x[:size], row * f), rotate_half(x[size:], column * f)])
+    return np.concatenate([rotate_half(x[:size], column * f), rotate_half(x[size:], row * f)])
+
+
+def sam3(x, row, column):
+    """transformers 5.24, Sam3ViTRotaryEmbedding, precompute_positions and rotate_pairwise."""
+    size = len(x) // 2
+    f = 1.0 / 1e4 ** (np.arange(0, size, 2) / size)
+    return flat(complex_pairs(x, np.concatenate([column * f, row * f])))
+
+
+def kimi(x, row, column):
+    """transformers 5.24, Kimi_K25VisionRotaryEmbedding: transposed, and the column first."""
+    size = len(x) // 2
+    f = 1.0 / 1e4 ** (np.arange(0, size, 2) / size)
+    return rotate_half(x, np.stack([column * f, row * f], -1).ravel())
 
 
 def pixtral(x, row, column):
@@ -91,7 +110,8 @@ def pixtral(x, row, column):
     return rotate_half(x, np.concatenate([row * f[0::2], column * f[1::2]]))
 
 
-MODELS = {f.__name__: f for f in (rope_vit, llama4, eva, qwen2_vl, dinov3, gemma4, pixtral)}
+MODELS = [rope_vit, llama4, eva, qwen2_vl, dinov3, sam3, gemma4, pixtral, kimi]
+MODELS = {f.__name__: f for f in MODELS}
 
 
 def moved(name, coordinates):
@@ -126,7 +146,8 @@ def test_matches_the_models(name, number):
         ("pixtral", [1.0, 0.01, 0.2, 0.002], [(0, 4), (1, 5), (2, 6), (3, 7)]),
         ("rope_vit", [2.0, 0.2, 1.0, 0.1], [(0, 1), (2, 3), (4, 5), (6, 7)]),
         ("llama4", [3.0, 0.03, 2.0, 0.02], [(0, 1), (2, 3), (4, 5), (6, 7)]),
-        ("gemma4", [1.0, 0.1, 2.0, 0.2], [(0, 2), (1, 3), (4, 6), (5, 7)]),
+        ("gemma4", [2.0, 0.2, 1.0, 0.1], [(0, 2), (1, 3), (4, 6), (5, 7)]),
+        ("kimi", [2.0, 1.0, 0.02, 0.01], [(0, 4), (1, 5), (2, 6), (3, 7)]),
     ],
 )
 def test_angles_are_those_that_the_models_compute(name, angles, pairs):
