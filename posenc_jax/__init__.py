@@ -27,7 +27,8 @@ Functions and modules that use schemes:
                          LogitsTransform
     sharded sequences    sharding: SequenceParallel, sequence_parallel_attention, zigzag
     positions            positions: padding, packing, trees, random and other positions;
-                         grid_coordinates, mrope_coordinates, resize_grid, resize_learned
+                         grid_coordinates, augmented_coordinates, mrope_coordinates,
+                         resize_grid, resize_learned
     Hugging Face         from_hf, scheme_from_hf, attention_options_from_hf, to_hf,
                          heads_from_linear, split_qkv, permute_qk
     parts of schemes     apply_rope, apply_rotation, cos_sin, rope_frequencies, alibi_slopes,
@@ -79,6 +80,7 @@ from posenc_jax.hf.api import to_hf as to_hf
 from posenc_jax.hf.weights import heads_from_linear as heads_from_linear
 from posenc_jax.hf.weights import split_qkv as split_qkv
 from posenc_jax.ops.short_conv import short_convolution as short_convolution
+from posenc_jax.positions.image_grids import augmented_coordinates as augmented_coordinates
 from posenc_jax.positions.image_grids import grid_coordinates as grid_coordinates
 from posenc_jax.positions.image_grids import resize_grid as resize_grid
 from posenc_jax.positions.mrope import mrope_coordinates as mrope_coordinates

@@ -1,10 +1,12 @@
 """Image grids: coordinates of patches, and learned grids resized to another resolution."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import floating, one_of, require
+from posenc_jax.checks import array_of_rank, floating, one_of, require
 
 
 def _weights(size: int, new: int, method: str, align_corners: bool) -> np.ndarray:
@@ -118,3 +120,50 @@ def grid_coordinates(
     grid = np.pad(grid, ((0, 0), (0, 0), (prefix, 0)))
     kind = jnp.float32 if centred else jnp.int32
     return jnp.broadcast_to(jnp.asarray(grid, kind), (2, batch, grid.shape[-1]))
+
+
+def augmented_coordinates(
+    key: jax.Array,
+    coordinates: jax.Array,
+    *,
+    prefix: int = 0,
+    shift: float = 0.0,
+    jitter: float = 1.0,
+    rescale: float = 1.0,
+) -> jax.Array:
+    """Moves and stretches the coordinates of patches at random, as DINOv3 does in training.
+
+    The names are `pos_embed_shift`, `pos_embed_jitter` and `pos_embed_rescale` of its configs; a
+    null is the default here. transformers draws once for all images: give one key for a batch.
+
+    Args:
+      key: a random key.
+      coordinates: float [A, B, T], from -2 pi to 2 pi, as `grid_coordinates(centred=True)` returns.
+      prefix: number of tokens before the patches, whose coordinates stay.
+      shift: s; each axis moves by 2 pi u, u uniform in [-s, s].
+      jitter: j; each axis is multiplied by a log-uniform number in [1/j, j].
+      rescale: r; all axes are multiplied by one log-uniform number in [1/r, r].
+
+    Raises:
+      ValueError: for a negative shift, and a jitter or rescale below 1.
+
+    >>> grid = grid_coordinates(1, 2, 2, prefix=1, centred=True)
+    >>> augmented_coordinates(jax.random.key(0), grid, rescale=2.0).shape
+    (2, 1, 5)
+    """
+    require(
+        shift >= 0 and min(jitter, rescale) >= 1,
+        f"augmented_coordinates: shift must be 0 or more and factors 1 or more, got shift={shift}, "
+        f"jitter={jitter}, rescale={rescale}.",
+    )
+    array_of_rank("augmented_coordinates", "coordinates", coordinates, 3, "[A, B, T]")
+    floating("augmented_coordinates", "coordinates", coordinates)
+    shapes = [(len(coordinates), 1, 1)] * 2 + [(1, 1, 1)]
+    keys = jax.random.split(key, 3)
+    moved, *powers = (
+        jax.random.uniform(k, shape, minval=-1.0, maxval=1.0)
+        for k, shape in zip(keys, shapes, strict=True)
+    )
+    power = powers[0] * math.log(jitter) + powers[1] * math.log(rescale)
+    out = (coordinates + 2.0 * math.pi * shift * moved) * jnp.exp(power)
+    return out.at[..., :prefix].set(coordinates[..., :prefix])
