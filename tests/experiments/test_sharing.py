@@ -167,7 +167,7 @@ def test_a_queue_waits_where_later_runs_depend_on_it(tmp_path, monkeypatch, caps
             RunFolder(tmp_path, runs[1])._write("done", scores={"plain": {"32": 1.0}})
 
     began = threading.Event()
-    other = threading.Thread(target=hold)
+    other = threading.Thread(target=hold, daemon=True)
     other.start()
     began.wait()
     queue = Queue(tmp_path, wait=False)
