@@ -44,9 +44,10 @@ def from_hf(
     type, from `posenc_jax/hf/defaults.json`. Names of transformers 4 and 5 are read. A key about
     positions or windows that is not read raises.
 
-    Layers have separate parameters, unless `scheme.traits.shared_over_layers`; UMT5 is an
-    exception, with a `T5` table in each layer. Schemes that act on the embedding, such as
-    `LearnedAbsolute`, are applied once, at the input of the model, though every layer names them.
+    Layers have separate parameters, unless `scheme.traits.shared_over_layers`; exceptions are UMT5,
+    with a `T5` table in each layer, and MPNet, with one in the chains of all layers. Schemes that
+    act on the embedding, such as `LearnedAbsolute`, are applied once, at the input of the model,
+    though every layer names them.
     Layers without attention (linear attention, Mamba, convolutions, MLPs) are named by
     `LayerSpec.mixer` and have `NoPE`. Layers of DeepSeek-V4 that compress have the scheme and the
     window of tokens; the model adds compressed entries. Layers that a model runs several times

@@ -80,7 +80,7 @@ GATE = "a gate on its output"
 
 
 def multi_head(
-    layers: LayersReader, biases: tuple[bool | str, ...] | None = ALL, **settings: Any
+    layers: LayersReader, biases: tuple[bool | str, ...] | str | None = ALL, **settings: Any
 ) -> ModelType:
     """Returns a model type with one key head per query head, and H = D / N."""
     return ModelType(layers, biases, key_heads=as_many_key_heads, ignores_head_dim=True, **settings)

@@ -37,8 +37,8 @@ _NOT_READ = {
     "its sines and cosines begin at position 2": "xglm",
     "its first token has angles that are learned": "mlcd_vision_model",
     "it is not read yet": """
-        cohere_compass_text cpmant dots3_note_text git hrm_text moshi musicgen musicgen_melody trocr
-        xlm
+        cohere_compass_text cpmant deberta dots3_note_text git hrm_text longformer moshi musicgen
+        musicgen_melody trocr xlm
     """,
 }
 

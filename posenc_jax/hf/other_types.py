@@ -52,6 +52,7 @@ from posenc_jax.schemes.content.transformer_xl import TransformerXL
 from posenc_jax.schemes.layer_spec import LayerSpec
 from posenc_jax.schemes.rotary.axial import AxialRoPE
 from posenc_jax.schemes.rotary.frequencies import FrequencyMap
+from posenc_jax.schemes.rotary.rope import RoPE
 from posenc_jax.schemes.scheme import Scheme
 
 
@@ -100,14 +101,44 @@ def _halves(make: Callable[[TrackedConfig], Scheme]) -> LayersReader:
     return read
 
 
+_BUCKETS = "relative_attention_num_buckets"
+
+
 def _t5(config: TrackedConfig) -> Scheme:
     """Reads buckets of both directions for the encoder, of the past for the decoder."""
     return T5(
         num_heads=config.need("num_attention_heads"),
-        num_buckets=config.need("relative_attention_num_buckets"),
+        num_buckets=config.need(_BUCKETS),
         max_distance=config.need("relative_attention_max_distance"),
         bidirectional=not is_decoder(config),
     )
+
+
+def _mpnet(config: TrackedConfig) -> Layers:
+    """Reads a table at the input after two reserved rows, and T5's buckets over 128 tokens.
+
+    The buckets are a part of each layer, with one table for all.
+    """
+    heads, buckets = config.need("num_attention_heads"), config.need(_BUCKETS)
+    config.check_ignored(buckets == 32, f"{_BUCKETS}={buckets}")
+    return uniform(
+        config, chain(_learned(config, offset=2, reserved=2), T5(heads, bidirectional=True))
+    )
+
+
+def _esm(config: TrackedConfig) -> Layers:
+    """Reads RoPE, or a table at the input."""
+    if config.get("position_embedding_type", "absolute") == "rotary":
+        config.ignore("pad_token_id")
+        return uniform(config, RoPE(head_size(config), theta=float(config.need("rope_theta"))))
+    config.ignore("rope_theta")
+    return table(reserved=True)(config)
+
+
+def _layoutlm(config: TrackedConfig) -> Layers:
+    """Reads the table of positions; those of the boxes of words are no part of it."""
+    config.ignore("max_2d_position_embeddings")
+    return table()(config)
 
 
 def _whisper(config: TrackedConfig) -> Layers:
@@ -423,6 +454,9 @@ ROWS: dict[str, ModelType] = {
     "electra": multi_head(table(width="embedding_size"), causality="is_decoder"),
     "opt": multi_head(table(offset=2), None),
     _ROBERTA: multi_head(table(reserved=True), causality="is_decoder"),
+    "layoutlm": multi_head(_layoutlm, causality="bidirectional"),
+    "luke": multi_head(table(reserved=True), "queries of their own between words and entities"),
+    "esm": multi_head(_esm, causality="is_decoder"),
     "gpt2": multi_head(table(), scale=_gpt2_scale),
     "gpt_bigcode": ModelType(
         table(), ALL, key_heads=_bigcode_key_heads, ignores_head_dim=True, scale=_bigcode_scale
@@ -444,6 +478,7 @@ ROWS: dict[str, ModelType] = {
     "mt5 t5 umt5": ModelType(
         _halves(_t5), causality="decoder", key_heads=as_many_key_heads, scale=unscaled
     ),
+    "mpnet": multi_head(_mpnet, causality="bidirectional"),
     # Sines and cosines.
     "ctrl": multi_head(lambda config: uniform(config, _sinusoidal(config))),
     # Biases and terms of the logits.

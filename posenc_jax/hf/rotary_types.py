@@ -677,6 +677,13 @@ ROWS: dict[str, ModelType] = {
     "apertus apertus1p5_text hy_v3": ModelType(_ROPE, qk_norm=RMS),
     "bitnet": ModelType(_ROPE, "a norm before the output projection"),
     "eurobert": ModelType(_ROPE, causality="bidirectional"),
+    "gte jina_embeddings_v3": multi_head(_ROPE, causality="bidirectional"),
+    "esmc": ModelType(
+        _ROPE,
+        BY_KEY,
+        qk_norm=lambda config: QKNorm("layer", over="projection", scale="per_head", epsilon=1e-5),
+        causality="bidirectional",
+    ),
     "gemma": ModelType(_ROPE, ambiguous_keys=_BIDIRECTIONAL),
     "hyperclovax": ModelType(_ROPE, scale_key="attention_multiplier"),
     "hunyuan_v1_dense hunyuan_v1_moe": ModelType(

@@ -45,7 +45,7 @@ WITHOUT_EFFECT = {
     "compress_rope_theta": "deepseek_v4",
     "global_rope_theta": "modernbert modernbert-decoder",
     "rope_scaling": "gemma3_text gemma3n_text kimi_linear olmo3",
-    "rope_theta": "deepseek_v4 gemma3_text gemma3n_text kimi_linear nemotron_h",
+    "rope_theta": "deepseek_v4 esm gemma3_text gemma3n_text kimi_linear nemotron_h",
     # Releases have them, though nothing rotates.
     "partial_rotary_factor": "nemotron_h",
     "qk_nope_head_dim": "kimi_linear",
@@ -62,6 +62,7 @@ WITHOUT_EFFECT = {
     "right_max_position_embeddings": "wav2vec2-bert",  # Less than the left one.
     "rotary_embedding_base": "wav2vec2-bert",  # Its default is no RoPE.
     "sinusoidal_pos_embds": "distilbert",  # How its table starts.
+    "max_2d_position_embeddings": "layoutlm",  # Of boxes of words.
     # Of the table of patches and of regions of an image, and of networks of different widths.
     "num_position_embeddings": "qwen4_exp_vision",
     "position_embedding_size": "gemma4_vision",

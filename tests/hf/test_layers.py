@@ -178,12 +178,13 @@ def test_norms_of_queries_and_keys_equal_transformers(kind):
 
 
 def test_other_model_types_have_no_norms():
-    others = {"inkling2_text", "inkling2_loop_text", *TOWERS}
+    others = {"esmc", "inkling2_text", "inkling2_loop_text", *TOWERS}
     for kind in set(MODEL_TYPES) - set(NORMED) - set(KINDS) - others:
         decoder = True if kind in ("t5", "mt5", "umt5", "whisper") else None
         config = {"model_type": kind}
         if kind == "deberta-v2":
             config |= {"relative_attention": True, "pos_att_type": ["c2p"]}
+        config |= {"pad_token_id": 1} if kind == "esm" else {}
         for layer in pe.from_hf(config, decoder=decoder):
             assert layer.qk_norm is None, kind
             assert layer.sinks == (kind in ("deepseek_v4", "gpt_oss"))

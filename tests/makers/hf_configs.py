@@ -103,7 +103,8 @@ def defaults(model_type):
     }
     if not out.get("is_encoder_decoder"):  # Of every class.
         out = {n: x for n, x in out.items() if n not in ("is_encoder_decoder", "is_decoder")}
-    if "roberta" not in model_type and model_type not in ("camembert", "data2vec-text", "xmod"):
+    padded = "camembert", "data2vec-text", "esm", "luke", "xmod"
+    if "roberta" not in model_type and model_type not in padded:
         out.pop("pad_token_id", None)
     if "rope_parameters" not in {field.name for field in dataclasses.fields(cls)}:
         return plain(out)

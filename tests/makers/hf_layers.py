@@ -97,7 +97,8 @@ def sizes_of(kind):
     cls = transformers.CONFIG_MAPPING[kind]
     fields = {field.name for field in dataclasses.fields(cls)} | {*cls.attribute_map}
     sizes = {n: x for n, x in SIZES.items() if n in fields and n not in cls.attribute_map}
-    return sizes | ({"num_key_value_heads": 4} if "qk_rope_head_dim" in fields else {}), fields
+    as_many = "qk_rope_head_dim" in fields or kind == "esmc"
+    return sizes | ({"num_key_value_heads": 4} if as_many else {}), fields
 
 
 def small_config(text):
@@ -126,6 +127,8 @@ def draw(kind, rng):
     if kind.startswith("inkling"):
         kinds = {"layer_types": ["hybrid", "hybrid_sliding"] * 2, "log_scaling_n_floor": 6}
         raw = kinds | {"rel_extent": 9, "sliding_window_size": 7} | raw
+    if kind == "esm" and rng.random() < 0.5:
+        raw["position_embedding_type"] = "rotary"
     if kind == "dory":
         raw["initializer_range"] = 0.3  # Its factors on queries and gates are divided by it.
     if kind == "ernie4_5_vl_moe_text":

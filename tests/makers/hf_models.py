@@ -258,6 +258,9 @@ def compare(specs, options, layers, tables, model, offset):
         return "no attention found"
     positions = jnp.arange(TOKENS, dtype=jnp.int32)[None] + offset
     seen = {"alpha": getattr(getattr(model, "rotary_emb", None), "alpha", None)}
+    shared = getattr(getattr(model, "encoder", None), "relative_attention_bias", None)
+    if shared is not None:  # MPNet's.
+        seen["t5"] = array(shared.weight).T
     messages, scheme, used = [], specs[0].scheme, set()
     if bool(tables) != (pe.Acts.EMBEDDING in scheme.acts):
         return f"{len(tables)} tables at the input, and {scheme}"

@@ -16,6 +16,7 @@ NOT_RUN += TOWERS
 # Keys that a config needs in addition to the defaults of its model type.
 NEEDED = {
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p"]},
+    "esm": {"pad_token_id": 1},
     "glm4_moe": {"head_dim": 128},
     "gemma4_text": {"sliding_window": 512},
     "gemma4_unified_text": {"sliding_window": 512},
