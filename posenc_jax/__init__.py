@@ -3,7 +3,7 @@
 A scheme is a frozen dataclass of settings with pure functions, `SCHEMES` is the dict of schemes by
 name, and `help(posenc_jax.RoPE)` describes one:
 
-    embedding   NoPE (none), LearnedAbsolute, Sinusoidal
+    embedding   NoPE (none), LearnedAbsolute, Sinusoidal, Sinusoidal2D
     rotary      RoPE, LearnedRoPE, AxialRoPE, RoPEMixed, MRoPE, XPos, PoPE, RePo, VORoPE, ReRoPE,
                 SelfExtend, DualChunk, RoPEByLength
     bias        ALiBi, T5, KERPLELog, FIRE, TUPE, Swin, SwinV2
@@ -90,6 +90,7 @@ from posenc_jax.schemes.additive.learned import resize_learned as resize_learned
 from posenc_jax.schemes.additive.none import NoPE as NoPE
 from posenc_jax.schemes.additive.sinusoidal import Sinusoidal as Sinusoidal
 from posenc_jax.schemes.additive.sinusoidal import sinusoidal_encoding as sinusoidal_encoding
+from posenc_jax.schemes.additive.sinusoidal_2d import Sinusoidal2D as Sinusoidal2D
 from posenc_jax.schemes.bias.alibi import ALiBi as ALiBi
 from posenc_jax.schemes.bias.alibi import alibi_slopes as alibi_slopes
 from posenc_jax.schemes.bias.fire import FIRE as FIRE

@@ -1,6 +1,6 @@
 """Schemes and random positions with few users: tested like the others, without a promise.
 
-    embedding   LearnableFourier, Sinusoidal2D
+    embedding   LearnableFourier
     rotary      ComRoPE, FoPE, LieRE, RoPEPlusPlus, SelectiveRoPE
     bias        BAM, DAPE, KERPLEPower, Sandwich
     content     CABLE, ShortConv
@@ -23,7 +23,6 @@ from posenc_jax.contrib.rope_pp import RoPEPlusPlus
 from posenc_jax.contrib.sandwich import Sandwich
 from posenc_jax.contrib.selective_rope import SelectiveRoPE
 from posenc_jax.contrib.short_conv import ShortConv
-from posenc_jax.contrib.sinusoidal_2d import Sinusoidal2D
 
 __all__ = [
     "BAM",
@@ -38,7 +37,6 @@ __all__ = [
     "Sandwich",
     "SelectiveRoPE",
     "ShortConv",
-    "Sinusoidal2D",
     "continuous",
     "skip_wise",
 ]
