@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from experiments.models.schemes import label
 from experiments.stats import in_cell, in_words, mean, sign
@@ -156,31 +155,3 @@ def _verdict(rows: Mapping[str, Row]) -> str:
     if len({signs[name] for name in names}) > 1:
         return "depends on the corpus"
     return "in general" if len(names) == len(signs) else f"on {', '.join(names)}"
-
-
-def repetition(study: Study, rows: Rows, earlier: Rows) -> dict[str, Any]:
-    """Returns the differences next to the earlier ones of the study that this one repeats.
-
-    Returns:
-      `tables` of scheme, rate and difference here, and there; schemes that are resolved with both
-      signs (`both`), `here` or `there` alone; those whose settings are the `same`.
-    """
-    out: dict[str, Any] = {"tables": [], "both": [], "here": [], "there": [], "same": []}
-    for size, of_size in rows.items():
-        lines = []
-        for scheme, row in of_size.items():
-            if (other := earlier.get(size, {}).get(scheme)) is None:
-                continue
-            name = label(scheme) + (f" ({size})" if len(rows) > 1 else "")
-            if row.run == other.run:
-                out["same"].append(name)
-            is_baseline = scheme == study.about.baseline
-            lines.append([label(scheme)])
-            for each in (row, other):
-                difference = "" if is_baseline else each.difference_in_words()
-                lines[-1] += [each.rate_in_words(), difference]
-            signs = [0 if is_baseline else sign(each.difference) for each in (row, other)]
-            if signs[0] != signs[1]:
-                out["both" if all(signs) else "here" if signs[0] else "there"].append(name)
-        out["tables"].append(lines)
-    return out

@@ -16,7 +16,7 @@ from experiments.pages.page import table
 from experiments.pages.tables import collect
 from experiments.runs.results import mixture
 from experiments.runs.run import Lookup, duration
-from experiments.stats import Bounds, in_cell, ordered
+from experiments.stats import Bounds, in_cell, ordered, sign
 from experiments.study import comparison
 from experiments.study.cell import Cell
 from experiments.study.clock import Clock
@@ -119,26 +119,40 @@ def repetition(page: Context) -> Iterator[str]:
     study, repeats = page.study, page.study.about.repeats
     if not repeats or not any(page.rows.values()):
         return
-    parts = comparison.repetition(study, page.rows, page.earlier)
     heads = ["scheme", "rate here", "difference here"]
     heads += [f"rate in {repeats}", f"difference in {repeats}"]
-    tables = [table(heads, rows) for rows in parts["tables"] if rows]
-    yield from tables or [f"There are no results of {repeats}."]
-    if not tables:
+    resolved: dict[str, list[str]] = {"both": [], "here": [], "there": []}
+    same: list[str] = []
+    compared = False
+    for size, of_size in page.rows.items():
+        lines = []
+        for scheme, row in of_size.items():
+            if (other := page.earlier.get(size, {}).get(scheme)) is None:
+                continue
+            name = label(scheme) + (f" ({size})" if len(page.rows) > 1 else "")
+            same += [name] if row.run == other.run else []
+            lines.append([label(scheme)])
+            for each in (row, other):
+                difference = "" if scheme == study.about.baseline else each.difference_in_words()
+                lines[-1] += [each.rate_in_words(), difference]
+            signs = [sign(each.difference) for each in (row, other)]
+            if scheme != study.about.baseline and signs[0] != signs[1]:
+                resolved["both" if all(signs) else "here" if signs[0] else "there"].append(name)
+        if lines:
+            compared = True
+            yield table(heads, lines)
+    if not compared:
+        yield f"There are no results of {repeats}."
         return
-    lines = [
-        f"**The criterion fails**: resolved with both signs: {', '.join(parts['both'])}."
-        if parts["both"]
-        else "The criterion holds: no difference is resolved with both signs."
-    ]
-    for key, words in (
-        ("here", "Resolved here alone"),
-        ("there", f"Resolved in {repeats} alone"),
-        ("same", "Settings are the same, and so are the reported runs, for"),
-    ):
-        if parts[key]:
-            lines.append(f"{words}{'' if key == 'same' else ':'} {', '.join(parts[key])}.")
-    yield "\n".join(lines)
+    both = ", ".join(resolved["both"])
+    outcomes = {
+        f"**The criterion fails**: resolved with both signs: {both}": resolved["both"],
+        "The criterion holds: no difference is resolved with both signs": not both,
+        f"Resolved here alone: {', '.join(resolved['here'])}": resolved["here"],
+        f"Resolved in {repeats} alone: {', '.join(resolved['there'])}": resolved["there"],
+        f"Settings are the same, and so are the reported runs, for {', '.join(same)}": same,
+    }
+    yield "\n".join(f"{words}." for words, true in outcomes.items() if true)
 
 
 def tables(page: Context) -> Iterator[str]:
