@@ -64,10 +64,9 @@ class JaxNN(Implementation):
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, jax.Array]:
         p = problem
-        k, v, sees = p.k, p.v, None
+        k, v, visible, sees = p.k, p.v, None, None
         bias = self._bias(p) if p.rules else None
-        options: dict[str, Any] = {"mask": p.mask}
-        if bias is not None or self._hides(p):
+        if self._hides(p) or (bias is not None and self.kernel is None):
             # A query that sees no key gets the mean of all values there, and 0 * NaN is NaN.
             visible = p.visible()
             if bias is not None:  # A rule may hide keys, by -inf.
@@ -75,7 +74,7 @@ class JaxNN(Implementation):
             sees = jnp.moveaxis(visible.any(-1), 1, 2)
             used = visible.any((1, 2))[:, :, None, None]
             k, v = (jnp.where(used, x, jnp.zeros((), x.dtype)) for x in (k, v))
-            options = self._arrays(p, visible, bias)
+        options = self._arrays(p, visible, bias)
         if self._orders(p):
             window = p.window
             if window is not None:
@@ -111,7 +110,9 @@ class JaxNN(Implementation):
         values = by_distance(1 - p.keys, p.length)
         return jnp.broadcast_to(values, (p.num_heads, values.shape[1]))
 
-    def _arrays(self, p: Problem, visible: jax.Array, bias: jax.Array | None) -> dict[str, Any]:
+    def _arrays(
+        self, p: Problem, visible: jax.Array | None, bias: jax.Array | None
+    ) -> dict[str, Any]:
         """Returns the arrays of all pairs that `jax.nn` takes, by their names there."""
         if bias is None:
             return {"mask": p.mask}
@@ -130,8 +131,9 @@ class CuDNN(JaxNN):
     It takes causality, and windows with it, as they are. All else that hides keys, and rules by
     distance, are one array of q's dtype, of at most 2**28 numbers, which is read in each pass:
     [B, 1 or N, T, S] of segments, padding, masks, `prefix_length` and given positions,
-    [1, N, T, S] of rules, [B, N, T, S] of both. Rules are rounded to the dtype of q, less the
-    greatest number of each head. Keys that some queries see must be finite.
+    [1, N, T, S] of rules, [B, N, T, S] of both. Rules are rounded to the dtype of q, after
+    the greatest number of each head was subtracted. Keys that some queries see must be finite, and
+    rules alone must not hide all keys of a query.
 
     Gradients of two runs may differ in rounding unless XLA's flag `--xla_gpu_deterministic_ops`
     is set, and there is no second derivative. `jax.vmap` over the parameters of rules raises in
@@ -194,12 +196,14 @@ class CuDNN(JaxNN):
         values -= jax.lax.stop_gradient(values.max(1, keepdims=True))
         return jax.vmap(lambda row: toeplitz_tile_vjp(row, (p.length, p.keys)))(values)[None]
 
-    def _arrays(self, p: Problem, visible: jax.Array, bias: jax.Array | None) -> dict[str, Any]:
+    def _arrays(
+        self, p: Problem, visible: jax.Array | None, bias: jax.Array | None
+    ) -> dict[str, Any]:
         if bias is None:
             return {"mask": visible}  # An array of q's dtype, whose gradient nobody computes.
         hidden = _HIDDEN[p.q.dtype.name]
         bias = jnp.maximum(bias, hidden)
-        bias = jnp.where(visible, bias, hidden) if self._hides(p) else bias
+        bias = bias if visible is None else jnp.where(visible, bias, hidden)
         return {"bias": bias.astype(p.q.dtype)}
 
     def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:

@@ -192,6 +192,7 @@ def test_slots_of_a_pipe_are_read_before_they_are_filled_again():
         inputs={"x": x, "line": line},
         out_types=jax.ShapeDtypeStruct((2, *x.shape), jnp.float32),
         scratch_types={"pipe": pipe.pipe(spec, 2, jnp.float16, **sizes)},
+        moves_registers=True,
         interpret=checked,
     )
     row, column = np.indices((ROWS, ROWS))
