@@ -145,7 +145,7 @@ def augmented_coordinates(
       rescale: r; all axes are multiplied by one log-uniform number in [1/r, r].
 
     Raises:
-      ValueError: for a negative shift, and a jitter or rescale below 1.
+      ValueError: for a negative shift, a jitter or rescale below 1, and a prefix beyond T.
 
     >>> grid = grid_coordinates(1, 2, 2, prefix=1, centred=True)
     >>> augmented_coordinates(jax.random.key(0), grid, rescale=2.0).shape
@@ -157,6 +157,10 @@ def augmented_coordinates(
         f"jitter={jitter}, rescale={rescale}.",
     )
     array_of_rank("augmented_coordinates", "coordinates", coordinates, 3, "[A, B, T]")
+    require(
+        0 <= prefix <= coordinates.shape[2],
+        f"augmented_coordinates: prefix must be 0 to T = {coordinates.shape[2]}, got {prefix}.",
+    )
     floating("augmented_coordinates", "coordinates", coordinates)
     shapes = [(len(coordinates), 1, 1)] * 2 + [(1, 1, 1)]
     keys = jax.random.split(key, 3)

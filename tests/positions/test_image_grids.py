@@ -69,6 +69,8 @@ def test_augmented_coordinates_are_the_same_without_settings_and_within_bounds()
     assert 0.5 <= factors.min() and factors.max() <= 2.0 and np.ptp(factors) < 1e-5
     with pytest.raises(ValueError, match=r"factors 1 or more, got shift=0\.0, jitter=0\.5"):
         pe.augmented_coordinates(jax.random.key(0), grid, jitter=0.5)
+    with pytest.raises(ValueError, match="prefix must be 0 to T = "):
+        pe.augmented_coordinates(jax.random.key(0), grid, prefix=-1)
 
 
 @pytest.mark.needs("torch", "transformers>=5.24")
