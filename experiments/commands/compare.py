@@ -53,8 +53,8 @@ def main(arguments: list[str]) -> int:
 def compare(experiment: Experiment, options: argparse.Namespace) -> int:
     """Carries out the plan of an experiment; returns 0, 1 if a run failed, 130 after Ctrl-C.
 
-    Finished runs are skipped, and those that other processes hold. A run that raises does not stop
-    the others. The process that ends last writes the report.
+    Finished runs are skipped. Runs that other processes hold are looked at again at the end. A run
+    that raises does not stop the others. The process that ends last writes the report.
 
     Args:
       experiment: the experiment.

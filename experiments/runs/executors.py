@@ -56,7 +56,7 @@ def processes(
     Args:
       count: how many.
       events: a queue, which is `EVENTS` there.
-      environments: variables for each process, such as those of its device; with none it has a
+      environments: variables for each process, such as a device's; with none it has a
         processor of its own.
     """
     spawn = multiprocessing.get_context("spawn")

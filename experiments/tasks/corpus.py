@@ -234,7 +234,8 @@ def load_corpus(
         validation.
       least_train: bytes of training text that are needed.
       least_held_out: bytes of held-out text that are needed, and of validation text.
-      advice: says for a number of held-out bytes what would need no more; ends a message.
+      advice: returns settings that need no more than a number of held-out bytes, in words, which
+        end a message.
     """
     try:
         if source := SOURCES.get(name):

@@ -50,7 +50,7 @@ class Lookup(Task):
         return tuple(self.test_modes)
 
     def in_distribution(self, view, length):
-        """Returns whether the way of evaluating and the length are those of training."""
+        """Returns whether the mode of evaluation and the length are as in training."""
         return view == "plain" and super().in_distribution(view, length)
 
     def sample_test(self, key: jax.Array, batch: int) -> tuple[jax.Array, jax.Array, jax.Array]:

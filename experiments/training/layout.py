@@ -75,7 +75,7 @@ class Layout:
 
 
 def layout_of(devices: int, shards_parameters: bool = False) -> Layout:
-    """Returns the layout of a model on the first devices, or on those of all processes."""
+    """Returns the layout of a model on the first devices, or on the devices of all processes."""
     there, hint = jax.devices(), ""
     if there[0].platform == "cpu":
         hint = "; XLA_FLAGS=--xla_force_host_platform_device_count=8 makes 8 of a CPU"

@@ -81,7 +81,9 @@ def warn_of_tiles(problem: Problem, kernels: Pallas) -> None:
     if device in _warned or of_any_version.refusal(problem) is not None:
         return
     _warned.add(device)
-    word = '"pallas"' if kernels.refusal(problem) is None else "Pallas(any_version=True)"
+    word = (
+        '"pallas"' if kernels.refusal(problem) is None else "engine.pallas.Pallas(any_version=True)"
+    )
     checked = "; ".join(
         f"{chip.device_kind} with jax {chip.jax}, {chip.runtime} ({', '.join(chip.dtypes)})"
         for chip in CHIPS

@@ -230,7 +230,7 @@ _OF_OTHER_PARTS = {"musicflamingo": {"max_position_embeddings", "rope_parameters
 
 
 def _read_text_model(config: Mapping[str, Any], decoder: bool | None, read: _Reader) -> Any:
-    """Returns what is read from the config of the text model, under a supported model type."""
+    """Reads the config of the text model, under a supported model type."""
     kind, inner = config.get("model_type"), config.get("text_config")
     require(
         kind is None or isinstance(kind, str),

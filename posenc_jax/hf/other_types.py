@@ -136,7 +136,7 @@ def _esm(config: TrackedConfig) -> Layers:
 
 
 def _layoutlm(config: TrackedConfig) -> Layers:
-    """Reads the table of positions; those of the boxes of words are no part of it."""
+    """Reads the table of positions, without the tables of the boxes of words."""
     config.ignore("max_2d_position_embeddings")
     return table()(config)
 
@@ -198,7 +198,7 @@ def _falcon(config: TrackedConfig) -> Layers:
 
 
 def _deberta_terms(config: TrackedConfig) -> set[str]:
-    """Returns the terms beside q . k."""
+    """Returns the terms that are added to q . k."""
     terms = config.get("pos_att_type") or ()
     return {*(terms.lower().split("|") if isinstance(terms, str) else terms)}
 

@@ -145,7 +145,7 @@ def test_versions_with_which_nobody_compiled_the_kernels_are_refused(chip, monke
     pattern = r"nobody compiled the kernels with jax 0\.13\.1.*Pallas\(any_version=True\)"
     assert re.match(pattern, Pallas().platform_refusal("gpu"))
     assert Pallas(any_version=True).platform_refusal("gpu") is None
-    with pytest.warns(UserWarning, match=r"implementation=\(Pallas\(any_version=True\), None\)"):
+    with pytest.warns(UserWarning, match=r"=\(engine\.pallas\.Pallas\(any_version=True\), None\)"):
         assert _chosen(T5) == "xla"
 
 
