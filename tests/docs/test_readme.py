@@ -1,22 +1,41 @@
 """Length, counts and lists of the README; its code runs in test_markdown.py."""
 
+import json
 import re
 
 import posenc_jax as pe
 from experiments.tasks import TASKS
 from posenc_jax.hf.model_types import MODEL_TYPES
+from posenc_jax.testing import PROPERTIES
 from tests.docs import pages
+from tests.makers import first_picture
 
 
 def prose(page):
     return " ".join(pages.read(page).split())
 
 
-def test_the_readme_is_short_and_begins_without_flax():
-    assert len(pages.read("README.md").splitlines()) <= 200
+def test_the_readme_is_short_and_begins_with_a_layer():
+    assert len(pages.read("README.md").splitlines()) <= 150
     first = pages.blocks("README.md")[0]
-    assert len([line for line in first.code.splitlines() if line]) <= 7
-    assert "flax" not in first.code and "nnx" not in first.code
+    lines = [line for line in first.code.splitlines() if line and "import" not in line]
+    assert len(lines) <= 8
+    assert all(word in first.code for word in ("window", "segment_ids", "cache"))
+
+
+def test_the_first_picture_is_of_the_results():
+    assert first_picture.PICTURE.read_text() == first_picture.picture(), (
+        "run python -m tests.makers first_picture"
+    )
+    memory = json.loads(first_picture.MEMORY.read_text())["MiB"]
+    rule, array = memory["rule"][-1], memory["array"][-1]
+    times = dict(first_picture.times())
+    readme = prose("README.md")
+    assert f"{rule:.0f} MiB at 16,384 tokens, and to {array:,.0f} MiB" in readme
+    assert f"{rule:.0f} MiB of memory in place of {array / 1024:.0f} GiB" in readme
+    assert f"without a bias takes {times['no bias, FlexAttention']:.2f} times" in readme
+    assert f"by cuDNN {times['ALiBi, array by cuDNN']:.1f} times" in readme
+    assert f"T5 as an array {times['T5, array by cuDNN']:.1f} times" in readme
 
 
 def test_pages_count_what_there_is():
@@ -29,8 +48,8 @@ def test_pages_count_what_there_is():
     compared = {golden(name)[0]["config"]["model_type"] for name in NAMES}
     compared |= {*KINDS, *TOWERS}
     assert set(NOT_RUN) <= compared
-    assert f"{len(pe.SCHEMES)} position encodings" in readme
-    assert f"...: {len(pe.SCHEMES)} of them" in readme
+    assert f"{len(pe.SCHEMES)} schemes behind one interface" in readme
+    assert f"a check of {len(PROPERTIES)} properties" in readme
     assert f"reads {len(MODEL_TYPES)} model types" in readme
     assert f"layers of {len(compared)} model types have been compared" in readme
     assert f"{len(TASKS)} tasks" in readme and f"There are {len(TASKS)} tasks" in prose(
@@ -42,7 +61,7 @@ def test_pages_count_what_there_is():
     faults = len(re.findall(r"(?m)^### [0-9]+[.]", pages.read("docs/faults.md")))
     assert f"[{faults} faults in public" in readme
     memory = "234 at 4096; this library with T5's bias 11 and 17"
-    assert memory in prose("docs/faults.md") and "17 MiB" in readme and "234 MiB" in readme
+    assert memory in prose("docs/faults.md")
     claims = re.findall(r"(?m)^\| \[R\w+\].* \| ([\w ]+) \|$", pages.read("docs/results.md"))
     assert f"{len(claims)} claims of papers" in readme
     held = claims.count("holds")
