@@ -99,11 +99,24 @@ def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
     return f"{repository}/blob/main/{file}#L{start}-L{start + len(lines) - 1}"
 
 
+SEARCHED = {
+    "masks": ["sliding window", "BlockMask", "block diffusion", "prefix LM", "attention sinks"],
+    "cluster": ["slurm", "kubernetes", "ray"],
+    "flax": ["orbax", "checkpoint of a layer", "padding"],
+    "which_gpu": ["A100", "H100", "H200", "TPU"],
+    "recipes/flex_attention": ["FlexAttention", "score_mod"],
+    "coming_from/diffusers": ["flux", "wan", "diffusers"],
+}
+"""Words that people search for, by the page that comes first."""
+
+
 def setup(app) -> None:
-    """Lists the recipes in the menu below the page about them, on which GitHub shows no list."""
+    """Adds what GitHub would show as code: a menu of the recipes, and entries of the index."""
 
     def add(app, docname: str, source: list[str]) -> None:
         if docname == "recipes/README":
             source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
+        if terms := SEARCHED.get(docname):
+            source[0] = f"```{{index}} {', '.join(terms)}\n```\n\n{source[0]}"
 
     app.connect("source-read", add)

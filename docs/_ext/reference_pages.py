@@ -245,12 +245,12 @@ def write(app) -> None:
     folder.mkdir(exist_ok=True)
     pages: dict[str, list[str]] = {}
     index = ["# All names", "", "The names of `posenc_jax` by family, and its modules.", ""]
-    shown = []
+    shown = ["gallery"]
     for family, names in families().items():
         title, slug = family[0].upper() + family[1:], "family_" + re.sub(r"\W", "_", family)
         pages[slug] = [f"# {title}", "", *table(names), *toctree([file(n) for n in names])]
         index += [f"## {title}", "", *table(names)]
-        shown += [] if family in SCHEMES else [slug]
+        shown.append(slug)
         for name in names:
             thing = getattr(pe, name)
             pages[file(name)] = module_page(name) if name in MODULES else page(name, thing)
