@@ -107,7 +107,8 @@ def memory_plot() -> list[str]:
         sizes = facts["MiB"][name]
         places = [place(*pair) for pair in zip(facts["lengths"], sizes, strict=True)]
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        drawn = f'fill="none" stroke="{colour}" stroke-width="2"'
+        parts.append(f'<polyline points="{points}" {drawn}/>')
         parts += [dot(x, y, colour) for x, y in places]
         x, y = places[-1]
         parts.append(text(x + 10, y + 4, f"{sizes[-1]:,.0f}", colour))
