@@ -6,7 +6,6 @@ differences between them.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,41 +27,6 @@ ACTIVATIONS = {
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
 }
-
-
-def dot_general(
-    x: jax.Array, w: jax.Array, dimension_numbers: Any, precision: Any = None, **options: Any
-) -> jax.Array:
-    """As `jax.lax.dot_general`, without a copy of half-precision weights for one token on CPUs.
-
-    For products, XLA for CPUs writes bfloat16 weights to memory as float32. It converts operands of
-    elementwise operations as it reads them, so the product of one token is a sum of elements here.
-    """
-    plain = functools.partial(
-        jax.lax.dot_general, dimension_numbers=dimension_numbers, precision=precision, **options
-    )
-    ((of_x, of_w), (batch, _)) = dimension_numbers
-    size = math.prod(x.shape[axis] for axis in of_x)
-    ends = tuple(range(len(of_w))), tuple(range(w.ndim - len(of_w), w.ndim))
-    in_order = of_w and tuple(of_w) in ends and list(of_x) == sorted(of_x)
-    on_mesh = not jax.sharding.get_abstract_mesh().empty
-    if batch or on_mesh or not in_order or x.size != size or w.dtype.itemsize != 2:
-        return plain(x, w)
-
-    def by_elements(x, w):
-        out = jax.eval_shape(plain, x, w)
-        x, w = jax.lax.optimization_barrier((x, w))  # Weights alone are converted beforehand.
-        x = x.astype(jnp.float32).reshape(-1)
-        if of_w[0] == 0:  # Sums over rows are slow: most of them are sums of 8 arrays.
-            count = math.gcd(size, 8)
-            x, w = x.reshape(count, -1, 1), w.reshape(count, size // count, -1)
-            y = sum(x[i] * w[i].astype(jnp.float32) for i in range(count))
-            y = jnp.ones(size // count, jnp.float32) @ jax.lax.optimization_barrier(y)
-        else:
-            y = (w.reshape(-1, size).astype(jnp.float32) * x[None]).sum(1)
-        return y.astype(out.dtype).reshape(out.shape)
-
-    return jax.lax.platform_dependent(x, w, cpu=by_elements, default=plain)
 
 
 def check_tokens(
@@ -148,6 +112,7 @@ class ModelConfig:
       is_causal: whether tokens see only those before them.
       experts: the number of experts and how many a token uses. Default: an MLP.
       dtype, param_dtype: of activations and of parameters, as in `nnx.Linear`.
+      dot_general: of all projections, as in `nnx.Linear`; see `half_precision.py`.
     """
 
     layers: tuple[pe.LayerSpec, ...]
@@ -173,6 +138,7 @@ class ModelConfig:
     experts: tuple[int, int] | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
+    dot_general: Callable[..., jax.Array] = jax.lax.dot_general
 
     def __post_init__(self):
         if f"{self.activation}" not in ACTIVATIONS:
@@ -207,7 +173,7 @@ class ModelConfig:
             head_dim=self.head_dim,
             use_bias=self.attention_bias,
             is_causal=self.is_causal,
-            dot_general=dot_general,
+            dot_general=self.dot_general,
             **self.dtypes,
             rngs=rngs,
         )
@@ -225,7 +191,7 @@ class MLP(nnx.Module):
         linear = functools.partial(
             nnx.Linear,
             use_bias=config.mlp_bias,
-            dot_general=dot_general,
+            dot_general=config.dot_general,
             **config.dtypes,
             rngs=rngs,
         )
@@ -320,7 +286,7 @@ class Decoder(nnx.Module):
             layers = [dataclasses.replace(layer, scheme=pe.NoPE()) for layer in layers]
         self.blocks = nnx.List(Block(config, i, layer, rngs) for i, layer in enumerate(layers))
         self.norm = config.new_norm(rngs)
-        options = {"dot_general": dot_general, "preferred_element_type": jnp.float32}
+        options = {"dot_general": config.dot_general, "preferred_element_type": jnp.float32}
         linear = functools.partial(nnx.Linear, use_bias=False, **config.dtypes, rngs=rngs)
         self.output = None if config.tied else linear(*sizes[::-1], **options)
 
@@ -350,7 +316,7 @@ class Decoder(nnx.Module):
         else:  # `embedding.attend` takes six times as long for one token on CPUs.
             axes = (((2,), (1,)), ((), ()))
             w = self.embedding.embedding[...].astype(hidden.dtype)
-            logits = dot_general(hidden, w, axes, preferred_element_type=jnp.float32)
+            logits = self.config.dot_general(hidden, w, axes, preferred_element_type=jnp.float32)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 import posenc_jax as pe
@@ -257,6 +258,7 @@ def load(
     *,
     dtype: Any = None,
     param_dtype: Any = jnp.float32,
+    dot_general: Callable[..., jax.Array] = jax.lax.dot_general,
 ) -> Decoder:
     """The decoder of a Hugging Face config, with the weights of a state dict.
 
@@ -266,13 +268,14 @@ def load(
       dtype: of activations and cache. Default: `param_dtype`.
       param_dtype: of the parameters; norms of q and k, and norms that add a number to their
         scale, have float32.
+      dot_general: of all projections, as in `ModelConfig`.
 
     Raises:
       ValueError: as `model_config`, and for weights that are missing, of another shape, or left.
     """
     settings, family = model_config(config), FAMILIES[config["model_type"]]
     dtypes = {"dtype": param_dtype if dtype is None else dtype, "param_dtype": param_dtype}
-    settings = dataclasses.replace(settings, **dtypes)
+    settings = dataclasses.replace(settings, **dtypes, dot_general=dot_general)
     return fill(lambda rngs: Decoder(settings, rngs=rngs), weights(family, settings, State(state)))
 
 

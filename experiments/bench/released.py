@@ -32,6 +32,7 @@ from flax import nnx
 
 from examples import checkpoints, families
 from examples.decoder import Decoder, jit_step
+from examples.half_precision import dot_general
 from experiments.bench.cases import DTYPES, positive, positives
 from experiments.bench.timing import show, side_by_side
 from experiments.errors import ConfigError
@@ -101,7 +102,7 @@ def run(options: argparse.Namespace) -> dict:
         gc.collect()
 
     for dtype in options.dtypes:
-        model = families.load(config, state, param_dtype=DTYPES[dtype])
+        model = families.load(config, state, param_dtype=DTYPES[dtype], dot_general=dot_general)
         theirs = Transformers(config, state, dtype, threads) if use_torch else None
         if dtype == "float32":
             check(model, theirs)

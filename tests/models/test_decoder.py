@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from examples import decoder, families
+from examples.half_precision import dot_general
 from posenc_jax.testing import jit_fast
 from tests.models.agreement import read
 
@@ -82,7 +83,7 @@ def test_products_of_one_token_with_halves_equal_those_in_float64(size, axis, ot
     x, w = draws.standard_normal((1, 1, size)), draws.standard_normal((size, *others))
     x, w = (jnp.asarray(a, jnp.bfloat16) for a in (x, w if axis == 0 else w.T))
     axes = (((2,), (axis,)), ((), ()))
-    run = jit_fast(lambda *xw: decoder.dot_general(*xw, axes, preferred_element_type=jnp.float32))
+    run = jit_fast(lambda *xw: dot_general(*xw, axes, preferred_element_type=jnp.float32))
     out = run(x, w)
     exact = np.asarray(w, np.float64)
     exact = np.tensordot(np.asarray(x, np.float64), exact, ((2,), (axis,)))
@@ -90,7 +91,20 @@ def test_products_of_one_token_with_halves_equal_those_in_float64(size, axis, ot
     np.testing.assert_allclose(out, exact, atol=1e-4)
     assert "optimization_barrier" in run.lower(x, w).as_text()
     two = jnp.concatenate([x, x], 1)
-    assert decoder.dot_general(two, w, axes).dtype == jnp.bfloat16
+    assert dot_general(two, w, axes).dtype == jnp.bfloat16
+
+
+def test_all_projections_have_the_dot_general_of_the_config():
+    about, _, state = read("gemma2")
+    shapes = []
+
+    def product(x, w, *numbers, **options):
+        shapes.append(w.shape)
+        return jax.lax.dot_general(x, w, *numbers, **options)
+
+    model = families.load(about["config"], state, dot_general=product)
+    jax.eval_shape(lambda: model(TOKENS))
+    assert len(shapes) == 2 * (4 + 3) + 1  # Attention and MLP of two layers, and the logits.
 
 
 def test_more_tokens_than_a_table_of_positions_holds_are_refused():
@@ -108,13 +122,11 @@ def test_other_products_of_one_token_with_halves_are_those_of_jax():
     for axes in [((1,), (1,)), ((1, 2), (1, 2)), ((2, 1), (2, 1)), ((1, 2), (0, 2))]:
         y = x if len(axes[0]) == 2 else x[:, :, 0]
         numbers = (axes, ((), ()))
-        out, expected = (f(y, w, numbers) for f in (decoder.dot_general, jax.lax.dot_general))
+        out, expected = (f(y, w, numbers) for f in (dot_general, jax.lax.dot_general))
         np.testing.assert_allclose(*(a.astype(jnp.float32) for a in (out, expected)), atol=0.05)
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
     spec = jax.sharding.PartitionSpec(None, None, "x")
     with jax.set_mesh(mesh):
         sharded = jax.device_put(w, jax.sharding.NamedSharding(mesh, spec))
-        out = jax.jit(lambda *xw: decoder.dot_general(*xw, (((1,), (0,)), ((), ()))))(
-            x[:, :, 0], sharded
-        )
+        out = jax.jit(lambda *xw: dot_general(*xw, (((1,), (0,)), ((), ()))))(x[:, :, 0], sharded)
         assert out.sharding.spec == spec
