@@ -85,9 +85,9 @@ def test_flax_in_modules_only():
             assert "flax" not in path.read_text().replace("Flax", ""), path
 
 
-def test_experiments_use_public_names_only():
+def test_experiments_and_examples_use_public_names_only():
     public = {"", "nnx", "linen", "positions", "sharding"}
-    for path in (ROOT / "experiments").rglob("*.py"):
+    for path in [*(ROOT / "experiments").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
         # `make gpu` checks the kernels first.
         also = {"kernels.checks.runner"} if path.name.startswith("accelerator") else set()
         assert imports(path) <= public | also, path

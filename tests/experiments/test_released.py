@@ -139,6 +139,13 @@ def test_a_model_larger_than_the_memory_is_one_line(files, capsys, monkeypatch):
     assert "10,080 parameters take 0.0 GB in float32" in capsys.readouterr().err
 
 
+def test_a_missing_package_is_one_line(files, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert main(["released", "tiny.gguf"]) == 2
+    error = capsys.readouterr().err
+    assert 'pip install ".[released]"' in error and error.count("\n") == 1
+
+
 def test_characters_that_the_terminal_lacks_are_replaced(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     assert main(["released", "\u00e9.gguf"]) == 2
