@@ -56,11 +56,12 @@ SCORES = {
 }
 MODELS = rows(pages.read("docs/models.md"))
 CLOCK = json.loads(pages.read("results/gpu/first/clock.json"))["steps"]["25 million"]
-GAINS = re.findall(r"#   (?:sympy|pythonbible) .* (\S+)\n", pages.read("configs/context.toml"))
-"""What 512 bytes are worth over 64: without convolutions, then with."""
+GAINS = rows(pages.read("docs/methods.md"))
+"""Among others, what 512 bytes are worth over 64."""
 TRAINED, LONGEST = "score", "nonoverlapping 1024"
 DIFFERENCE = "difference to rope"
 ERROR = "greatest difference of logits"
+WORTH = "512 over 64"
 
 
 CORPORA = {
@@ -295,7 +296,8 @@ EVIDENCE = [
     f"lose {varied(SMALL, 'window of 16', 128):.3f} on speeches, "
     f"{varied(CORPORA['code'], 'window of 16', 128):.3f} on code and "
     f"{varied(CORPORA['tunes'], 'window of 16', 128):.3f} on tunes",
-    "512 bytes are worth {0} over 64 there, with them {2}".format(*GAINS),
+    f"512 bytes are worth {GAINS['sympy', WORTH]:.3f} over 64 there, with them "
+    f"{GAINS['sympy, with convolutions', WORTH]:.3f}",
     f"theta 10,000 has {STEPS['rope, theta 10,000', '4,000']:.3f} after 4,000 and "
     f"{STEPS['rope, theta 10,000', '16,000']:.3f} after 16,000",
     f"500 is {CONTEXT['rope_500', DIFFERENCE]:.3f} behind",
