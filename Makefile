@@ -8,7 +8,7 @@
 # ARGS="..."          more arguments for the command that is run
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-quick test-all test-lowest lint format docs dist released compare study scoreboard bench kit gpu tpu
+.PHONY: build/compiled help test test-quick test-all test-lowest lint format docs dist released compare study scoreboard bench kit gpu tpu
 
 # pyenv has more versions than those on the path; Debian splits off what makes environments.
 PYTHON ?= $(shell for v in 3.14 3.13 3.12 3.11; do \
@@ -25,6 +25,10 @@ installed = $(if $(filter file,$(origin RUN)),$(VENV)/.installed-$(1))
 export PYTHONDONTWRITEBYTECODE :=
 # Compilation takes most of the time, on one core per process, and a few files hold most of the work.
 WORKERS := -n auto --maxprocesses 4 --dist worksteal
+# The next run reads the programs that this one compiles; those of last week are deleted.
+TESTS := test test-quick test-all test-lowest
+$(TESTS): export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/build/compiled
+$(TESTS): build/compiled
 
 help:
 	@awk -F ':.*## ' '/^[a-z -]+:.*## / { gsub(" ", ", make ", $$1); printf "make %-23s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +51,9 @@ test-lowest:
 	.venv-lowest/bin/uv pip install -q --python .venv-lowest/bin/python --resolution lowest-direct \
 	  -e ".[experiments]" --group test
 	$(RUN) -m pytest $(WORKERS) -W ignore::DeprecationWarning $(ARGS)
+
+build/compiled:
+	@mkdir -p $@ && find $@ -type f -mtime +7 -delete
 
 lint: $(call installed,lint) ## Check style, types, workflows and forms
 	$(RUN) -m ruff check . && $(RUN) -m ruff format --check .

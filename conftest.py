@@ -18,7 +18,8 @@ if "XLA_FLAGS" not in os.environ and version("jaxlib").startswith(("0.10.", "0.1
     os.environ["XLA_FLAGS"] = "--xla_cpu_parallel_codegen_split_count=1"
     if version("jaxlib").startswith("0.10."):
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
-# All processes of one run share what they compile. A cache that is given also serves the next run.
+# All processes of one run share what they compile. A cache that is given, as by `make test`, also
+# serves the next run.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     compiled = tempfile.mkdtemp(prefix="posenc_jax-tests-")
     atexit.register(shutil.rmtree, compiled, ignore_errors=True)

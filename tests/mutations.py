@@ -108,7 +108,7 @@ def main():
     if arguments.list:
         return print(*(f"{m.path}: {m.name}" for m in chosen), sep="\n")
     with tempfile.TemporaryDirectory() as top:
-        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{top}/compiled")
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / "build/compiled"))
         folders = [pathlib.Path(top, str(i)) for i in range(arguments.jobs)]
         for folder in folders:
             copy_of_tree(folder)
