@@ -181,14 +181,20 @@ class Uncached(pe.RoPE):
 RNGS = nnx.Rngs(0)
 AFTER = pe.QKNorm(after_rotation=True)
 TWICE = {"position": LAYER, "window": 3, "sinks": True}
-RERANGED = pn.Attention(D, N, head_dim=H, position=pe.ReRoPE(H), qk_norm=AFTER, rngs=RNGS)
+
+
+def reranged(**inputs):
+    layer = pn.Attention(D, N, head_dim=H, position=pe.ReRoPE(H), qk_norm=AFTER, rngs=RNGS)
+    return layer(**inputs)
+
+
 ERRORS = [
     (
         pn.Attention,
         {"model_dim": D, "num_heads": N, "head_dim": H, "rngs": RNGS} | TWICE,
         "Attention: window, sinks beside position=LayerSpec",
     ),
-    (RERANGED, {"inputs_q": X}, "rotates q and k within its attention", NotImplementedError),
+    (reranged, {"inputs_q": X}, "rotates q and k within its attention", NotImplementedError),
     (pe.LayerSpec, {"scheme": ROPE, "qk_norm": True}, "be a QKNorm or None, got True", TypeError),
     (pe.LayerSpec, {"scheme": ROPE, "softcap": 0}, "softcap must be positive, got 0"),
     (pe.QKNorm, {"kind": "batch"}, "kind must be one of .*, got 'batch'"),

@@ -14,6 +14,7 @@ from posenc_jax.engine import jax_nn
 from posenc_jax.engine.api import choose, make_problem
 from posenc_jax.engine.rule import as_tuple
 from tests.oracle import qkv
+from tests.support import parameters
 
 Q, K, V = qkv(batch=2, length=12, heads=4, kv_heads=2)
 
@@ -25,7 +26,7 @@ def _blind():
     return mask
 
 
-FIRE_PARAMS = pe.FIRE(num_heads=4).init(jax.random.key(0))
+FIRE_PARAMS = parameters(pe.FIRE(num_heads=4))
 T5 = pe.T5(num_heads=4, num_buckets=8, max_distance=10, bidirectional=True)
 TABLE = np.random.default_rng(5).normal(size=(4, 8)).astype(np.float32)
 

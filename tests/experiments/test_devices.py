@@ -1,6 +1,7 @@
 """One model over several devices, in one process and in two."""
 
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -42,13 +43,17 @@ def close(a, b):
     assert a["scores"] == b["scores"] and a["parameters"] == b["parameters"]
 
 
-@pytest.mark.parametrize("shards_parameters", [False, True])
-def test_losses_of_eight_devices_are_those_of_one(shards_parameters):
+@functools.cache
+def trained(layout=None):
     task = dataclasses.replace(TASK, train=Train(steps=4, steps_per_call=2, warmup=1, batch=8))
     scheme = Experiment(tasks={"kback": task}).scheme("kback", "fox")
-    alone = train(task, scheme, 0, None)
-    layout = layout_of(8, shards_parameters)
-    parts = train(task, scheme, 0, None, layout=layout)
+    return train(task, scheme, 0, None, layout=layout)
+
+
+@pytest.mark.parametrize("shards_parameters", [False, True])
+def test_losses_of_eight_devices_are_those_of_one(shards_parameters):
+    layout, alone = layout_of(8, shards_parameters), trained()
+    parts = trained(layout)
     np.testing.assert_allclose(parts.curve["loss"], alone.curve["loss"], atol=2e-5)
     for a, b in zip(jax.tree.leaves(parts.params), jax.tree.leaves(alone.params), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)

@@ -135,7 +135,7 @@ SCHEME = {
     "scheme must be a Scheme, got 'rope'": {"scheme": "rope"},
     "num_heads is 6, and ALiBi(num_heads=4.* was made for 4": {
         "scheme": pe.chain(ROPE, pe.streaming(pe.ALiBi(4), 2)),
-        "params": pe.chain(ROPE, pe.streaming(pe.ALiBi(4), 2)).init(jax.random.key(0)),
+        "params": ({}, {}),
     },
     "num_heads is 6, and ALiBi(num_heads=np.int64(4)": {"scheme": pe.ALiBi(np.int64(4))},
     "the fields of T5 are static .*unhashable.*numpy": {"scheme": pe.T5(6, stddev=np.ones(1))},

@@ -170,20 +170,28 @@ def test_windows_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="chunk_size has no SlidingWindow beside it"):
         pe.LayerSpec(pe.NoPE(), window=KEEPS_FIRST, chunk_size=4)
     options = {"is_causal": True, "window": KEEPS_FIRST}
+
+    def attend(scheme, arrays, cache=None, **options):
+        return jax.eval_shape(
+            lambda arrays, cache: pe.scheme_attention(scheme, {}, *arrays, cache=cache, **options),
+            arrays,
+            cache,
+        )
+
     for scheme in pe.streaming(pe.RoPE(8)), pe.ReRoPE(8, window=3):
         with pytest.raises(NotImplementedError, match="a SlidingWindow, as queries have other po"):
-            pe.scheme_attention(scheme, {}, *ARRAYS, **options)
+            attend(scheme, ARRAYS, **options)
     sizes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 8}
     one = [x[:, :1] for x in ARRAYS]
     ring = pe.new_cache(pe.NoPE(), 1, 20, ring=True, **sizes)
     with pytest.raises(ValueError, match="needs a ring with its num_sink_tokens, got 0"):
-        pe.scheme_attention(pe.NoPE(), {}, *one, cache=ring, **options)
+        attend(pe.NoPE(), one, ring, **options)
     away = {"is_causal": True, "window": pe.SlidingWindow(5, by="coordinates")}
     with pytest.raises(ValueError, match="a ring counts positions, and the window coordinates"):
-        pe.scheme_attention(pe.NoPE(), {}, *one, cache=ring, **away)
+        attend(pe.NoPE(), one, ring, **away)
     cache = pe.new_cache(pe.NoPE(), 1, 20, **sizes)
     with pytest.raises(ValueError, match="the scheme or the window reads the coordinates of cac"):
-        pe.scheme_attention(pe.NoPE(), {}, *one, cache=cache, coordinates=np.ones(1), **away)
+        attend(pe.NoPE(), one, cache, coordinates=np.ones(1), **away)
     with pytest.raises(ValueError, match=r"needs coordinates of one axis, got \(2,\) axes"):
         pe.attention(*ARRAYS, q_coordinates=np.zeros((2, 1, 63), int), **away)
     with pytest.raises(ValueError, match="num_sink_tokens needs ring=True"):

@@ -47,7 +47,7 @@ def case(name):
             lambda *x: qwen2_vl.generate(model, x[0], STEPS, x[1], patches, grids),
         ),
     }.get(name, ("Decoder", generate))
-    return caller, run, jnp.asarray(tokens), jnp.asarray(mask)
+    return caller, run, tokens.astype(np.int32), mask
 
 
 @pytest.mark.parametrize(
@@ -62,19 +62,20 @@ def test_tokens_outside_the_vocabulary(name):
     caller, run, tokens, mask = case(name)
     assert not mask[-1, 0]
     jitted = jit_fast(run)
-    right = jitted(tokens, mask)
+    right = np.asarray(jitted(tokens, mask))
     for bad, pad in ((VOCABULARY, -1), (-1, VOCABULARY), (VOCABULARY + 9, 2**31 - 1)):
-        padded = jnp.where(mask, tokens, pad)
+        padded = np.where(mask, tokens, np.int32(pad))
         np.testing.assert_array_equal(jitted(padded, mask), right)
-        wrong = padded.at[-1, -2].set(bad)
+        wrong = padded.copy()
+        wrong[-1, -2] = bad
         with pytest.raises(
             ValueError, match=rf"^{caller}: tokens must be in \[0, 44\), the vocabulary, got {bad}"
         ):
             run(wrong, mask)
-        out = jitted(wrong, mask)
+        out = np.asarray(jitted(wrong, mask))
         np.testing.assert_array_equal(out[:-1], right[:-1])
-        floats = jnp.issubdtype(out.dtype, jnp.floating)
-        assert (jnp.isnan(out[-1]) if floats else out[-1] == -1).all()
+        floats = np.issubdtype(out.dtype, np.floating)
+        assert (np.isnan(out[-1]) if floats else out[-1] == -1).all()
 
 
 def test_the_choice_from_logits_that_are_nan():
@@ -104,7 +105,7 @@ def test_segment_ids_below_zero_are_padding():
         return jnp.where(ids < 0, 0.0, model(padded, segment_ids=ids)[..., 0]).sum()
 
     gradients = nnx.jit(nnx.grad(loss))(model)
-    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(gradients))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int32"])
@@ -119,10 +120,10 @@ def test_a_vocabulary_larger_than_the_type_of_tokens_or_of_one(dtype):
 def test_positions_beyond_a_table_under_jit():
     """One row has 5 tokens and 6 new ones, and the table holds 8."""
     model = small(pe.LearnedAbsolute(max_length=8, model_dim=16))
-    tokens = jnp.asarray(prompts()[0][:2, -5:])
+    tokens = prompts()[0][:2, -5:].astype(np.int32)
     run = jit_fast(lambda tokens, mask: decoder.generate(model, tokens, 6, mask=mask))
-    mask = jnp.ones(tokens.shape, bool).at[1, :3].set(False)
-    long, short = run(tokens, mask), run(tokens, mask.at[0].set(mask[1]))
+    mask = np.arange(5) >= [[0], [3]]
+    long, short = (np.asarray(run(tokens, x)) for x in (mask, mask[[1, 1]]))
     assert (long[0] == -1).tolist() == [False] * 4 + [True] * 2
     assert (short >= 0).all()
     np.testing.assert_array_equal(long[1], short[1])
@@ -142,15 +143,15 @@ def test_images_need_no_token_of_the_vocabulary(monkeypatch):
 
 def test_other_numbers_that_are_looked_up():
     """Token types of BERT, and tokens of the decoder of T5."""
-    tokens, mask = (jnp.asarray(x[-1:]) for x in prompts())
+    tokens, mask = (x[-1:] for x in prompts())
     about, _, state = read("bert")
     model = bert.load(about["config"], state)
     with pytest.raises(ValueError, match=r"^BERT: types must be in \[0, 2\), .*, got 2"):
-        model(tokens, mask, jnp.where(mask, 2, -1))
+        model(tokens, mask, np.where(mask, 2, -1))
     about, _, state = read("t5")
     model = t5.load(about["config"], state)
     with pytest.raises(ValueError, match=r"^T5: tokens must be in \[0, 44\), .*, got -1"):
-        model(tokens.at[0, 0].set(-1), None)
+        model(tokens * 0 - 1, None)
     with pytest.raises(ValueError, match=r"^greedy: start must be in \[0, 44\), .*, got 44"):
         t5.greedy(model, tokens, mask, 1, start=44)
 

@@ -1,6 +1,7 @@
 """`decode=True`: caches inside of NNX and Linen layers, as Flax's own attention has them."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -180,15 +181,16 @@ def test_later_calls_are_of_the_segment_of_the_last_token(spec):
 
 def test_decoding_without_a_cache_is_refused():
     module = pl.Attention(num_heads=N, position=pe.RoPE(H), decode=True, **LAYER)
-    params = {"params": module.init(jax.random.key(0), X)["params"]}
+    params = {"params": jax.eval_shape(module.init, jax.random.key(0), X)["params"]}
+    apply = functools.partial(module.apply, mutable=["cache"])
     with pytest.raises(ValueError, match="needs the collection 'cache' that init returns"):
-        module.apply(params, X[:, :5], mutable=["cache"])
+        jax.eval_shape(apply, params, X[:, :5])
     layer = pn.Attention(D, N, decode=True, rngs=nnx.Rngs(0), **LAYER)
     with pytest.raises(ValueError, match="decode=True needs a cache; call init_cache first"):
-        layer(X)
+        nnx.eval_shape(lambda layer: layer(X), layer)
     layer.init_cache((BATCH, T, D))
     with pytest.raises(ValueError, match="decode=True has its own cache; give no cache="):
-        layer(X, cache=layer.new_cache(BATCH, T))
+        nnx.eval_shape(lambda layer: layer(X, cache=layer.new_cache(BATCH, T)), layer)
     full = jnp.full((BATCH,), T, jnp.int32)
     with pytest.raises(ValueError, match="9 of 9 slots of row 0 are used and 1 more tokens do not"):
         layer.kv_cache.set_value(dataclasses.replace(layer.new_cache(BATCH, T), length=full))

@@ -10,7 +10,7 @@ import pytest
 import posenc_jax as pe
 from tests import oracle
 from tests.oracle import qkv, softmax_attention
-from tests.support import parameters
+from tests.support import parameters, run
 
 ARRAYS = qkv(length=21)
 
@@ -72,11 +72,12 @@ def test_a_chain_embeds_in_order_with_separate_parameters():
     assert len(params) == 3 and params[1] == {}
     first, last = params[0]["table"], params[2]["table"]
     assert np.abs(first - last).max() > 1e-3
-    out = pe.scheme_embedding(scheme, params, jnp.zeros((1, 5, 4)))
+    x = np.zeros((1, 5, 4), np.float32)
+    out = run(pe.scheme_embedding, (scheme,), params, x)
     expected = first[:5] + pe.sinusoidal_encoding(jnp.arange(5), 4) + last[:5]
     np.testing.assert_allclose(out[0], expected, atol=1e-6)
     with pytest.raises(ValueError, match=r"params lack \[2\]\['table'\]"):
-        pe.scheme_embedding(scheme, params[:2], jnp.zeros((1, 5, 4)))
+        pe.scheme_embedding(scheme, params[:2], x)
 
 
 def test_a_chain_with_content_and_value_rules():
