@@ -13,8 +13,9 @@ import posenc_jax as pe
 from posenc_jax.engine import jax_nn
 from posenc_jax.engine.api import choose, make_problem
 from posenc_jax.engine.rule import as_tuple
+from tests.engine.rules import explicit_mask
 from tests.oracle import qkv
-from tests.support import parameters
+from tests.support import parameters, run
 
 Q, K, V = qkv(batch=2, length=12, heads=4, kv_heads=2)
 
@@ -177,30 +178,33 @@ HIDING = {
 }
 
 
+def _slopes(implementation, has_rules, arrays, options):
+    def loss(q, k, v, table):
+        rules = _two_rules(table) if has_rules else ()
+        out = pe.attention(q, k, v, rules=rules, implementation=implementation, **options)
+        return jnp.sum(out.astype(jnp.float32) ** 2), out
+
+    return jax.grad(loss, (0, 1, 2, 3), has_aux=True)(*arrays)
+
+
 @pytest.mark.parametrize("name", HIDING)
 @pytest.mark.parametrize("has_rules", [False, True])
 def test_cudnn_hides_keys_by_an_array(on_gpu, name, has_rules):
-    """Outputs and gradients within the rounding of float16."""
-    options, arrays = HIDING[name], [jnp.asarray(x, jnp.float16) for x in (Q, K, V)]
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(implementation, *arrays):
-        def loss(q, k, v, table):
-            rules = _two_rules(table) if has_rules else ()
-            out = pe.attention(q, k, v, rules=rules, implementation=implementation, **options)
-            return jnp.sum(out.astype(jnp.float32) ** 2), out
-
-        return jax.grad(loss, (0, 1, 2, 3), has_aux=True)(*arrays)
-
-    got, expected = (run(x, *arrays, TABLE) for x in ("cudnn", "reference"))
+    """Outputs and gradients within the rounding of float16; expected are those of one mask."""
+    arrays = *(x.astype(np.float16) for x in (Q, K, V)), TABLE
+    got = jax.jit(lambda arrays: _slopes("cudnn", has_rules, arrays, HIDING[name]))(arrays)
     assert on_gpu == ["cudnn"]
+    options = explicit_mask(HIDING[name], 2, 4, 12)
+    options |= {n: np.broadcast_to(options[n], (2, 12)) for n in ("q_positions", "k_positions")}
+    expected = run(_slopes, ("reference", has_rules), arrays, options)
     _assert_close(got, expected)
 
 
 def _assert_close(got, expected):
     """Within three digits of the greatest number, as of float16."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=3e-3 * float(jnp.max(jnp.abs(y)) + 1e-3))
+        x, y = np.asarray(x), np.asarray(y)
+        np.testing.assert_allclose(x, y, rtol=0, atol=3e-3 * float(np.abs(y).max() + 1e-3))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +224,7 @@ def test_cudnn_takes_positions(on_gpu, options):
 
 def test_padding_and_hidden_values_may_be_anything_for_cudnn(on_gpu):
     ids = np.repeat([[-1, 0]], [4, 8], axis=1).astype(np.int32)
-    q, k, v = (jnp.asarray(x[:1], jnp.float16) for x in (Q, K, V))
+    q, k, v = (x[:1].astype(np.float16) for x in (Q, K, V))
 
     def loss(q, k, v, implementation):
         out = pe.attention(
@@ -228,9 +232,9 @@ def test_padding_and_hidden_values_may_be_anything_for_cudnn(on_gpu):
         )
         return jnp.sum(out.astype(jnp.float32) ** 2), out
 
-    run = jax.grad(loss, (0, 1, 2), has_aux=True)
-    bad = [x.at[:, :4].set(jnp.nan) for x in (q, k, v)]
-    _assert_close(run(*bad, "cudnn"), run(q, k, v, "reference"))
+    slopes = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), static_argnums=3)
+    bad = [np.where(ids[..., None, None] < 0, np.float16(np.nan), x) for x in (q, k, v)]
+    _assert_close(slopes(*bad, "cudnn"), slopes(q, k, v, "reference"))
 
 
 @pytest.mark.parametrize(
