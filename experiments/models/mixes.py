@@ -57,6 +57,16 @@ def rope_500(head_dim: int) -> pe.Scheme:
     return pe.RoPE(head_dim=head_dim, theta=500.0)
 
 
+def rope_100k(head_dim: int) -> pe.Scheme:
+    """Returns RoPE with the base 1e5."""
+    return pe.RoPE(head_dim=head_dim, theta=1e5)
+
+
+def rope_1m(head_dim: int) -> pe.Scheme:
+    """Returns RoPE with the base 1e6, as the whole layers of Gemma 3 have it."""
+    return pe.RoPE(head_dim=head_dim, theta=1e6)
+
+
 def t5_own_scale(num_heads: int, trained_length: int) -> tuple[pe.LayerSpec, ...]:
     """Returns layers with T5's bias and the scale of its checkpoints, in place of 1/sqrt(H)."""
     return (pe.LayerSpec(pe.T5(num_heads=num_heads, max_distance=trained_length), scale=1.0),)

@@ -58,13 +58,18 @@ def is_of_context(task: Task) -> bool:
 def contexts(row: Row) -> dict[str, str]:
     """Returns the scores in sliding windows, if some are shorter than the trained length.
 
-    The last cell says whether windows beyond it gain, lose or are flat.
+    Copies have the change by windows that hold the earlier use. The last cell says whether windows
+    beyond the trained length gain, lose or are flat.
     """
     task = row.cell.task
     if not is_of_context(task):
         return {}
     lengths = sorted(getattr(task, "sliding_lengths", ()))
     cells = {f"sliding {n}": in_cell(row.values("sliding", n)) for n in lengths}
+    for name, ends in getattr(task, "copies", {}).items():
+        unseen, seen = (row.values(name, length) for length in ends)
+        gains = [b - a for a, b in zip(unseen, seen, strict=True)]
+        cells[name] = "" if math.isnan(mean(gains)) else in_cell(gains, "+.3f")
     if lengths[-1] <= task.train_length:
         return cells
     changes = _changes(row, "sliding", lengths[-1])

@@ -7,10 +7,14 @@ longest test length, spread evenly over the held-out text, after a context of th
                       the window as context (0 to length - 1)
     sliding           windows of the length that end every `stride` bytes; only the last
                       `stride` bytes of each count, so all have nearly the full context
+    copied a-b        sliding, those bytes alone that end an n-gram whose last earlier use is more
+                      than a and at most b bytes back: at length a the window has no such use, at
+                      length b it has
 """
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, ClassVar
 
 import jax
@@ -55,8 +59,8 @@ class Text(Task):
     sliding_lengths: tuple[int, ...] = (128, 256, 512)
     """Lengths of the sliding evaluation, among the test lengths or below the training length."""
     ngram: NonNegativeInt = 0
-    """Length n of the n-grams that split the sliding evaluation into repeated and new bytes; 0: no
-    split."""
+    """Length n of the n-grams that split the sliding evaluation into repeated and new bytes, and by
+    the distance of copies; 0: no split."""
     variants: tuple[str, ...] = ("ntk", "pi")
     """Changes of RoPE without training, by which the trained parameters are measured too; see
     `experiments.models.methods.varied`."""
@@ -97,7 +101,13 @@ class Text(Task):
     @property
     def views(self):
         """The modes of evaluation, and the variants."""
-        return (*self.labels.modes, *self.variants)
+        return (*self.labels.modes, *self.copies, *self.variants)
+
+    @property
+    def copies(self) -> dict[str, tuple[int, int]]:
+        """Distances a and b between sliding lengths, by the names of views."""
+        lengths = sorted(self.sliding_lengths) if self.ngram else []
+        return {f"copied {a}-{b}": (a, b) for a, b in itertools.pairwise(lengths)}
 
     @property
     def zero_shot(self):
@@ -161,6 +171,9 @@ class Text(Task):
         evaluations = []
         held_out, validation = data.held_out
         lengths = {"nonoverlapping": self.test_lengths, "sliding": self.sliding_lengths}
+        if self.copies:  # All sliding lengths score the same bytes, in one order.
+            longest = self.windows(held_out, max(self.sliding_lengths), "sliding")
+            farthest = last_uses(*longest, self.ngram)
         for length in dict.fromkeys([*self.test_lengths, *self.sliding_lengths]):
             trained = length == self.train_length
             variants: dict[str | None, Position | None] = {None: position}
@@ -177,8 +190,11 @@ class Text(Task):
                     bits = _bits(graphdef, params, windows, count)
                     parts = {mode: np.ones(bits.shape, bool)}
                     if mode == "sliding" and self.ngram:
-                        again = repeated(windows, count, self.ngram)
+                        again = last_uses(windows, count, self.ngram) > 0
                         parts |= {"repeated": again, "new": ~again}
+                        for name, (a, b) in self.copies.items():
+                            if length >= a:
+                                parts[name] = (farthest > a) & (farthest <= b)
                     for part, scored in parts.items():
                         if not scored.any():  # Of a short text no byte may repeat, or none be new.
                             continue
@@ -288,21 +304,21 @@ def _by_place(bits: np.ndarray) -> list[float | None]:
     return [round(float(part.mean()), 5) if len(part) else None for part in parts]
 
 
-def repeated(windows: np.ndarray, count: int, n: int) -> np.ndarray:
-    """Returns whether the last `count` bytes end an n-gram that occurs earlier in the window.
+def last_uses(windows: np.ndarray, count: int, n: int) -> np.ndarray:
+    """Returns how far back the n-gram that each byte ends was used last; 0 if it was not.
 
     The earlier n-gram may overlap with the later one. Windows are uint8 [windows, length + 1], the
-    result is bool [windows, count].
+    result is of their last `count` bytes, int [windows, count].
 
-    >>> repeated(np.frombuffer(b"abcabx", np.uint8)[None], 3, 2)[0].tolist()
-    [False, True, False]
+    >>> last_uses(np.frombuffer(b"abcabx", np.uint8)[None], 3, 2)[0].tolist()
+    [0, 3, 0]
     """
-    ends = np.zeros((len(windows), count), bool)
+    distances = np.zeros((len(windows), count), int)
     for row, window in enumerate(windows):
-        text, seen = window.tobytes(), set()
+        text, ends = window.tobytes(), {}
         for end in range(n, len(text) + 1):
             gram, place = text[end - n : end], end - 1 - (len(text) - count)
-            if place >= 0:
-                ends[row, place] = gram in seen
-            seen.add(gram)
-    return ends
+            if place >= 0 and gram in ends:
+                distances[row, place] = end - ends[gram]
+            ends[gram] = end
+    return distances

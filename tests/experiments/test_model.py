@@ -302,7 +302,7 @@ def test_text_evaluation_equals_a_loop_over_bytes():
     evaluations = task.evaluate(scheme, params, 0, data)
     assert evaluations[0].in_distribution
     assert {(e.mode, e.variant) for e in evaluations if e.length == 4} == {
-        (mode, None) for mode in ("sliding", "repeated", "new")
+        (mode, None) for mode in ("sliding", "repeated", "new", "copied 4-8")
     }
     starts = task.block_starts(held_out)
     graphdef = structure(SIZES, scheme, 256)
@@ -312,7 +312,7 @@ def test_text_evaluation_equals_a_loop_over_bytes():
         return jax.nn.log_softmax(nnx.merge(graphdef, params)(tokens[None])[0])
 
     for e in [e for e in evaluations if e.variant is None]:
-        bits, again = [], []
+        bits, again, back = [], [], []
         for start in starts:
             step = e.length if e.mode == "nonoverlapping" else task.stride
             for end in range(start + step, start + 16 + 1, step):
@@ -323,8 +323,16 @@ def test_text_evaluation_equals_a_loop_over_bytes():
                 bits += list(-logp[e.length - step :])
                 pairs = [tuple(window[i - 1 : i + 1]) for i in range(1, e.length + 1)]
                 again += [pairs[i] in pairs[:i] for i in range(e.length - step, e.length)]
+                for at in range(end - step + 1, end + 1):  # In windows of 16 that end at `end`.
+                    pair, first = tuple(held_out[at - 1 : at + 1]), end - 16 + 1
+                    uses = [i for i in range(first, at) if tuple(held_out[i - 1 : i + 1]) == pair]
+                    back.append(at - uses[-1] if uses else 0)
         assert len(bits) == 32 and 0 < sum(again) < 32
         scored = {"repeated": np.array(again), "new": ~np.array(again)}.get(e.mode, slice(None))
+        if e.mode.startswith("copied"):
+            a, b = map(int, e.mode.split()[1].split("-"))
+            scored = (np.array(back) > a) & (np.array(back) <= b)
+            assert 0 < sum(scored) < 32 and e.length >= a
         assert e.value == pytest.approx(np.array(bits)[scored].mean() / np.log(2), abs=2e-4)
         if e.mode == "nonoverlapping":
             by_place = np.reshape(bits, (-1, step)).mean(0) / np.log(2)
@@ -332,7 +340,8 @@ def test_text_evaluation_equals_a_loop_over_bytes():
             np.testing.assert_allclose(e.places[: e.length], by_place, atol=2e-4)
         else:
             assert e.places is None
-    assert {e.mode for e in evaluations} == {"nonoverlapping", "sliding", "repeated", "new"}
+    modes = {"nonoverlapping", "sliding", "repeated", "new", "copied 4-8", "copied 8-16"}
+    assert {e.mode for e in evaluations} == modes
     changed = {(e.variant, e.length): e.value for e in evaluations if e.mode == "nonoverlapping"}
     assert changed["ntk", 16] != changed[None, 16] != changed["pi", 16]
     assert ("ntk", 8) not in changed
