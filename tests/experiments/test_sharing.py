@@ -31,7 +31,7 @@ save = getattr(Checkpoints.save, "before", Checkpoints.save)  # Dask may load th
 def stop(self, state, curve, times):
     self.written = -1e9
     save(self, state, curve, times)
-    print(self.path.parent.name, flush=True)
+    print("held", self.path.parent.name, flush=True)
     time.sleep(600)
 stop.before = save
 Checkpoints.save = stop
@@ -81,7 +81,7 @@ def test_a_killed_process_leaves_its_run_to_the_others(folder, start):
     assert main(ALONE) == 0
     words = ["compare", "small.toml", "--name", "shared", "--workers", "1"]
     victim, shared = start("-c", _VICTIM, *words), folder / "shared"
-    killed = next(line.strip() for line in victim.stdout if line.startswith("kback-"))
+    killed = next(line.split()[1] for line in victim.stdout if line.startswith("held"))
     assert is_locked(shared / killed)
     other = start("-m", "experiments", *words)
     out = other.communicate()[0]
@@ -147,7 +147,7 @@ def test_a_worker_of_dask_that_dies(folder, start, tmp_path, monkeypatch):
     start(*dask, "scheduler", "--port", "0", "--no-dashboard", *file)
     victim = start(*dask, "worker", *file, *one, "--preload", "victim.py")
     queue = start("-m", "experiments", *words)
-    killed = next(line.strip() for line in victim.stdout if line.startswith("kback-"))
+    killed = next(line.split()[1] for line in victim.stdout if line.startswith("held"))
     start(*dask, "worker", *file, *one)
     assert is_locked(folder / "dask" / killed)
     victim.kill()
