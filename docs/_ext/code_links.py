@@ -1,4 +1,4 @@
-"""Links names in code to their pages: `pe.RoPE` in Markdown, and any name in a docstring.
+"""Links names in code to their pages: `pe.RoPE` and `RoPE(...)` in Markdown, any in a docstring.
 
 Text in single backticks that is no name of a page stays plain code, without a warning. A type in a
 signature that is not public leads to its source.
@@ -15,6 +15,13 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 import posenc_jax as pe
 
 NAME = re.compile(r"(pe|posenc_jax|jax|nnx|flax)((?:\.\w+)+)(?:\(\))?")
+CLASS = re.compile(r"([A-Z]\w*)(?:\(.*\))?")
+LINKED = {
+    name
+    for name, thing in vars(pe).items()
+    if isinstance(thing, type) and issubclass(thing, pe.Scheme | pe.FrequencyMap)
+}
+"""Schemes and frequency maps, which pages name without the package."""
 ALIASES = {"pe": "posenc_jax", "nnx": "flax.nnx"}
 WORDS = {"positions", "sharding", "testing", "key"}
 """Arguments that are names of modules or methods too."""
@@ -49,13 +56,20 @@ class LinkCode(SphinxPostTransform):
     def run(self, **kwargs) -> None:
         """Wraps each name in a reference."""
         for node in list(self.document.findall(nodes.literal)):
-            match = NAME.fullmatch(node.astext())
-            if match and not isinstance(node.parent, nodes.reference | addnodes.pending_xref):
-                target = ALIASES.get(match[1], match[1]) + match[2]
+            target = self.target(node.astext())
+            if target and not isinstance(node.parent, nodes.reference | addnodes.pending_xref):
                 link = addnodes.pending_xref("", **attributes(target))
                 link["refdoc"] = self.env.current_document.docname
                 node.parent.replace(node, link)
                 link += node
+
+    @staticmethod
+    def target(code: str) -> str:
+        """Returns the full name of the object that code names, "" if it is none."""
+        if match := NAME.fullmatch(code):
+            return ALIASES.get(match[1], match[1]) + match[2]
+        match = CLASS.fullmatch(code)
+        return f"posenc_jax.{match[1]}" if match and match[1] in LINKED else ""
 
 
 def without_page(app, env, node, content) -> nodes.Node | None:

@@ -269,7 +269,7 @@ def write(app) -> None:
 def gallery() -> list[str]:
     """Returns the page with a picture of each scheme."""
     lines = ["# Gallery", "", "Every scheme and frequency map; each picture leads to its page.", ""]
-    lines += ["::::{grid} 2 3 3 4", ":gutter: 2", ":class-container: gallery", ""]
+    lines += ["::::{grid} 1 2 3 4", ":gutter: 2", ":class-container: gallery", ""]
     names = [name for names in families().values() for name in names if name not in MODULES]
     for thing in map(public, [*names, *pe.contrib.__all__]):
         if is_scheme(thing) or is_map(thing):
