@@ -167,7 +167,7 @@ __all__ += [
     for name, thing in list(globals().items())
     if getattr(thing, "__module__", "").startswith("posenc_jax.")
 ]
-__version__ = "0.1.0"
+__version__ = "0.1.0rc1"
 
 
 class _Schemes(dict[str, type[Scheme]]):

@@ -83,7 +83,7 @@ def test_unknown_names():
 def test_files_name_the_version():
     assert f"\nversion: {pe.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     readme = (ROOT / "README.md").read_text()
-    assert set(re.findall(r"(?i)version v?([0-9]+[.][0-9]+[.][0-9]+)", readme)) <= {pe.__version__}
+    assert set(re.findall(r"(?i)version\W* v?([0-9]+[.][0-9]+[.]\w+)", readme)) <= {pe.__version__}
     headings = re.findall(r"(?m)^## (\S+)", (ROOT / "CHANGELOG.md").read_text())
     assert pe.__version__ in headings[:2]  # The first may be "Unreleased".
 
