@@ -25,8 +25,8 @@
     claim = "a sentence"
     criteria = ["yarn.at[12288] - rope.at[12288] <= -0.3"]
 
-A cell is one pass over one document with one layer. Losses do not depend on later tokens, so
-that a pass to a longer target serves a shorter one with the same layer.
+A cell is one pass over one document with one layer, for losses or a probe. Losses do not depend on
+later tokens, so that a pass to a longer target serves a shorter one with the same layer.
 """
 
 import dataclasses
@@ -38,9 +38,12 @@ from typing import Any, ClassVar
 import posenc_jax as pe
 from experiments.claims import Claim, check
 from experiments.errors import ConfigError
+from experiments.lengths.results import CELLS, CellResult
 from experiments.lengths.texts import CITIES, Design
-from experiments.models.methods import METHODS, changed, window_of
+from experiments.models.methods import METHODS, changed, seen, window_of
+from experiments.models.schemes import as_code
 from experiments.runs.results import digest
+from experiments.runs.run import Work
 from experiments.settings.config_io import STRICT, convert, near, read_toml
 from experiments.tasks.corpus import SOURCES
 
@@ -68,31 +71,6 @@ class Document:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
-    """One pass.
-
-    Attributes:
-      task: "losses" or "probe".
-      document: the document.
-      layer: scheme and window of all layers.
-      count: the number of tokens N.
-      settings: all that its result depends on.
-    """
-
-    task: str
-    document: Document
-    layer: pe.LayerSpec
-    count: int
-    settings: dict[str, Any] = dataclasses.field(compare=False, repr=False)
-
-    @property
-    def name(self) -> str:
-        """The name of its folder, which ends with a digest of its settings."""
-        parts = self.task, self.document.corpus, Path(self.document.name).stem, self.count
-        return "-".join(map(str, [*parts, digest(self.settings)]))
-
-
-@dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """A package with the file of a model, the hash of the file, and its RoPE."""
 
@@ -105,6 +83,55 @@ class Checkpoint:
     head_dim: int
     theta: float
     trained: int
+
+    @property
+    def layer(self) -> pe.LayerSpec:
+        """Its layers."""
+        return pe.LayerSpec(pe.RoPE(self.head_dim, theta=self.theta))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell(Work):
+    """One pass.
+
+    Attributes:
+      document: the document.
+      layer: scheme and window of all layers.
+      count: the number of tokens N.
+      checkpoint: whose model reads.
+      probe: of questions and copies; None for losses.
+      settings: all that its result depends on.
+      file: of the checkpoint; None: of its package.
+    """
+
+    document: Document
+    layer: pe.LayerSpec
+    count: int
+    checkpoint: Checkpoint
+    probe: Design | None
+    settings: dict[str, Any] = dataclasses.field(compare=False, repr=False)
+    file: Path | None = None
+    kind: ClassVar = CELLS
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        document = self.document.corpus, Path(self.document.name).stem
+        parts = self.settings["task"], *document, self.count, digest(self.settings)
+        return "-".join(map(str, parts))
+
+    @property
+    def title(self) -> str:
+        """Its name for people, in a line."""
+        window = "" if self.layer.window is None else f", window {seen(self.layer)}"
+        words = f"{self.settings['task']} {self.document.title} {self.count:,}"
+        return f"{words} {as_code(self.layer.scheme)}{window}"
+
+    def measured(self, *_: Any, **__: Any) -> CellResult:
+        """Returns the result of the pass, which does not stop within it."""
+        from experiments.lengths.read import measure  # A page does not need its packages.
+
+        return measure(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,14 +180,9 @@ class Plan:
     picture: Picture
     claims: tuple[Claim, ...]
 
-    @property
-    def trained(self) -> pe.LayerSpec:
-        """The layers of the checkpoint."""
-        return pe.LayerSpec(pe.RoPE(self.checkpoint.head_dim, theta=self.checkpoint.theta))
-
     def layer(self, method: str, target: int) -> pe.LayerSpec:
         """Returns the layers with a method, to read to a target."""
-        return changed(self.trained, method, self.checkpoint.trained, target)
+        return changed(self.checkpoint.layer, method, self.checkpoint.trained, target)
 
     @property
     def longest(self) -> int:
@@ -219,9 +241,10 @@ class Plan:
             "count": count,
             "checkpoint": self.checkpoint.sha256,
         }
-        if task == "probe":
-            settings["probe"] = repr(self.probe)
-        return Cell(task, document, layer, count, settings)
+        probe = self.probe if task == "probe" else None
+        if probe:
+            settings["probe"] = repr(probe)
+        return Cell(document, layer, count, self.checkpoint, probe, settings)
 
     def cells(self) -> Iterator[Cell]:
         """Yields all cells once, in the order in which they run."""

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from experiments.runs.results import Kind
 from experiments.settings.config_io import STRICT, convert
+from experiments.stats import mean
 
 BIN = 1024
 """Places of one mean of `CellResult.losses`."""
@@ -40,6 +41,14 @@ class CellResult:
     environment: dict[str, Any]
     commit: str
     finished: str
+
+    @property
+    def summary(self) -> str:
+        """The mean and the last loss, or the number of right answers, in a line."""
+        if self.losses:
+            return f"{mean(self.losses):.3f} nats, {self.losses[-1]:.3f} at the end"
+        hits = sum(row[-1] for row in self.questions)
+        return f"{hits:.0f} of {len(self.questions)} answers"
 
     def __post_init__(self):
         losses = 0 if self.questions or self.copies else self.settings.get("count", 0) // BIN

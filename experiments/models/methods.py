@@ -84,6 +84,14 @@ def window(seen: int, sinks: int = 0) -> str:
     return (f"sinks_{sinks}_" if sinks else "") + f"window_{seen - sinks}"
 
 
+def seen(layer: pe.LayerSpec) -> int:
+    """Returns the number of tokens that a token sees, itself included, without sinks."""
+    window = layer.window.sides if isinstance(layer.window, pe.SlidingWindow) else layer.window
+    if window is None:
+        return 2**31
+    return window[0] + 1 if isinstance(window, tuple) else window
+
+
 def words(name: str) -> str:
     """Returns a name for tables.
 

@@ -260,3 +260,19 @@ def has_table(position: Position) -> bool:
     """Returns whether a scheme has a table with one row per position."""
     fields = (f.name for s in schemes_in(position) for f in dataclasses.fields(s))
     return "max_length" in fields
+
+
+def as_code(value: Any) -> str:
+    """Returns the call that makes a scheme, without defaults.
+
+    >>> as_code(pe.streaming(pe.RoPE(64, scaling=pe.NTK(1.5)), 4))
+    'streaming(RoPE(head_dim=64, scaling=NTK(factor=1.5)), 4)'
+    """
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    values = {f.name: (getattr(value, f.name), f.default) for f in dataclasses.fields(value)}
+    name = type(value).__name__
+    if name.startswith("_"):  # A function of this name makes it from its fields.
+        return f"{name.strip('_').lower()}({', '.join(as_code(x) for x, _ in values.values())})"
+    shown = (f"{name}={as_code(x)}" for name, (x, default) in values.items() if x != default)
+    return f"{name}({', '.join(shown)})"

@@ -16,11 +16,12 @@ from flax import nnx
 import posenc_jax as pe
 from examples.checkpoints import Checkpoint
 from examples.decoder import Decoder
+from experiments.models.methods import seen
 from experiments.pages.tables import aligned
 from experiments.released import equality
 from experiments.released.by_place import ByPlace
 from experiments.released.losses import Losses, set_method
-from experiments.released.plan import SLOTS, Plan, seen
+from experiments.released.plan import SLOTS, Plan
 from experiments.released.speed import Steps
 from experiments.runs.environment import usable_cores
 from experiments.runs.run import duration

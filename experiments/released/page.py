@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import posenc_jax as pe
+from experiments.models.methods import seen
+from experiments.models.schemes import as_code
 from experiments.pages.page import as_html, fill, picture, table
 from experiments.released.measure import Measured
-from experiments.released.plan import Plan, as_code, seen
+from experiments.released.plan import Plan
 
 
 def render(plan: Plan, measured: Measured, command: str, machine: Mapping[str, object]) -> str:

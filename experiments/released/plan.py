@@ -18,6 +18,7 @@ from examples.checkpoints import Checkpoint
 from examples.decoder import Decoder, ModelConfig
 from experiments.errors import ConfigError
 from experiments.models import methods
+from experiments.models.schemes import as_code
 from experiments.released.packages import packaged
 from experiments.settings.config_io import names
 
@@ -241,27 +242,3 @@ def _tokens(file: Path | None, tokenizer: Any, needed: int) -> tuple[str, np.nda
             f"--text: {path} has {len(tokens):,} tokens, {needed:,} are needed{fewer}"
         )
     return path.name, tokens[: max(needed, 512)]
-
-
-def seen(layer: pe.LayerSpec) -> int:
-    """Returns the number of tokens that a token sees, itself included, without sinks."""
-    window = layer.window.sides if isinstance(layer.window, pe.SlidingWindow) else layer.window
-    if window is None:
-        return 2**31
-    return window[0] + 1 if isinstance(window, tuple) else window
-
-
-def as_code(value: Any) -> str:
-    """Returns the call that makes a scheme, without defaults.
-
-    >>> as_code(pe.streaming(pe.RoPE(64, scaling=pe.NTK(1.5)), 4))
-    'streaming(RoPE(head_dim=64, scaling=NTK(factor=1.5)), 4)'
-    """
-    if not dataclasses.is_dataclass(value):
-        return repr(value)
-    values = {f.name: (getattr(value, f.name), f.default) for f in dataclasses.fields(value)}
-    name = type(value).__name__
-    if name.startswith("_"):  # A function of this name makes it from its fields.
-        return f"{name.strip('_').lower()}({', '.join(as_code(x) for x, _ in values.values())})"
-    shown = (f"{name}={as_code(x)}" for name, (x, default) in values.items() if x != default)
-    return f"{name}({', '.join(shown)})"

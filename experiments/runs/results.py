@@ -68,6 +68,13 @@ class Result:
         return versions_of(self.environment)
 
     @property
+    def summary(self) -> str:
+        """The main scores by length, or why there are none, in a line."""
+        if self.status != "done":
+            return f"{self.status}: {self.error}"
+        return ", ".join(f"{n}: {x}" for n, x in next(iter(self.scores.values())).items())
+
+    @property
     def seconds(self) -> float:
         """Time of training: CPU time on CPUs, which other programs disturb less, or wall time."""
         on_cpu = str(self.environment.get("device")).startswith("cpu")

@@ -1,4 +1,4 @@
-"""Single runs: a scheme on a task with one seed, in a folder named by the hash of its settings.
+"""Units of work, and runs: a scheme on a task with one seed, in a folder named by its settings.
 
 result.json       scores and provenance (`experiments.runs.results`), when the run has ended
 checkpoints/      states of training, about one a minute, until the run has ended; the latest two;
@@ -19,9 +19,8 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from experiments.errors import ResultsError
 from experiments.models.model import Position
 from experiments.models.schemes import code_of, parts_of, short
 from experiments.runs import hosts, results
@@ -38,8 +37,83 @@ from experiments.training.train import Trained, of_program, train
 _POINTS = 32
 
 
+class Work:
+    """A unit of a queue, in a folder of its name: a run, or a pass over a text.
+
+    `kind` is of its result.
+    """
+
+    kind: ClassVar[results.Kind]
+
+    @property
+    def name(self) -> str:
+        """Its name, which ends with a digest of its settings."""
+        raise NotImplementedError
+
+    @property
+    def title(self) -> str:
+        """Its name for people."""
+        return self.name
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """Digests of files that its settings name."""
+        return {}
+
+    @property
+    def program(self) -> str:
+        """Identifies the compiled program; a queue carries out equal ones one after the other."""
+        return self.name
+
+    def measured(
+        self,
+        folder: Path,
+        say: Callable[[str], None],
+        deadline: Deadline,
+        layout: Layout | None = None,
+    ) -> Any:
+        """Returns the result, measured now; for arguments and errors see `carry_out`."""
+        raise NotImplementedError
+
+    def result(self, folder: Path) -> Any:
+        """Returns the result in a folder of folders; None if the work has not ended."""
+        return results.stored(folder, self.name, self.kind)
+
+    def carry_out(
+        self,
+        folder: Path,
+        say: Callable[[str], None] = lambda line: None,
+        deadline: Deadline | None = None,
+        layout: Layout | None = None,
+    ) -> Any:
+        """Returns the result, of an earlier call or measured now.
+
+        Args:
+          folder: of the folders of units.
+          say: shows a line.
+          deadline: when to stop, with OutOfTime; the next call continues. Default: never.
+          layout: of a model on several devices.
+
+        Raises:
+          Locked: while another process carries it out.
+        """
+        deadline = Deadline() if deadline is None else deadline
+        if before := self.result(folder):
+            return before
+        with locked(folder / self.name):
+            if before := self.result(folder):  # Of a process that has just ended it.
+                return before
+            if deadline.over():
+                raise OutOfTime
+            result = self.measured(folder, say, deadline, layout)
+            results.write(folder, self.name, result)
+            for states in (folder / self.name).glob("checkpoints*"):
+                shutil.rmtree(states, ignore_errors=True)
+            return result
+
+
 @dataclasses.dataclass(frozen=True)
-class Run:
+class Run(Work):
     """A scheme on a task with one seed, of parameters and data.
 
     `scheme` is its name in settings and `options` are its settings there; `position` is the scheme,
@@ -51,6 +125,7 @@ class Run:
     options: dict[str, Any] = dataclasses.field(hash=False)
     position: Position
     seed: int
+    kind: ClassVar = results.RUNS
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -118,110 +193,65 @@ class Run:
             "cpu_seconds": round(trained.cpu_seconds, 2),
         }
 
-
-class RunFolder:
-    """The folder of a run, in the folder `parent`."""
-
-    def __init__(self, parent: Path, run: Run):
-        self.run = run
-        self.path = parent / run.name
-        self._devices: dict[str, int] = {}
-
-    def result(self) -> Result | None:
-        """Returns the result; None if the run has not ended."""
-        result = results.stored(self.path.parent, self.run.name)
-        if result and result.settings != self.run.settings:
-            raise ResultsError(f"{self.path}: has a result with other settings than its name says")
-        return result
-
-    def _remove_states(self) -> None:
-        for path in self.path.glob("checkpoints*"):
-            shutil.rmtree(path, ignore_errors=True)
-
-    @property
-    def states(self) -> Path:
-        """The folder of states of training, of these `sources` alone."""
-        if not self.run.sources:
-            return self.path / "checkpoints"
-        digest = hashlib.sha256(json.dumps(self.run.sources, sort_keys=True).encode())
-        return self.path / f"checkpoints-{digest.hexdigest()[:12]}"
-
-    def carry_out(
+    def measured(
         self,
-        say: Callable[[str], None] = lambda line: None,
-        deadline: Deadline | None = None,
+        folder: Path,
+        say: Callable[[str], None],
+        deadline: Deadline,
         layout: Layout | None = None,
     ) -> Result:
-        """Returns the result, of an earlier call or of training and evaluation now.
-
-        Args:
-          say: shows a line.
-          deadline: when to stop, with OutOfTime; the next call continues. Default: never.
-          layout: of a model on several devices.
-
-        Raises:
-          Locked: while another process carries it out.
-        """
-        deadline = Deadline() if deadline is None else deadline
+        """Returns the result of training, which continues from a state, and of evaluation."""
+        data = load_data(self.task)
+        options: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         if layout:
-            layout.check(self.run.task)
-        if before := self.result():
-            return before
-        with locked(self.path):
-            if before := self.result():  # Of a process that has just ended it.
-                return before
-            if deadline.over():
-                raise OutOfTime
-            checkpoint = Checkpoints(self.states, deadline, say)
-            result = self._train(load_data(self.run.task), checkpoint, layout)
-            self._remove_states()
-            return result
-
-    def follow(self, layout: Layout) -> None:
-        """Trains along with the first of several processes, which has the run and its result."""
-        checkpoint = Checkpoints(self.states, Deadline(), lambda line: None)
-        with contextlib.suppress(OutOfTime):
-            self.run.train(load_data(self.run.task), checkpoint=checkpoint, layout=layout)
-
-    def _train(self, data: Data, checkpoint: Checkpoints, layout: Layout | None) -> Result:
-        """Trains and evaluates the model, writes the result, and returns it."""
-        options = {}
-        if layout:
-            hosts.agreed(self.run)
-            options, self._devices = {"layout": layout}, {"devices": layout.mesh.size}
-        trained = self.run.train(data, checkpoint=checkpoint, **options)
+            layout.check(self.task)
+            hosts.agreed(self)
+            options, facts = {"layout": layout}, {"devices": layout.mesh.size}
+        checkpoint = Checkpoints(self.states(folder), deadline, say)
+        trained = self.train(data, checkpoint=checkpoint, **options)
         if (step := trained.diverged) is not None:
-            return self._write("diverged", error=f"the loss is not finite at step {step}")
-        return self._write("done", data.facts, **self.run.measure(trained, data))
+            return self.ended("diverged", facts, error=f"the loss is not finite at step {step}")
+        return self.ended("done", {**facts, **data.facts}, **self.measure(trained, data))
 
-    def _write(
-        self, status: str, facts: Mapping[str, str] | None = None, **measured: Any
-    ) -> Result:
-        result = Result(
-            settings=self.run.settings,
+    def follow(self, folder: Path, layout: Layout) -> None:
+        """Trains along with the first of several processes, which writes the result."""
+        checkpoint = Checkpoints(self.states(folder), Deadline(), lambda line: None)
+        with contextlib.suppress(OutOfTime):
+            self.train(load_data(self.task), checkpoint=checkpoint, layout=layout)
+
+    def states(self, folder: Path) -> Path:
+        """Returns the folder of states of training, of these `sources` alone."""
+        if not self.sources:
+            return folder / self.name / "checkpoints"
+        digest = hashlib.sha256(json.dumps(self.sources, sort_keys=True).encode())
+        return folder / self.name / f"checkpoints-{digest.hexdigest()[:12]}"
+
+    def ended(self, status: str, facts: Mapping[str, Any] | None = None, **measured: Any) -> Result:
+        """Returns the result with a status, `facts` of its environment, and measured entries."""
+        return Result(
+            settings=self.settings,
             status=status,
-            scheme_repr=repr(self.run.position),
-            environment=here() | self._devices | dict(facts or {}) | self.run.sources,
+            scheme_repr=repr(self.position),
+            environment=here() | dict(facts or {}) | self.sources,
             commit=commit(),
-            finished=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            finished=now(),
             **measured,
         )
-        results.write(self.path.parent, self.run.name, result)
-        return result
 
 
 Lookup = Callable[[Run], Result | None]
 """Returns the result of a run, None if it has none."""
 
 
-def known(folder: Path) -> Lookup:
-    """Returns a function that reads the result of a run once it has one, and then remembers it."""
-    by_name: dict[str, Result] = {}
+def known(folder: Path) -> Callable[[Any], Any]:
+    """Returns a function that reads a result once it is there, and then remembers it."""
+    by_name: dict[str, Any] = {}
 
-    def result(run: Run) -> Result | None:
-        if run.name not in by_name and (read := RunFolder(folder, run).result()):
-            by_name[run.name] = read
-        return by_name.get(run.name)
+    def result(work: Work) -> Any:
+        if work.name not in by_name and (read := work.result(folder)):
+            by_name[work.name] = read
+        return by_name.get(work.name)
 
     return result
 
@@ -244,6 +274,11 @@ def duration(seconds: float) -> str:
     if seconds < 3600:
         return f"{seconds // 60} min {seconds % 60:d} s"
     return f"{seconds // 3600} h {seconds % 3600 // 60} min"
+
+
+def now() -> str:
+    """Returns the time as results have it, ISO 8601."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def here() -> dict[str, Any]:

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,14 @@ from experiments.runs.checkpoints import Deadline, OutOfTime
 from experiments.runs.environment import device, set_device, usable_cores
 from experiments.runs.executors import executor_of, processes
 from experiments.runs.files import is_locked
-from experiments.runs.results import PACK, Result, pack, versions_of
-from experiments.runs.run import Lookup, Run, RunFolder, commit, duration, here
+from experiments.runs.results import PACK, RUNS, Kind, pack, versions_of
+from experiments.runs.run import Work, commit, duration, here
 from experiments.settings.trust import add_trust, is_installed, is_project
 from experiments.training.layout import Layout, layout_of
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that all commands with a queue have."""
+def add_arguments(parser: argparse.ArgumentParser, *, trains: bool = True) -> None:
+    """Adds the flags that all commands with a queue have, and those of runs that train."""
     parser.add_argument("--minutes", type=minutes, default=math.inf, help="time limit")
     parser.add_argument(
         "--workers",
@@ -52,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "dask, MPI or parsl, in place of processes of this machine",
     )
     parser.add_argument(
+        "--pack", action="store_true", help=f"then put all results in one file, {PACK}"
+    )
+    if not trains:
+        parser.set_defaults(devices=None, shard_parameters=False)
+        return
+    parser.add_argument(
         "--devices",
         type=int,
         metavar="N",
@@ -62,9 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shard-parameters",
         action="store_true",
         help="with --devices: each has a part of the parameters and of the optimiser's state",
-    )
-    parser.add_argument(
-        "--pack", action="store_true", help=f"then put the results of all runs in one file, {PACK}"
     )
     add_trust(parser)
 
@@ -113,23 +116,21 @@ def differences(versions: set[tuple[str, ...]]) -> str:
     return ", ".join(" and ".join(sorted(set(c))) for c in columns if len(set(c)) > 1)
 
 
-def refuse_versions(environments: Iterable[Mapping[str, Any]], title: str, remedy: str) -> None:
-    """Raises ResultsError if results are of other versions than those here."""
+def refuse_other_versions(
+    runs: Iterable[Work],
+    results: Callable[[Any], Any],
+    title: str,
+    remedy: str = "take another --results",
+) -> None:
+    """Raises ResultsError if a run has a result of other versions, or of other code or text."""
     now = versions_of(here())
-    for environment in environments:
+    known = [(run, result.environment) for run in runs if (result := results(run))]
+    for _, environment in known:
         if (other := versions_of(environment)) != now:
             raise ResultsError(
                 f"{title}: has results of other versions: {differences({other, now})}; "
                 f"use the versions there, or {remedy}"
             )
-
-
-def refuse_other_versions(
-    runs: Iterable[Run], results: Lookup, title: str, remedy: str = "take another --results"
-) -> None:
-    """Raises ResultsError if a run has a result of other versions, or of other code or text."""
-    known = [(run, result.environment) for run in runs if (result := results(run))]
-    refuse_versions((environment for _, environment in known), title, remedy)
     for run, environment in known:
         for name, digest in run.sources.items():
             if environment.get(name, digest) != digest:
@@ -141,7 +142,7 @@ class Ended:
     """The end of a run, by name: its result, or the error that it raised, in one line; its time."""
 
     run: str
-    result: Result | None
+    result: Any
     error: str
     seconds: float
 
@@ -199,12 +200,12 @@ class Queue:
         self.executor, self.layout = executor, layout
         self.deadline, self._again, self._wait = Deadline(minutes), again, wait
 
-    def work(self, runs: Sequence[Run]) -> None:
+    def work(self, runs: Sequence[Work]) -> None:
         """Carries out runs that have no result; one that raises does not stop the others.
 
         At the time limit, and on SIGTERM, the states of unfinished runs are written first.
         """
-        self._views = {each.name: each.task.views[0] for each in runs}
+        self._titles = {each.name: each.title for each in runs}
         self._count, self._ended, self._began = len(runs), 0, time.monotonic()
         self.held, free, shown = set(), list(runs), False
         with self.deadline.of_sigterm():
@@ -223,12 +224,12 @@ class Queue:
         if self.over:
             say(f"Time is over with {waiting} runs left; {self._again} continues.")
 
-    def _released(self, runs: Iterable[Run]) -> list[Run]:
+    def _released(self, runs: Iterable[Work]) -> list[Work]:
         """Returns the runs that other processes held, and hold no longer."""
         held = (each for each in runs if each.name in self.held)
         return [each for each in held if not is_locked(self.folder / each.name)]
 
-    def _carry_out(self, runs: Sequence[Run]) -> None:
+    def _carry_out(self, runs: Sequence[Work]) -> None:
         """Tries each run once."""
         if self.executor:  # A run alone is the progress that is shown.
             self._submit(self.executor, grouped(runs, len(runs)))
@@ -245,7 +246,7 @@ class Queue:
         else:
             carry_out_runs(self.folder, runs, self.deadline, self._handle, self.layout)
 
-    def _submit(self, pool: Executor, groups: Iterable[Sequence[Run]], events: Any = None) -> None:
+    def _submit(self, pool: Executor, groups: Iterable[Sequence[Work]], events: Any = None) -> None:
         """Has groups of runs carried out by an executor.
 
         Processes of this machine send their events, others return them at the end.
@@ -264,17 +265,12 @@ class Queue:
 
     def finish(self, ended: Ended) -> None:
         """Prints the main scores of a run, and the time left."""
-        words, result = f"failed: {ended.error}", ended.result
-        if result and result.status == "done":
-            scores = result.scores[self._views[ended.run]]
-            words = ", ".join(f"{length}: {value}" for length, value in scores.items())
-        elif result:
-            words = f"{result.status}: {result.error}"
+        words = ended.result.summary if ended.result else f"failed: {ended.error}"
         took = duration(ended.seconds)
         if waiting := self._count - self._ended:
             remaining = (time.monotonic() - self._began) / self._ended * waiting
             took += f" (about {duration(remaining)} left)"
-        say(f"[{self._ended}/{self._count}] {ended.run}: {words:.200}; {took}")
+        say(f"[{self._ended}/{self._count}] {self._titles[ended.run]}: {words:.200}; {took}")
 
     def _events(self, future: Future) -> list[Event]:
         """Returns the events of a call; an error ended its process before its time."""
@@ -301,7 +297,7 @@ class Queue:
         self.finish(event)
 
 
-def grouped(runs: Iterable[Run], workers: int) -> list[list[Run]]:
+def grouped(runs: Iterable[Work], workers: int) -> list[list[Work]]:
     """Returns runs in groups of one program.
 
     Large groups are divided, so that there are some for each of the workers.
@@ -319,7 +315,7 @@ def grouped(runs: Iterable[Run], workers: int) -> list[list[Run]]:
 
 def carry_out_runs(
     folder: Path,
-    runs: Iterable[Run],
+    runs: Iterable[Work],
     deadline: Deadline,
     send: Callable[[Event], None],
     layout: Layout | None = None,
@@ -333,7 +329,7 @@ def carry_out_runs(
             return
         began, result, error = time.monotonic(), None, ""
         try:
-            result = RunFolder(folder, each).carry_out(send, deadline, layout)
+            result = each.carry_out(folder, send, deadline, layout)
         except OutOfTime:
             return
         except Locked:
@@ -346,7 +342,7 @@ def carry_out_runs(
         send(Ended(each.name, result, error, time.monotonic() - began))
 
 
-def _work(runs: Sequence[Run], folder: Path, deadline: Deadline) -> list[Event]:
+def _work(runs: Sequence[Work], folder: Path, deadline: Deadline) -> list[Event]:
     """Carries out runs in another process, and returns the events that it cannot send.
 
     After SIGTERM it ends with their states written.
@@ -396,9 +392,10 @@ def in_one_line(error: BaseException) -> str:
 def carry_out(
     options: argparse.Namespace,
     folder: Path,
-    stages: Iterable[Iterable[Run]],
+    stages: Iterable[Iterable[Work]],
     errors: dict[str, str] | None = None,
     wait: bool = False,
+    kind: Kind = RUNS,
 ) -> tuple[int, bool]:
     """Carries out the runs of a command.
 
@@ -410,6 +407,7 @@ def carry_out(
       stages: runs whose results are needed; later stages may depend on results of earlier ones.
       errors: as for `Queue`.
       wait: whether stages wait for the runs of other processes: later ones depend on them.
+      kind: of results, for --pack.
 
     Returns:
       The exit status, and whether other processes still hold runs, and will show all results.
@@ -428,7 +426,7 @@ def carry_out(
             _take_devices(workers, executor)
         queue = Queue(folder, options.minutes, workers, errors, again, wait, executor, layout)
         for runs in stages:
-            queue.work([each for each in runs if RunFolder(folder, each).result() is None])
+            queue.work([each for each in runs if each.result(folder) is None])
             if queue.over:
                 break
     except KeyboardInterrupt:
@@ -444,7 +442,7 @@ def carry_out(
         say(f"Other processes hold {len(held)} runs, and show the results: {names:.300}")
     elif options.pack:
         try:
-            say(f"Pack: {pack(folder)} results in {folder / PACK}")
+            say(f"Pack: {pack(folder, kind)} results in {folder / PACK}")
         except Locked:
             say("Pack: another process packs the results.")
     return int(bool(queue.errors)), bool(held)
@@ -455,7 +453,7 @@ def _follow(folder: Path, layout: Layout) -> None:
     with Deadline().of_sigterm():  # The first process stops all.
         while run := hosts.agreed():
             with contextlib.suppress(Exception):  # It is raised there too.
-                RunFolder(folder, run).follow(layout)
+                run.follow(folder, layout)
 
 
 def _take_devices(workers: int, executor: Executor | None) -> None:

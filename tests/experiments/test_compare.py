@@ -15,7 +15,7 @@ from experiments.models import schemes
 from experiments.pages import plots
 from experiments.runs import run as runs_module
 from experiments.runs.experiment import experiment_of, load, objects_in
-from experiments.runs.run import RunFolder
+from experiments.runs.run import Run, load_data
 from tests.docs import pages
 
 SMALL = """
@@ -70,15 +70,15 @@ def run(tmp_path, capsys, monkeypatch):
 
     def results():
         experiment = experiment_of(call.folder, objects_in(call.settings()))
-        runs = [(r, RunFolder(call.folder, r).result()) for r in experiment.all_runs()]
+        runs = [(r, r.result(call.folder)) for r in experiment.all_runs()]
         return {(r.task.name, r.scheme, r.seed): result for r, result in runs if result}
 
-    def pretend(self, data, *_):
-        call.pretended.append(self.run.scheme)
-        scores = {view: {"32": 0.5, "48": 0.25} for view in self.run.task.views}
-        return self._write("done", data.facts, scores=scores)
+    def pretend(self, *_):
+        call.pretended.append(self.scheme)
+        scores = {view: {"32": 0.5, "48": 0.25} for view in self.task.views}
+        return self.ended("done", load_data(self.task).facts, scores=scores)
 
-    call.without_training = lambda: monkeypatch.setattr(RunFolder, "_train", pretend)
+    call.without_training = lambda: monkeypatch.setattr(Run, "measured", pretend)
     call.pretended = []
     call.errors = lambda: capsys.readouterr().err
     call.draw = lambda: monkeypatch.setattr(plots, "drawing", drawing)
@@ -192,14 +192,14 @@ def test_finished_runs_are_skipped(run):
 
 def test_interrupt_keeps_finished_runs(run, monkeypatch):
     run.without_training()
-    pretend = RunFolder._train
+    pretend = Run.measured
 
     def stop_at_rope(self, *arguments):
-        if self.run.scheme == "rope":
+        if self.scheme == "rope":
             raise KeyboardInterrupt
         return pretend(self, *arguments)
 
-    monkeypatch.setattr(RunFolder, "_train", stop_at_rope)
+    monkeypatch.setattr(Run, "measured", stop_at_rope)
     status, out, _ = run("compare")
     assert status == 130 and "continues with the others" in out
     assert list(run.results()) == [("kback", "none", 0)]
@@ -217,7 +217,7 @@ def test_a_stop_within_a_run_continues_there(run):
     assert "left; the same command without --fresh continues." in out
     (whole,) = experiment_of(run.folder.parent / "whole").all_runs()
     assert run("compare", "--schemes", "none")[0] == 0
-    result = RunFolder(run.folder.parent / "whole", whole).result()
+    result = whole.result(run.folder.parent / "whole")
     (again,) = run.results().values()
     assert (again.curve, again.scores) == (result.curve, result.scores)
 
@@ -285,14 +285,14 @@ def test_results_of_other_code_are_refused(run, own_module, tmp_path, monkeypatc
 
 def test_states_of_other_code_are_not_continued(run, own_module, tmp_path, monkeypatch):
     run.without_training()
-    (whole,) = (RunFolder(run.folder, r) for r in of_own_scheme(run).all_runs())
-    states = whole.states
+    (whole,) = of_own_scheme(run).all_runs()
+    states = whole.states(run.folder)
     monkeypatch.setattr(schemes, "_digest", lambda module: "sha256 of another file")
-    (other,) = (RunFolder(run.folder, r) for r in of_own_scheme(run).all_runs())
-    assert states.parent == other.states.parent and states != other.states
-    (other.path / "checkpoints-0").mkdir(parents=True)
+    (other,) = of_own_scheme(run).all_runs()
+    assert states.parent == other.states(run.folder).parent and states != other.states(run.folder)
+    (states.parent / "checkpoints-0").mkdir(parents=True)
     assert run("compare", "--schemes", "my_schemes:Parity")[0] == 0
-    assert [path.name for path in other.path.iterdir()] == ["result.json"]
+    assert [path.name for path in states.parent.iterdir()] == ["result.json"]
 
 
 def of_own_scheme(run):

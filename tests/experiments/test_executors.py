@@ -15,7 +15,7 @@ from experiments.runs import accelerators, environment, run_queue
 from experiments.runs.accelerators import Devices, variables
 from experiments.runs.executors import processes
 from experiments.runs.experiment import Experiment
-from experiments.runs.run import Run, RunFolder
+from experiments.runs.run import Run
 from experiments.runs.run_queue import (
     Queue,
     add_arguments,
@@ -75,7 +75,7 @@ def test_a_process_that_dies_loses_no_result(tmp_path):
     with pytest.raises(ResultsError, match=r"ended \(.*; the same command continues") as caught:
         Quiet(tmp_path).work(runs)
     assert "\n" not in str(caught.value)
-    known = [RunFolder(tmp_path, run).result() for run in runs]
+    known = [run.result(tmp_path) for run in runs]
     assert known[0] and known[3] is None
 
 
@@ -186,7 +186,7 @@ def test_each_process_has_a_device_of_its_own(tmp_path, monkeypatch):
         assert environment.environment()["device"] == "gpu: H100"
     finally:
         jax.config.update("jax_platforms", platforms)
-    scores = [RunFolder(tmp_path, run).result().scores["plain"] for run in runs]
+    scores = [run.result(tmp_path).scores["plain"] for run in runs]
     pairs = {(each["process"], each["device"]) for each in scores}
     assert {device for _, device in pairs} <= {3, 5} and len(pairs) == len(dict(pairs))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,5"

@@ -17,9 +17,9 @@ import posenc_jax as pe
 from examples import families
 from examples.decoder import Decoder
 from experiments import __main__
-from experiments.errors import ConfigError, ResultsError
+from experiments.errors import ConfigError
 from experiments.lengths import plan as plans
-from experiments.lengths import run, texts
+from experiments.lengths import read, texts
 from experiments.lengths.page import pages
 from experiments.lengths.results import BIN, CELLS, CellResult
 from experiments.lengths.scores import Table
@@ -27,7 +27,6 @@ from experiments.models.methods import METHODS, changed, window_of
 from experiments.pages import plots
 from experiments.released import losses
 from experiments.runs import results
-from experiments.runs.checkpoints import Deadline
 from experiments.runs.files import locked
 from experiments.runs.run import here
 from tests.docs import pages as docs
@@ -185,10 +184,10 @@ def test_answers_and_copies_are_where_the_probe_says():
         assert "secret" not in Letters().decode(first)
     places = np.arange(1.0, 4800.0)  # The loss of each token is its place.
     scores = losses.Scores(places, places != probe.questions[0].start)
-    for x, (_, _, _, loss, hit) in zip(probe.questions, run._answers(probe, scores), strict=True):
+    for x, (_, _, _, loss, hit) in zip(probe.questions, read._answers(probe, scores), strict=True):
         assert loss == sum(range(x.start, x.start + x.count))
         assert hit == (x is not probe.questions[0])
-    for x, (_, first, second) in zip(probe.copies, run._copied(probe, scores), strict=True):
+    for x, (_, first, second) in zip(probe.copies, read._copied(probe, scores), strict=True):
         assert (first, second) == (x.first + 17.5, x.second + 17.5)
 
 
@@ -261,7 +260,7 @@ def made(cell):
     }
     if cell.layer.scheme != pe.RoPE(8, theta=500.0) and method == "RoPE":
         by_method["RoPE"] = [x + (0.01 if x == 3.0 else -0.5) for x in rope]
-    is_probe = cell.task == "probe"
+    is_probe = cell.probe is not None
     questions = [[4096.0, 0.5, 9.0, 5.0, 1.0], [8192.0, 0.5, 9.0, 7.0, 0.0]]
     return CellResult(
         settings=cell.settings,
@@ -278,42 +277,51 @@ def made(cell):
     )
 
 
-class Runner:
-    """Carries out cells at once; raises at the cell of a number."""
+@pytest.fixture
+def passes(monkeypatch):
+    """Cells end at once; the one of the number `passes.stop` is interrupted."""
 
-    def __init__(self, stop=10**6):
-        self.cells, self.stop = [], stop
-
-    def __call__(self, cell):
-        if len(self.cells) == self.stop:
+    def measured(cell, *_):
+        if len(passes.cells) == passes.stop:
             raise KeyboardInterrupt
-        self.cells.append(cell)
+        passes.cells.append(cell)
         return made(cell)
 
+    passes = types.SimpleNamespace(cells=[], stop=None)
+    monkeypatch.setattr(plans.Cell, "measured", measured)
+    return passes
 
-def test_a_stopped_study_continues_with_what_is_left(plan, tmp_path):
-    cells, folder, lines = list(plan.cells()), tmp_path / "results", []
+
+def test_a_stopped_study_continues_with_what_is_left(plan, passes, tmp_path, capsys):
+    cells, folder = list(plan.cells()), tmp_path / "results"
+    words = ["lengths", str(tmp_path / "plan.toml"), "--results", str(folder)]
+    words += ["--page", str(tmp_path / "x.md"), "--run"]
     assert len({cell.name for cell in cells}) == len(cells) == 6 + 6 + 2 + 2 + 4
-    first, second = Runner(stop=5), Runner()
-    with pytest.raises(KeyboardInterrupt):
-        run.carry_out(plan, folder, first, Deadline(), lines.append)
-    assert run.carry_out(plan, folder, Runner(), Deadline(0), lines.append) == 15
+    passes.stop = 5
+    assert __main__.main(words) == 130
+    passes.stop = None
+    assert __main__.main([*words, "--minutes", "0"]) == 0
+    assert "20 cells, 5 with a result.\nTime is over with 15 runs left" in capsys.readouterr().out
     with locked(folder / cells[6].name):  # Of another process.
-        assert run.carry_out(plan, folder, second, Deadline(), lines.append) == 1
-    assert first.cells + second.cells == cells[:6] + cells[7:]
-    assert run.carry_out(plan, folder, second, Deadline(), lines.append) == 0
-    assert second.cells[-1] == cells[6] and lines[-1].startswith("[20/20] probe A 8,192 RoPE")
+        assert __main__.main(words) == 0
+    assert f"hold 1 runs, and show the results: {cells[6].name}" in capsys.readouterr().out
+    assert passes.cells == cells[:6] + cells[7:]
     alone = results.read(folder, CELLS)
-    assert results.pack(folder, CELLS) == 20 and [*folder.iterdir()] == [folder / results.PACK]
-    assert results.read(folder, CELLS) == alone and len(alone) == 20
+    assert __main__.main([*words, "--pack"]) == 0
+    assert passes.cells[-1] == cells[6] and [*folder.glob("*-*")] == []
+    title = "probe A 8,192 RoPE(head_dim=8, theta=500.0)"
+    assert f"[1/1] {title}: 1 of 2 answers; " in capsys.readouterr().out
+    packed = results.read(folder, CELLS)
+    assert alone.items() < packed.items() and len(packed) == 20
 
 
-def test_results_of_other_versions_are_refused(plan, tmp_path):
+def test_results_of_other_versions_are_refused(plan, tmp_path, capsys):
     cell = next(plan.cells())
     old = dataclasses.replace(made(cell), environment=here() | {"jax": "0.1"})
     results.write(tmp_path, cell.name, old)
-    with pytest.raises(ResultsError, match=r"other versions: jax 0\.1 and jax"):
-        run.carry_out(plan, tmp_path, Runner(), Deadline(), print)
+    words = ["lengths", str(tmp_path / "plan.toml"), "--results", str(tmp_path), "--run"]
+    assert __main__.main(words) == 2
+    assert re.search(r"other versions: jax 0\.1 and jax", capsys.readouterr().err)
 
 
 def test_a_longer_pass_serves_a_shorter_one_with_the_same_layer(plan):
@@ -330,11 +338,12 @@ def test_a_longer_pass_serves_a_shorter_one_with_the_same_layer(plan):
     assert counts["B", "ntk"] == [8192, 12288]
 
 
-def test_the_page_says_what_is_known(plan, tmp_path):
+def test_the_page_says_what_is_known(plan, passes, tmp_path):
     file, folder, target = tmp_path / "plan.toml", tmp_path / "results", tmp_path / "x.md"
     empty = pages(plan, file, folder, target)[target]
     assert "**0 of 20 passes have run**" in empty and "5 of 5 have too few" in empty
-    run.carry_out(plan, folder, Runner(), Deadline(), lambda line: None)
+    for cell in plan.cells():
+        cell.carry_out(folder)
     text = pages(plan, file, folder, target)
     page = " ".join(text[target].split())
     assert "20 of 20 passes have run" in page and "are left out" not in page

@@ -17,7 +17,7 @@ from experiments.runs.checkpoints import Checkpoints, Deadline, OutOfTime
 from experiments.runs.experiment import Experiment
 from experiments.runs.files import locked, write_whole
 from experiments.runs.results import packed
-from experiments.runs.run import Result, Run, RunFolder
+from experiments.runs.run import Result, Run
 from experiments.scoreboard import plan
 from experiments.scoreboard.outcomes import outcomes
 from experiments.scoreboard.page import numbers, page
@@ -200,19 +200,18 @@ def test_sigterm_writes_the_state_and_the_same_command_continues(call, monkeypat
 
 
 def test_a_stopped_run_continues_with_equal_bits(tmp_path, monkeypatch):
-    whole = RunFolder(tmp_path / "whole", make_run()).carry_out()
-    folder = RunFolder(tmp_path / "parts", make_run())
-    messages = []
+    run, folder, messages = make_run(), tmp_path / "parts", []
+    whole = run.carry_out(tmp_path / "whole")
     for _ in range(2):  # At the deadline the state is written after one call of two steps.
         with pytest.raises(OutOfTime):
             monkeypatch.setattr(Checkpoints, "save", stop_after_saving)
-            folder.carry_out(messages.append)
+            run.carry_out(folder, messages.append)
     monkeypatch.undo()
-    states = {path.name for path in (folder.path / "checkpoints").iterdir()}
-    assert states == {"2.npz", "4.npz"} and folder.result() is None
-    parts = folder.carry_out(messages.append)
+    states = {path.name for path in run.states(folder).iterdir()}
+    assert states == {"2.npz", "4.npz"} and run.result(folder) is None
+    parts = run.carry_out(folder, messages.append)
     assert parts.curve == whole.curve and parts.scores == whole.scores and not messages
-    assert [path.name for path in folder.path.iterdir()] == ["result.json"]
+    assert [path.name for path in (folder / run.name).iterdir()] == ["result.json"]
 
 
 save = Checkpoints.save

@@ -16,7 +16,7 @@ from experiments.__main__ import main
 from experiments.errors import Locked, ResultsError
 from experiments.runs import files, run_queue
 from experiments.runs.files import is_locked, locked
-from experiments.runs.run import RunFolder
+from experiments.runs.results import write
 from experiments.runs.run_queue import Queue
 from tests.experiments.stub_tasks import order
 from tests.experiments.test_compare import SMALL
@@ -164,7 +164,8 @@ def test_a_queue_waits_where_later_runs_depend_on_it(tmp_path, monkeypatch, caps
         with locked(tmp_path / runs[1].name):
             began.set()
             released.wait()
-            RunFolder(tmp_path, runs[1])._write("done", scores={"plain": {"32": 1.0}})
+            result = runs[1].ended("done", scores={"plain": {"32": 1.0}})
+            write(tmp_path, runs[1].name, result)
 
     began = threading.Event()
     other = threading.Thread(target=hold, daemon=True)
@@ -181,7 +182,7 @@ def test_a_queue_waits_where_later_runs_depend_on_it(tmp_path, monkeypatch, caps
     other.join()
     assert not queue.held and not queue.over
     assert "Waiting for 1 runs of other processes.\n[1/1]" in capsys.readouterr().out
-    assert RunFolder(tmp_path, runs[1]).result().scores == {"plain": {"32": 1.0}}
+    assert runs[1].result(tmp_path).scores == {"plain": {"32": 1.0}}
 
 
 def test_time_ends_a_queue_that_waits(tmp_path, monkeypatch, capsys):

@@ -19,7 +19,7 @@ from experiments.errors import ConfigError
 from experiments.models.schemes import short
 from experiments.pages import plots
 from experiments.runs.results import packed
-from experiments.runs.run import Result, RunFolder, known
+from experiments.runs.run import Result, Run, known
 from experiments.stats import holm, interval, t_tests
 from experiments.study import clock, plan
 from experiments.study.catalogue import catalogue_picture, screen_numbers
@@ -829,12 +829,12 @@ def call(tmp_path, capsys, monkeypatch):
     carried_out, results = [], answers()
 
     def pretend(self, *arguments):
-        carried_out.append(self.run)
-        if (self.run.scheme, self.run.task.train.learning_rate) == call.raises:
+        carried_out.append(self)
+        if (self.scheme, self.task.train.learning_rate) == call.raises:
             raise RuntimeError("no memory")
-        return self._write("done", parameters=1000, scores=results(self.run).scores)
+        return self.ended("done", parameters=1000, scores=results(self).scores)
 
-    monkeypatch.setattr(RunFolder, "_train", pretend)
+    monkeypatch.setattr(Run, "measured", pretend)
 
     def call(*arguments):
         status = main(["study", "mine.toml", *arguments])
