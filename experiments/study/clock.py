@@ -3,10 +3,10 @@
     python -m experiments study configs/study.toml --clock
 
 Runs of a study share a machine with each other and with other programs, so their times do not
-compare. The clock alternates between the schemes of a size in one process: on one processor, as
-runs have one, or on an accelerator. Its file is `clock.json` in the folder of results. The share of
-the machine's time that other programs had meanwhile is measured too: above `BUSY`, nothing is
-concluded from times.
+compare. The clock alternates between the schemes of a size in one process of its own: on one
+processor, as runs have one, or on an accelerator, which is then free for the runs. Its file is
+`clock.json` in the folder of results. The share of the machine's time that other programs had
+meanwhile is measured too: above `BUSY`, nothing is concluded from times.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from experiments.bench.timing import side_by_side
 from experiments.errors import ResultsError
 from experiments.models.model import initialize, seed_key
+from experiments.runs.accelerators import look, variables
 from experiments.runs.environment import environment
 from experiments.runs.executors import processes
 from experiments.runs.files import to_json, write_whole
@@ -82,21 +82,22 @@ def read(folder: Path) -> Clock | None:
 
 def measure(cells: Mapping[str, Mapping[str, Any]], folder: Path, say: Any) -> Clock:
     """Measures the schemes of all sizes of a study, and writes the clock."""
-    steps, rounds, others = {}, {}, {}
+    steps, rounds, others, machine = {}, {}, {}, {}
+    devices = variables(look())
     for size, of_size in cells.items():
         say(f"Measuring a step of {len(of_size)} schemes of {size} ...")
         unit = {name: (cell.task, cell.grid[0].position) for name, cell in of_size.items()}
-        if jax.default_backend() == "cpu":
-            with processes(1) as pool:
-                measured = pool.submit(_measure, unit).result()
-        else:
-            steps_per_call = next(iter(of_size.values())).task.train.steps_per_call
-            # For an H100 a program compiled for up to 50 s, mostly on one core.
-            measured = _measure(unit, steps_per_call, CALLS - 2, threads=len(unit), say=say)
-        steps[size], rounds[size], others[size] = measured
+        options = {}
+        if devices:  # For an H100 a program compiled for up to 50 s, mostly on one core.
+            train = next(iter(of_size.values())).task.train
+            options = dict(steps_per_call=train.steps_per_call, rounds=CALLS - 2, say=say)
+            options["threads"] = len(unit)
+        with processes(1, environments=devices[:1]) as pool:
+            measured = pool.submit(_measure, unit, **options).result()
+        steps[size], rounds[size], others[size], machine = measured
         share = "unknown" if others[size] is None else f"{others[size]:.1%}"
         say(f"{size}: {rounds[size]} rounds; time of other programs: {share}")
-    clock = Clock(steps, rounds, others, environment())
+    clock = Clock(steps, rounds, others, machine)
     write_whole(folder / "clock.json", to_json(dataclasses.asdict(clock), indent=1) + "\n")
     return clock
 
@@ -107,8 +108,8 @@ def _measure(
     rounds: int = 15,
     threads: int = 1,
     say: Any = lambda text: None,
-) -> tuple[dict[str, float], int, float | None]:
-    """Returns milliseconds of a step by scheme, the number of rounds, and the share of others."""
+) -> tuple[dict[str, float], int, float | None, dict[str, Any]]:
+    """Returns milliseconds of a step by scheme, rounds, the share of others, and the machine."""
 
     def case(name: str) -> Callable[[], Any]:
         began, (task, position) = time.monotonic(), unit[name]
@@ -124,7 +125,7 @@ def _measure(
     timings = side_by_side(cases, rounds=rounds, seconds=0.0)
     others = _share_of_others(before, _processor_seconds())
     steps = {each.name: round(1e3 * each.median / steps_per_call, 4) for each in timings}
-    return steps, timings[0].rounds, others
+    return steps, timings[0].rounds, others, environment()
 
 
 def prepare(task: Any, position: Any, data: Any) -> Callable[[], Any]:

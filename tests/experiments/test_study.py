@@ -18,6 +18,7 @@ from experiments.__main__ import main
 from experiments.errors import ConfigError
 from experiments.models.schemes import short
 from experiments.pages import plots
+from experiments.runs.accelerators import Devices
 from experiments.runs.results import packed
 from experiments.runs.run import Result, Run, known
 from experiments.stats import holm, interval, t_tests
@@ -794,14 +795,21 @@ def test_the_clock_has_the_programs_of_the_runs(study_of, monkeypatch, tmp_path)
         return lambda: jnp.zeros(())
 
     monkeypatch.setattr(clock, "prepare", prepare)
-    monkeypatch.setattr(clock, "processes", lambda count: ThreadPoolExecutor(count))
+    variables = []
+
+    def processes(count, environments):
+        variables[:] = environments
+        return ThreadPoolExecutor(count)
+
+    monkeypatch.setattr(clock, "processes", processes)
     cells = study_of(SIZES).cells["b"]
-    for backend, calls, rounds in (("cpu", 5, 15), ("gpu", 10, 3)):
+    for platform, calls, rounds in (("cpu", 5, 15), ("gpu", 10, 3)):
         asked.clear()
-        monkeypatch.setattr("jax.default_backend", lambda backend=backend: backend)
+        monkeypatch.setattr(clock, "look", lambda platform=platform: Devices(platform, "", 2))
         times = clock.measure({"b": cells}, tmp_path, print)
         assert list(times.steps["b"]) == ["rope", "t5"] and times.rounds == {"b": rounds}
         assert [count for count, _ in asked] == [calls] * 2
+    assert variables == [{"CUDA_VISIBLE_DEVICES": "0"}]
     assert {program for _, program in asked} == {of_program(x.grid[0].task) for x in cells.values()}
     assert clock.read(tmp_path) == times
 
