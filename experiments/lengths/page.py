@@ -1,6 +1,7 @@
 """The page of a study of lengths, its numbers and its picture, made from results."""
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -8,7 +9,6 @@ from experiments.claims import FAILS, GATE_FAILED, HOLDS, NOT_RESOLVED, NOT_RUN
 from experiments.lengths.plan import WIDTH, Plan
 from experiments.lengths.results import BIN, CELLS, CellResult
 from experiments.lengths.scores import LEAST, Outcome, Table
-from experiments.models.methods import window
 from experiments.pages import plots
 from experiments.pages.page import as_csv, files_of, table
 from experiments.runs import results
@@ -26,10 +26,10 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
     outcomes = [scores.judge(claim) for claim in plan.claims]
     svg, picture = drawing(scores), f"{target.stem}.svg"
     part = "" if len(done) == len(cells) else ": others are left out, and numbers may change"
-    about = plan.checkpoint
+    about, link = plan.checkpoint, os.path.relpath(file, target.parent)
     text = "\n\n".join(
         [
-            "# How far does a released model read?",
+            f"# {plan.title}",
             f"Made by `python -m experiments lengths {file}` from results in `{folder}`, not "
             f"edited by hand; [{target.stem}.csv]({target.stem}.csv) has all\nnumbers. "
             f"**{len(done)} of {len(cells)} passes have run**{part}.",
@@ -38,9 +38,9 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
             "([methods](../experiments/models/methods.py)).",
             *(_pictured(scores, picture) if svg else ()),
             *_table(scores),
-            *_alone(scores),
-            *_claims(outcomes),
-            *_protocol(plan, done),
+            *_remark(scores),
+            *_claims(plan, outcomes, link),
+            *_protocol(plan, done, link),
         ]
     )
     pictures = {picture: svg} if svg else {}
@@ -61,12 +61,10 @@ def _documents(scores: Table) -> str:
 def _pictured(scores: Table, picture: str) -> Iterator[str]:
     """Yields the picture with its legend."""
     plan = scores.plan
-    yield f"![Loss by place, minus the loss of a window with four sinks]({picture})"
+    yield f"![{plan.picture.caption}]({picture})"
     yield (
-        f"Below zero, all of the text is worth more than the last {plan.checkpoint.trained // 4:,} "
-        "tokens and four first ones; above, it is worse\nthan forgetting. Scalings are for "
-        f"{plan.shortest // 1024}k. Mean of {_documents(scores)} of {len(plan.all_documents)} "
-        "documents."
+        f"{plan.picture.legend.strip()} Scalings are for {plan.shortest // 1024}k. "
+        f"Mean of {_documents(scores)} of {len(plan.all_documents)} documents."
     )
 
 
@@ -88,34 +86,29 @@ def _table(scores: Table) -> Iterator[str]:
     )
 
 
-def _alone(scores: Table) -> Iterator[str]:
-    """Yields the loss in a window without sinks, of tiny models and here."""
-    plan, name = scores.plan, window(scores.plan.checkpoint.trained // 4)
-    if name not in plan.methods:
-        return
-    trained = plan.checkpoint.trained
-    if alone := plus_minus(scores.values(name, "at", trained, plan.picture.minus), ""):
-        yield (
-            "Tiny models lose nothing in a window of their trained length, with sinks or without "
-            "([study](study.md)), and at most 0.034\nbits per byte in one of a quarter "
-            "([context](study_context.md)). Here a window of a quarter needs the sinks:\n"
-            f"`{name}` has {alone} nats per token more than with four of them, from "
-            f"{(trained - 2048) // 1024}k to {trained // 1024}k."
-        )
+def _remark(scores: Table) -> Iterator[str]:
+    """Yields the remark of the file, once its numbers are known."""
+    text = scores.plan.remark.strip()
+    for name, condition in scores.plan.remarked.items():
+        values = [condition.margin(score) for score in scores.units([condition])]
+        text = text.replace(f"{{{name}}}", plus_minus(values, "")) if values else ""
+    if text:
+        yield text
 
 
-def _claims(outcomes: Sequence[Outcome]) -> Iterator[str]:
+def _claims(plan: Plan, outcomes: Sequence[Outcome], link: str) -> Iterator[str]:
     """Yields the claims by their outcomes."""
     few = sum(outcome.word == NOT_RUN for outcome in outcomes)
     yield "## Claims"
     yield (
-        "[Their criteria](../configs/lengths.toml) precede the first pass. A claim holds if all of "
+        f"[Their criteria]({link}) precede the first pass. A claim holds if all of "
         f'its intervals do, over {LEAST}\ndocuments at least. "The length" is the trained one, '
         '"within" is up to it.' + (f"\n{few} of {len(outcomes)} have too few." if few else "")
     )
     for word, title in _WORDS.items():
         if lines := [f"* {_claim(outcome)}." for outcome in outcomes if outcome.word == word]:
-            yield f"**{title}:**"
+            reason = f": {plan.silent}" if word == GATE_FAILED and plan.silent else ""
+            yield f"**{title}{reason}:**"
             yield "\n".join(lines)
 
 
@@ -123,21 +116,16 @@ _WORDS = {
     HOLDS: "Hold",
     FAILS: "Fail",
     NOT_RESOLVED: "Not resolved",
-    GATE_FAILED: "Say nothing: RoPE copies nothing at the end of long texts, where all copies "
-    "stand",
+    GATE_FAILED: "Say nothing",
 }
 
 
-def _protocol(plan: Plan, done: Sequence[CellResult]) -> Iterator[str]:
+def _protocol(plan: Plan, done: Sequence[CellResult], link: str) -> Iterator[str]:
     """Yields the documents, the model and where it ran."""
     kinds = ", ".join(f"{name} ({', '.join(x.documents)})" for name, x in plan.kinds.items())
-    about = plan.checkpoint
     lines = [
-        f"* The longest {kinds}, by\n  [rules](../configs/lengths.toml). The model may have read "
-        "them in training.",
-        "* Facts stand at ten depths of each context, and all are asked for at its end.",
-        f"* float32, from a file of 4 bits per weight ({about.requirement}, {about.licence}). One "
-        "model, of 135 million parameters.",
+        f"* The longest {kinds}, by\n  [rules]({link}). The model may have read them in training.",
+        *(f"* {text}" for text in plan.protocol),
         "* Many intervals: one that only just excludes 0 may be chance.",
     ]
     if done:

@@ -20,6 +20,13 @@
     [picture]
     methods = ["rope", "yarn"]              whose losses by place are drawn, minus
     minus = "sinks_4_window_2044"
+    caption = "a sentence"
+    legend = "a sentence"
+
+    title = "a question"                    words of the page that hold for this study alone
+    remark = "{yarn.at[8192]} nats"         with means of scores over documents
+    silent = "a reason"                     of claims whose gates failed
+    protocol = ["a sentence"]
 
     [[claims]]                              of `experiments.claims`
     claim = "a sentence"
@@ -31,12 +38,13 @@ later tokens, so that a pass to a longer target serves a shorter one with the sa
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import posenc_jax as pe
-from experiments.claims import Claim, check
+from experiments.claims import Claim, Condition, check, parse
 from experiments.errors import ConfigError
 from experiments.lengths.results import CELLS, CellResult
 from experiments.lengths.texts import CITIES, Design
@@ -79,7 +87,6 @@ class Checkpoint:
     requirement: str
     sha256: str
     name: str
-    licence: str
     head_dim: int
     theta: float
     trained: int
@@ -158,17 +165,19 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """The methods whose losses by place are drawn, and the one that is subtracted."""
+    """The methods whose losses by place are drawn, and the one that is subtracted, in words too."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
     methods: tuple[str, ...]
     minus: str
+    caption: str
+    legend: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A study of lengths: methods, documents by kind, stages in their order."""
+    """A study of lengths: methods, documents by kind, stages in their order, words of its page."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
@@ -179,6 +188,16 @@ class Plan:
     probe: Design
     picture: Picture
     claims: tuple[Claim, ...]
+    title: str
+    remark: str = ""
+    silent: str = ""
+    protocol: tuple[str, ...] = ()
+
+    @property
+    def remarked(self) -> dict[str, Condition]:
+        """The expressions in braces of the remark, as conditions whose margins are their values."""
+        texts = re.findall(r"{(.+?)}", self.remark)
+        return {text: each for text in texts for each in parse(f"{text} > 0", "remark")}
 
     def layer(self, method: str, target: int) -> pe.LayerSpec:
         """Returns the layers with a method, to read to a target."""
@@ -290,7 +309,8 @@ def load(path: Path) -> Plan:
         for stage in plan.stages:
             if not 0 <= stage.document < count:
                 raise ConfigError(f"stages: document must be from 0 to {count - 1}")
-        check(plan.claims, functools.partial(_without_score, plan))
+        numbers = (Claim("", (each.text,)) for each in plan.remarked.values())
+        check([*plan.claims, *numbers], functools.partial(_without_score, plan))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return plan

@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from experiments.claims import NOT_RUN, Claim, Margin, Score, judge, paired
+from experiments.claims import NOT_RUN, Claim, Condition, Margin, Score, judge, paired
 from experiments.lengths.plan import WIDTH, Cell, Document, Plan
 from experiments.lengths.results import BIN, CellResult
 from experiments.stats import mean
@@ -82,14 +82,18 @@ class Table:
             rows.append(value - self.score(document, base, view, length) if base else value)
         return [x for x in rows if math.isfinite(x)]
 
-    def judge(self, claim: Claim) -> Outcome:
-        """Returns the outcome of a claim from the documents that have all its scores."""
-        conditions = claim.gates + claim.conditions
+    def units(self, conditions: Iterable[Condition]) -> list[Score]:
+        """Returns the scores of each document that has all scores of conditions."""
         units: list[Score] = []
         for document in self.plan.all_documents:
             score = functools.partial(self._scored, document)
             if all(math.isfinite(condition.margin(score)) for condition in conditions):
                 units.append(score)
+        return units
+
+    def judge(self, claim: Claim) -> Outcome:
+        """Returns the outcome of a claim from the documents that have all its scores."""
+        units = self.units([*claim.gates, *claim.conditions])
         if len(units) < LEAST:
             return Outcome(claim, NOT_RUN, len(units), ())
         gates, criteria = (

