@@ -21,6 +21,7 @@ import tomli_w
 from experiments.errors import ConfigError, ResultsError
 from experiments.pages import tables
 from experiments.pages.report import conclusions, render
+from experiments.runs import scores
 from experiments.runs.experiment import Experiment, experiment_of, load, objects_in
 from experiments.runs.files import locked, write_whole
 from experiments.runs.results import PACK, mixture
@@ -91,7 +92,7 @@ def compare(experiment: Experiment, options: argparse.Namespace) -> int:
         if not (folder / "config.toml").exists():
             raise
         status = 130
-    results = tables.by_scheme(runs, known(folder), errors)
+    results = scores.by_scheme(runs, known(folder), errors)
     print(f"\n{tables.as_text(results)}\n", *conclusions(results), "", sep="\n")
     trusted = objects_in(experiment.to_tables())
     print(f"Report: {write_report(folder, errors=errors, trusted=trusted)}")
@@ -131,15 +132,15 @@ def write_report(
       trusted: objects that the folder may call, as for `experiment_of`.
     """
     experiment = experiment_of(folder, trusted)
-    results = tables.by_scheme(experiment.all_runs(), known(folder), errors or {})
-    schemes = tables.schemes([row for row in results if not row.waiting])
+    results = scores.by_scheme(experiment.all_runs(), known(folder), errors or {})
+    schemes = scores.schemes([row for row in results if not row.waiting])
     if baseline and baseline not in schemes:
         hint = near(baseline, schemes)
         raise ConfigError(f"--baseline: {baseline!r} is not among the runs{hint}")
     command = f"python -m experiments compare {folder / 'config.toml'}"
     settings = experiment.to_tables()
     page = render(experiment.name, results, command, settings, baseline)
-    if mixed := mixture([result for row in results for _, result in row.ended]):
+    if mixed := mixture([result for row in results for result in row.results]):
         print(mixed, file=sys.stderr)
     write_whole(folder / "report.html", page)
     return folder / "report.html"

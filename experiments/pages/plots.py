@@ -17,8 +17,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from experiments.models.schemes import label
-from experiments.pages import tables
-from experiments.pages.tables import Results
+from experiments.runs.scores import Results, of_section, places, schemes
 from experiments.stats import mean, ordered
 
 PALETTE = (
@@ -66,7 +65,7 @@ def lengths(results: Results, section: str, mode: str, split: bool = False) -> s
     scale, if others end far from them.
     """
     with mpl.rc_context({**STYLE, "svg.hashsalt": f"lengths-{section}-{mode}"}):
-        rows = tables.of_section(results, section)
+        rows = of_section(results, section)
         views = [(row, view) for row in rows.values() for shown, view in row.views if shown == mode]
         if not views:
             return ""
@@ -84,7 +83,7 @@ def lengths(results: Results, section: str, mode: str, split: bool = False) -> s
             panels = {above: (limit, high + 0.2 * (high - limit))}
             panels[below] = low - 0.1 * (limit - low), limit
             figure.text(0.015, 0.56, labels.unit, rotation="vertical", ha="left", va="center")
-        styles = looks(tables.schemes(results))
+        styles = looks(schemes(results))
         for axes, limits in panels.items():
             ends, ticks, trained = [], set(), set()
             for row, variant in views:
@@ -126,18 +125,18 @@ def _limit_of_the_lowest(lines: Sequence[Sequence[float]]) -> float | None:
 
 def maps(results: Results, section: str) -> str:
     """Returns maps of scores by length and place in the row, a map per fitted scheme."""
-    places = tables.places(results, section)
-    lengths = sorted({length for rows in places.values() for length in rows})
-    scores = [x for rows in places.values() for row in rows.values() for x in row]
+    maps = places(results, section)
+    lengths = sorted({length for rows in maps.values() for length in rows})
+    scores = [x for rows in maps.values() for row in rows.values() for x in row]
     values = [x for x in scores if math.isfinite(x)]
     if not values:
         return ""
-    first = next(iter(tables.of_section(results, section).values()))
-    labels, trained = first.labels, first.runs[0].task.train_length
+    first = next(iter(of_section(results, section).values()))
+    labels, trained = first.labels, first.task.train_length
     limits = (0.0, 1.0) if labels.higher_is_better else (min(values), max(values))
     with mpl.rc_context({**STYLE, "svg.hashsalt": f"maps-{section}", "axes.grid": False}):
-        figure, all_axes = _small_multiples(len(places), 0.18 * len(lengths))
-        for axes, (scheme, rows) in zip(all_axes, places.items(), strict=True):
+        figure, all_axes = _small_multiples(len(maps), 0.18 * len(lengths))
+        for axes, (scheme, rows) in zip(all_axes, maps.items(), strict=True):
             axes.set_title(label(scheme), fontsize=9.5, pad=3.0)
             for y, length in enumerate(lengths):
                 if length in rows:
@@ -194,12 +193,12 @@ def curves(results: Results, section: str) -> str:
     """Returns the plot of a section's training loss against steps."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": f"curves-{section}"}):
         figure, axes = new_figure()
-        styles, ends = looks(tables.schemes(results)), []
-        for scheme, row in tables.of_section(results, section).items():
-            curves = [result.curve for _, result in row.ended if result.curve]
+        styles, ends = looks(schemes(results)), []
+        for scheme, row in of_section(results, section).items():
+            curves = [result.curve for result in row.results if result.curve]
             if not curves:
                 continue
-            seeds, name = len(row.ended), label(scheme)
+            seeds, name = len(row.results), label(scheme)
             name += f" ({len(curves)} of {seeds} seeds)" if len(curves) < seeds else ""
             values = list(zip(*(curve["loss"] for curve in curves), strict=False))
             steps, style = curves[0]["step"][: len(values)], (styles[scheme][0], "")
@@ -344,7 +343,7 @@ def _common_limits(results: Results, section: str) -> tuple[float, float]:
     """One range for all modes of a section, so that adjacent plots can be compared."""
     values = [
         value
-        for row in tables.of_section(results, section).values()
+        for row in of_section(results, section).values()
         for mode, variant in row.views
         for score in row.scores(mode, variant).values()
         for value in score.values

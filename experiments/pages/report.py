@@ -13,8 +13,9 @@ from typing import Any
 from experiments.models.schemes import label
 from experiments.pages import plots, tables
 from experiments.pages.page import as_html, fill, picture, plain
-from experiments.pages.tables import Results, SchemeResults
+from experiments.runs import scores
 from experiments.runs.results import mixture
+from experiments.runs.scores import Results, SchemeResults
 from experiments.settings.common import Rates
 from experiments.settings.config_io import flatten
 from experiments.stats import in_words, interval, mean, ordered
@@ -41,10 +42,10 @@ def render(
     """
     missing = waiting(results)
     results = [row for row in results if not row.waiting]
-    sections = tables.sections(results)
+    sections = scores.sections(results)
     baseline = baseline or _baseline(results)
     seeds = max((len(row.seeds) for row in results), default=1)
-    everything = [result for row in results for _, result in row.ended]
+    everything = [result for row in results for result in row.results]
     environment = everything[0].environment if everything else {}
     pictures: dict[str, str] = {}
 
@@ -64,12 +65,12 @@ def render(
         name=name,
         created=max((result.finished for result in everything), default=""),
         command=command,
-        done=sum(len(row.ended) for row in results if row.done),
+        done=sum(len(row.results) for row in results if row.done),
         missing=missing,
         mixed=mixture(everything),
         failed=[row for row in results if row.error],
         seeds=seeds,
-        averaged=tables.seeds_in_words(results),
+        averaged=scores.seeds_in_words(results),
         baseline=label(baseline),
         conclusions=conclusions(results, baseline),
         summaries=[
@@ -101,20 +102,20 @@ def render(
 def waiting(results: Results) -> list[str]:
     """Returns the schemes with runs that have not ended, in words, a text per section."""
     texts = []
-    for section in tables.sections(results):
-        rows = tables.of_section(results, section).values()
+    for section in scores.sections(results):
+        rows = scores.of_section(results, section).values()
         parts = [
             label(row.scheme)
-            + (f" ({len(row.ended)} of {len(row.runs)} seeds)" if len(row.runs) > 1 else "")
+            + (f" ({len(row.results)} of {len(row.runs)} seeds)" if len(row.runs) > 1 else "")
             for row in rows
-            if len(row.ended) < len(row.runs) and not row.raised
+            if len(row.results) < len(row.runs) and not row.raised
         ]
         texts += [f"{section}: {', '.join(parts)}"] if parts else []
     return texts
 
 
 def _baseline(results: Results) -> str:
-    schemes = tables.schemes(results)
+    schemes = scores.schemes(results)
     return "rope" if "rope" in schemes else next(iter(schemes), "")
 
 
@@ -129,14 +130,14 @@ def _cell(cell: tables.Cell) -> str:
 
 def _summary(results: Results, section: str, baseline: str, draw: Any) -> dict | None:
     """Scores and paired differences at the trained length and at the longest one."""
-    mode = next(iter(tables.modes(results, section)), "")
-    rows = list(tables.of_section(results, section).values())
-    labels, trained = rows[0].labels, rows[0].runs[0].task.train_length
+    mode = next(iter(scores.modes(results, section)), "")
+    rows = list(scores.of_section(results, section).values())
+    labels, trained = rows[0].labels, rows[0].task.train_length
     lengths = sorted({n for row in rows for n in row.scores(mode)})
     if trained not in lengths:
         return None
     shown = ordered([trained, lengths[-1]])
-    columns = [tables.paired(results, section, mode, length, baseline) for length in shown]
+    columns = [scores.paired(results, section, mode, length, baseline) for length in shown]
 
     def order(scheme: str) -> tuple[bool, float]:
         value = mean(columns[0][scheme][0]) * labels.sign
@@ -163,7 +164,7 @@ def _summary(results: Results, section: str, baseline: str, draw: Any) -> dict |
         picture = draw(file, plots.differences(differences, unit, f"{section}: {unit}", file))
     title = f"{section}: {labels.unit}, {labels.better} is better"
     return dict(
-        title=", ".join(filter(None, (title, tables.seeds_in_words(rows)))),
+        title=", ".join(filter(None, (title, scores.seeds_in_words(rows)))),
         heads=["scheme", *(text for n in shown for text in (str(n), f"minus {name}"))],
         rows=lines,
         picture=picture,
@@ -172,10 +173,10 @@ def _summary(results: Results, section: str, baseline: str, draw: Any) -> dict |
 
 def _section(results: Results, section: str, draw: Any) -> dict:
     """The section on one task."""
-    rows = list(tables.of_section(results, section).values())
+    rows = list(scores.of_section(results, section).values())
     labels, done = rows[0].labels, [row for row in rows if row.done]
     views = []
-    for mode in tables.modes(results, section):
+    for mode in scores.modes(results, section):
         grid = tables.grid(results, section, mode)
         svg = plots.lengths(results, section, mode)
         marks = {n: " (trained)" if n in grid.trained else "" for n in grid.lengths}
@@ -199,7 +200,7 @@ def _section(results: Results, section: str, draw: Any) -> dict:
 
 def _setting(rows: list[SchemeResults]) -> str:
     """The training settings that all runs of a section share."""
-    tasks, parts = [row.runs[0].task for row in rows], []
+    tasks, parts = [row.task for row in rows], []
     rates = _rates(rows)
     for text, values in (
         ("trained at length {}", {task.train_length for task in tasks}),
@@ -215,7 +216,7 @@ def _rates(rows: list[SchemeResults]) -> str:
     """The learning rates where the task names some for schemes, and the schemes without one."""
     groups: dict[str, list[str]] = {}
     for row in rows:
-        task = row.runs[0].task
+        task = row.task
         if task.rates:
             train, default = task.train, "" if row.scheme in task.rates else ", not tuned"
             relative = f" x {train.scheme_rate:g} for its own parameters"
@@ -233,12 +234,12 @@ def conclusions(results: Results, baseline: str = "") -> list[str]:
     one_seed = max((len(row.seeds) for row in results), default=0) == 1
     texts = ["One seed: no ranking follows, the spread between seeds is unknown."] * one_seed
     shared = []
-    for section in tables.sections(results):
-        rows = tables.of_section(results, section)
-        tasks = [row.runs[0].task for row in rows.values()]
+    for section in scores.sections(results):
+        rows = scores.of_section(results, section)
+        tasks = [row.task for row in rows.values()]
         rates = {(task.train.learning_rate, task.train.scheme_rate) for task in tasks}
         shared += [section] * (len(tasks) > 1 and len(rates) == 1)
-        ended = [result for row in rows.values() if row.done for _, result in row.ended]
+        ended = [result for row in rows.values() if row.done for result in row.results]
         if ended and not any(result.fitted for result in ended):
             texts.append(
                 f"On {section} no scheme learned the task in {tasks[0].train.steps} steps, so its "
@@ -257,11 +258,11 @@ def conclusions(results: Results, baseline: str = "") -> list[str]:
 
 def _verdict(results: Results, section: str, baseline: str) -> str:
     """Which schemes differ from the baseline at the trained length, by their intervals."""
-    rows = tables.of_section(results, section)
-    labels, task = next(iter(rows.values())).labels, next(iter(rows.values())).runs[0].task
-    mode = next(iter(tables.modes(results, section)), "")
+    rows = scores.of_section(results, section)
+    labels, task = next(iter(rows.values())).labels, next(iter(rows.values())).task
+    mode = next(iter(scores.modes(results, section)), "")
     groups: dict[str, list[str]] = {"ahead": [], "behind": [], "not resolved": []}
-    pairs = tables.paired(results, section, mode, task.train_length, baseline)
+    pairs = scores.paired(results, section, mode, task.train_length, baseline)
     for scheme, (_, differences) in pairs.items():
         if scheme != baseline and len(differences) > 1:
             low, high = sorted(labels.sign * bound for bound in interval(differences)[1:])
@@ -275,9 +276,7 @@ def _spread(section: str, rows: Mapping[str, SchemeResults]) -> str:
     """Which schemes have seeds whose mean says little."""
     names = []
     for row in rows.values():
-        task = row.runs[0].task
-        score = row.scores(task.views[0]).get(task.train_length)
-        values = [x for x in score.values if math.isfinite(x)] if score else []
+        values = [x for x in row.at_trained_length if math.isfinite(x)] if row.done else []
         if len(values) > 1 and statistics.stdev(values) > _SPREAD:
             names.append(f"{label(row.scheme)} ({min(values):.3f} to {max(values):.3f})")
     return (
@@ -290,10 +289,10 @@ def _spread(section: str, rows: Mapping[str, SchemeResults]) -> str:
 
 def _not_tuned(section: str, rows: Mapping[str, SchemeResults]) -> Iterator[str]:
     """Sentences on rates that the study chose for another text, and on schemes without rates."""
-    task = next(iter(rows.values())).runs[0].task
+    task = next(iter(rows.values())).task
     others = [scheme for scheme in rows if scheme not in task.rates]
     rope = task.rates.get("rope")
-    if others and rope and rope.learning_rate == rows[others[0]].runs[0].task.train.learning_rate:
+    if others and rope and rope.learning_rate == rows[others[0]].task.train.learning_rate:
         names = ", ".join(map(label, others))
         yield f"On {section} no rate was tuned for {names}: RoPE's was taken."
     compare, study = (tomllib.loads(file.read_text()) for file in _CONFIGS)
@@ -326,9 +325,9 @@ def _fits(rows: list[SchemeResults]) -> Iterator[str]:
 
 def _costs(results: Results) -> Iterator[list[str]]:
     """The rows of the table of costs."""
-    for section in tables.sections(results):
-        times = tables.step_times(results, section)
-        for scheme, row in tables.of_section(results, section).items():
+    for section in scores.sections(results):
+        times = scores.step_times(results, section)
+        for scheme, row in scores.of_section(results, section).items():
             if not row.done or row.first is None:
                 continue
             ms, base = times.get(scheme), times.get("none")

@@ -74,6 +74,10 @@ class Result:
             return f"{self.status}: {self.error}"
         return ", ".join(f"{n}: {x}" for n, x in next(iter(self.scores.values())).items())
 
+    def score(self, view: str, length: int) -> float | None:
+        """Returns the score of a view at a length, None where there is none."""
+        return self.scores.get(view, {}).get(str(length))
+
     @property
     def seconds(self) -> float:
         """Time of training: CPU time on CPUs, which other programs disturb less, or wall time."""

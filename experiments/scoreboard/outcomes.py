@@ -1,7 +1,6 @@
 """The outcomes of claims, computed from the results of their runs."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from experiments.claims import GATE_FAILED, NOT_RUN, Claim, Margin, judge, paire
 from experiments.runs.run import Result, known
 from experiments.runs.run_queue import differences
 from experiments.scoreboard.plan import Protocol
+from experiments.stats import mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +84,7 @@ def _outcome(protocol: Protocol, claim: Claim, by_seed: Mapping[int, dict[str, R
 
 def _score(protocol: Protocol, results: Mapping[str, Result]):
     def score(name: str, view: str | None, length: int) -> float:
-        view = view or protocol.runs[name].task.views[0]
-        value = results[name].scores.get(view, {}).get(str(length))
-        return math.nan if value is None else value
+        return mean([results[name].score(view or protocol.runs[name].task.views[0], length)])
 
     return score
 

@@ -50,7 +50,7 @@ def summary(page: Context) -> Iterator[str]:
         yield f"**{len(screened)} of {count} schemes have ended.**"
     if not screened:
         return
-    task = screened[baseline].cell.task
+    task = screened[baseline].task
     reference = next(of_size[baseline] for of_size in [*finalists, screened] if of_size)
     trained = {scheme: mean(row.at_trained_length) for scheme, row in screened.items()}
     scores = {s: row.at_trained_length for s, row in screened.items() if row.is_stable}
@@ -75,11 +75,11 @@ def summary(page: Context) -> Iterator[str]:
                 f"With the logit scale that they were published with: {', '.join(scales)}."
             )
     greatest = max(screened[baseline].cell.about.rates)
-    highest = sum(x.run.task.train.learning_rate == greatest for x in screened.values())
+    highest = sum(x.task.train.learning_rate == greatest for x in screened.values())
     lines.append(
         f"The greatest rate, {greatest:g}, is the best one for {highest} of {len(screened)} "
         f"schemes; {name}'s {len(reference.results)} seeds have "
-        f"{reference.run.task.train.learning_rate:g}."
+        f"{reference.task.train.learning_rate:g}."
     )
     yield "\n".join(lines)
     caption = (
@@ -96,7 +96,7 @@ def summary(page: Context) -> Iterator[str]:
 
 def _notes(screened: Mapping[str, Row], resolved: list[str], reference: Row) -> Iterator[str]:
     """Yields sentences on schemes that are ahead at the longest length, or have no test."""
-    task = reference.cell.task
+    task = reference.task
     rises = {s: mean(_longest(x)) - mean(x.at_trained_length) for s, x in screened.items()}
     if flat := [label(s) for s in resolved if task.labels.sign * rises[s] <= FLAT]:
         yield (
@@ -134,7 +134,7 @@ def screen_numbers(rows: Mapping[str, Row]) -> str:
     """Returns the table of all schemes as CSV, best first."""
     lines, none = [], rows.get("none")
     for scheme, row in rows.items():
-        first, task = row.results[0], row.cell.task
+        first, task = row.results[0], row.task
         scores = {n: row.values(task.views[0], n) for n in task.test_lengths}
         line = {"scheme": label(scheme)}
         line |= {str(n): in_cell(x) for n, x in scores.items()}
@@ -147,7 +147,7 @@ def screen_numbers(rows: Mapping[str, Row]) -> str:
 
 def _rate(row: Row) -> str:
     """Returns the learning rate, marked if it is the least or the greatest of the grid."""
-    rate = row.run.task.train.learning_rate
+    rate = row.task.train.learning_rate
     return f"{rate:g}{'*' if row.selection.is_edge(rate) else ''}"
 
 
@@ -159,7 +159,7 @@ def finalists(page: Context) -> Iterator[str]:
         if not rows:
             continue
         baseline = rows[page.study.about.baseline]
-        about, task = baseline.cell.about, baseline.cell.task
+        about, task = baseline.cell.about, baseline.task
         chose = page.study.cells[first][page.study.about.baseline].about.seeds
         curve = curve_of(baseline, page.results, chose)
         heads = ["scheme", task.labels.unit, f"difference to {name}", f"at {task.longest}"]
@@ -197,7 +197,7 @@ def _in_time(row: Row, chose: int, step: float | None, curve: Mapping[float, flo
     if step is None or math.isnan(value):
         return ""
     at_step = np.interp(np.log2(step), np.log2([*curve]), [*curve.values()])
-    bound = "" if step <= max(curve) else "> " if row.cell.task.labels.sign > 0 else "< "
+    bound = "" if step <= max(curve) else "> " if row.task.labels.sign > 0 else "< "
     return f"{bound}{value - at_step:+.3f}"
 
 
@@ -213,7 +213,7 @@ def catalogue_picture(study: Study, rows: Rows) -> str:
     none = screen.get("none")
     if none is None or none.step is None:
         return ""
-    task, baseline = none.cell.task, study.about.baseline
+    task, baseline = none.task, study.about.baseline
     sign = task.labels.sign
     limit = sign * mean(best[baseline].at_trained_length) + _SHOWN
     points = {
@@ -258,4 +258,4 @@ def _colour(rise: float) -> str:
 
 
 def _longest(row: Row) -> list[float]:
-    return row.values(row.run.task.views[0], row.cell.task.longest)
+    return row.values(row.task.views[0], row.task.longest)

@@ -34,7 +34,7 @@ def has_corpora(study: Study) -> bool:
 
 def losses(row: Row) -> dict[str, str]:
     """Returns the loss from the trained length to the longest; nothing if they are the same."""
-    task = row.cell.task
+    task = row.task
     if task.longest == task.train_length:
         return {}
     loss = task.labels.sign * mean(_changes(row, task.views[0], task.longest))
@@ -46,7 +46,7 @@ def _changes(row: Row, view: str, length: int) -> list[float]:
 
     One per seed, NaN where a score is missing.
     """
-    trained = row.values(view, row.cell.task.train_length)
+    trained = row.values(view, row.task.train_length)
     return [b - a for a, b in zip(trained, row.values(view, length), strict=True)]
 
 
@@ -61,7 +61,7 @@ def contexts(row: Row) -> dict[str, str]:
     Copies have the change by windows that hold the earlier use. The last cell says whether windows
     beyond the trained length gain, lose or are flat.
     """
-    task = row.cell.task
+    task = row.task
     if not is_of_context(task):
         return {}
     lengths = sorted(getattr(task, "sliding_lengths", ()))
@@ -86,7 +86,7 @@ def variant_cells(row: Row) -> dict[str, tuple[str, str, str]]:
     By name: the score at the trained length and its difference, if it has one, and the loss at
     the longest length.
     """
-    task, cells = row.cell.task, {}
+    task, cells = row.task, {}
     unchanged = mean(map(score, row.varied))
     for name, by_length in row.variants.items():
         trained = by_length.get(task.train_length, [])

@@ -36,7 +36,7 @@ def numbers(study: Study, rows: Rows, results: Lookup) -> str:
 
 
 def _scores(row: Row, scheme: str, baseline: str, curve: Mapping[float, float]) -> dict[str, str]:
-    task, first, name = row.cell.task, row.results[0], label(baseline)
+    task, first, name = row.task, row.results[0], label(baseline)
     line = {
         "unit": task.labels.unit,
         "score": in_words(row.at_trained_length, shifts=row.shifts),

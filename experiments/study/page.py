@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from experiments.models.schemes import label
 from experiments.pages import plots
 from experiments.pages.page import table
-from experiments.pages.tables import collect
 from experiments.runs.results import mixture
 from experiments.runs.run import Lookup, duration
 from experiments.stats import Bounds, in_cell, ordered, sign
@@ -130,7 +129,7 @@ def repetition(page: Context) -> Iterator[str]:
             if (other := page.earlier.get(size, {}).get(scheme)) is None:
                 continue
             name = label(scheme) + (f" ({size})" if len(page.rows) > 1 else "")
-            same += [name] if row.run == other.run else []
+            same += [name] if row.runs[0] == other.runs[0] else []
             lines.append([label(scheme)])
             for each in (row, other):
                 difference = "" if scheme == study.about.baseline else each.difference_in_words()
@@ -179,7 +178,7 @@ def tables(page: Context) -> Iterator[str]:
 
 def _heads(study: Study, rows: Mapping[str, Row]) -> list[str]:
     baseline = rows[study.about.baseline]
-    heads = ["scheme", baseline.cell.task.labels.unit]
+    heads = ["scheme", baseline.task.labels.unit]
     heads += [f"difference to {label(study.about.baseline)}", *comparison.losses(baseline)]
     heads += ["in equal time"] if any(row.timed for row in rows.values()) else []
     return [*heads, *comparison.contexts(baseline)]
@@ -205,9 +204,7 @@ def pictures(page: Context) -> Iterator[str]:
     yield from page.picture("", caption, lambda: drawing(study, page.rows))
     maps, paragraphs = "", []
     for size, cells in study.cells.items() if page.name else ():
-        seeds = [cell.finals(page.results) for cell in cells.values()]
-        rows = [collect(size, runs, page.results) for runs in seeds if runs]
-        rows = [row for row in rows if len(row.ended) == len(row.runs)]
+        rows = [page.rows[size][scheme] for scheme in cells if scheme in page.rows[size]]
         task = cells[study.about.baseline].task
         maps = plots.maps(rows, size) or maps
         if len(task.test_lengths) > 1:
@@ -337,7 +334,7 @@ def _remarks(page: Context, size: str) -> Iterator[str]:
     for scheme, row in rows.items():
         scores = sorted(filter(math.isfinite, row.at_trained_length))
         if len(scores) > 1 and statistics.stdev(scores) > about.unstable:
-            digits = row.cell.task.labels.digits
+            digits = row.task.labels.digits
             spread.append(f"{label(scheme)} ({', '.join(f'{x:.{digits}f}' for x in scores)})")
     if spread:
         yield f"Seeds with a standard deviation above {about.unstable:g}: {'; '.join(spread)}."

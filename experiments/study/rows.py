@@ -8,23 +8,21 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from experiments.models.methods import sized
-from experiments.models.schemes import label
 from experiments.runs.run import Lookup, Result, Run
+from experiments.runs.scores import SchemeResults
 from experiments.stats import Bounds, in_words, interval, mean
 from experiments.study.cell import Cell
 from experiments.study.clock import Clock
 from experiments.study.selection import Selection, score
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A scheme's results of all reported seeds, and the baseline's.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row(SchemeResults):
+    """A scheme's results of all reported seeds at a size, and the baseline's.
 
     Attributes:
       cell: the scheme at the size.
-      run: of the first seed.
-      results, baseline: one per seed.
+      baseline: one per seed.
       timed: in equal time, one per seed; empty if there are none.
       varied: with the cell's variants, one per seed; empty if there are none.
       selection, baseline_selection: the choices of the settings.
@@ -32,28 +30,12 @@ class Row:
     """
 
     cell: Cell
-    run: Run
-    results: Sequence[Result]
     baseline: Sequence[Result]
     timed: Sequence[Result]
     varied: Sequence[Result]
     selection: Selection
     baseline_selection: Selection
     step: float | None
-
-    def label(self, variant: str) -> str:
-        """Returns the label of the scheme with a variant."""
-        return label(self.cell.scheme, sized(variant, self.cell.task.train_length))
-
-    def values(self, view: str, length: int) -> list[float]:
-        """Returns the scores of a view at a length, one per seed, NaN where there is none."""
-        scores = (result.scores.get(view, {}).get(str(length)) for result in self.results)
-        return [math.nan if x is None else x for x in scores]
-
-    @property
-    def at_trained_length(self) -> list[float]:
-        """The scores at the trained length, one per seed, NaN where there is none."""
-        return self.values(self.run.task.views[0], self.run.task.train_length)
 
     @property
     def is_stable(self) -> bool:
@@ -90,21 +72,21 @@ class Row:
 
         One per seed, NaN where one diverged; a frequency map has none at the trained length.
         """
-        lengths = self.cell.task.train_length, self.cell.task.longest
+        lengths = self.task.train_length, self.task.longest
         return {
             name: {n: x for n in lengths if (x := self._against_own(name, n))}
             for name in (self.cell.variants if self.varied else ())
         }
 
     def _against_own(self, view: str, length: int) -> list[float]:
-        pairs = [(r.scores.get(view, {}).get(str(length)), score(r)) for r in self.varied]
+        pairs = [(r.score(view, length), score(r)) for r in self.varied]
         if all(a is None for a, _ in pairs):
             return []
         return [math.nan if a is None or b is None else a - b for a, b in pairs]
 
     def rate_in_words(self) -> str:
         """Returns the learning rate, and in parentheses how many times it the scheme's own is."""
-        train = self.run.task.train
+        train = self.task.train
         times = f" ({train.scheme_rate:g} x)" if train.scheme_rate != 1 else ""
         return f"{train.learning_rate:.4g}{times}"
 
@@ -128,16 +110,18 @@ def rows_of(
     for scheme, cell in cells.items():
         runs = cell.finals(results)
         if of_scheme := ended(runs, results):
+            is_baseline = scheme == baseline
             rows[scheme] = Row(
-                cell,
-                runs[0],
-                of_scheme,
-                of_baseline,
-                ended(cell.timed(results, cells[baseline], clock), results),
-                ended(cell.varied(results), results),
-                baseline_selection if scheme == baseline else cell.selection(results),
-                baseline_selection,
-                clock.ratio(cell.size, scheme, baseline) if clock else None,
+                cell.size,
+                runs,
+                tuple(of_scheme),
+                cell=cell,
+                baseline=of_baseline,
+                timed=ended(cell.timed(results, cells[baseline], clock), results),
+                varied=ended(cell.varied(results), results),
+                selection=baseline_selection if is_baseline else cell.selection(results),
+                baseline_selection=baseline_selection,
+                step=clock.ratio(cell.size, scheme, baseline) if clock else None,
             )
     return dict(sorted(rows.items(), key=lambda item: item[1].cell.rank(results)))
 
@@ -156,7 +140,7 @@ def curve_of(row: Row, results: Lookup, first: int = 0) -> dict[float, float]:
     curve = {1.0: mean(map(score, row.results[first:]))}
     for budget in row.cell.about.budgets:
         runs = row.cell.budgeted(results, budget)
-        steps = runs[0].task.train.steps / row.run.task.train.steps  # At least the warm-up.
+        steps = runs[0].task.train.steps / row.task.train.steps  # At least the warm-up.
         curve[steps] = mean(map(score, ended(runs, results)[first:]))
     known = len(curve) > 1 and all(map(math.isfinite, curve.values()))
     return dict(sorted(curve.items())) if known else {}

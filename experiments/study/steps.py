@@ -26,7 +26,7 @@ def leads(rows: Mapping[str, Row], references: Collection[str]) -> tuple[str, di
     stable = [name for name in references if name in by_name]
     if not {*references} <= {*map(short, rows)} or not stable:
         return "", {}
-    task = next(iter(rows.values())).run.task
+    task = next(iter(rows.values())).task
 
     def validated(name: str) -> tuple[bool, float]:
         value = mean(by_name[name].values(task.selection_view, task.train_length))
@@ -145,7 +145,7 @@ def _claims(study: Study, rows: Rows) -> Iterator[tuple[str, str]]:
     """Yields claims with outcomes and margins, except where a score is missing."""
     reference = _reference(study)
     by_steps = {
-        row.run.task.train.steps: leads(of_size, reference.schemes)[1]
+        row.task.train.steps: leads(of_size, reference.schemes)[1]
         for of_size in rows.values()
         for row in [*of_size.values()][:1]
     }
@@ -172,7 +172,7 @@ def steps_picture(study: Study, rows: Rows) -> str:
     for of_size in filter(None, rows.values()):
         best, differences = leads(of_size, reference.schemes)
         for scheme, row in of_size.items():
-            name, steps = short(scheme), row.run.task.train.steps
+            name, steps = short(scheme), row.task.train.steps
             if name == best:
                 ropes[steps] = mean(row.at_trained_length)
             elif name in reference.schemes or name not in differences:

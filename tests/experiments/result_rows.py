@@ -3,8 +3,8 @@
 import dataclasses
 
 import posenc_jax as pe
-from experiments.pages.tables import collect
 from experiments.runs.run import Result, Run
+from experiments.runs.scores import collect
 from experiments.tasks import TASKS
 
 LENGTHS = {"kback": (32, 64, 128), "kth": (32, 64, 128), "text": (128, 256, 512)}

@@ -13,6 +13,7 @@ from experiments.pages import plots, tables
 from experiments.pages.page import as_html, plain
 from experiments.pages.report import conclusions
 from experiments.pages.report import render as whole_page
+from experiments.runs import scores
 from experiments.runs.experiment import load
 from experiments.settings.common import Rates
 from tests.experiments.result_rows import LENGTHS, make_row
@@ -104,8 +105,8 @@ def test_the_summary_has_paired_differences_with_intervals(monkeypatch):
 def test_the_page_begins_with_what_is_missing(text):
     assert "so far" not in text
     row = make_row("kback", "rope", 3)
-    rows = [dataclasses.replace(row, results=(row.results[0], None, None)), make_row("kth", "rope")]
-    rows += [dataclasses.replace(make_row("kth", "none"), results=(None,))]
+    rows = [dataclasses.replace(row, results=row.results[:1]), make_row("kth", "rope")]
+    rows += [dataclasses.replace(make_row("kth", "none"), results=())]
     text = words_of(whole_page("mine", rows, "command"))
     assert "Without a result so far: kback: rope (1 of 3 seeds); kth: none." in text
     assert "2 runs done" in text
@@ -146,9 +147,9 @@ def test_tasks_that_no_scheme_fitted_are_folded():
 
 def test_schemes_with_other_seeds_are_not_paired():
     results = [make_row("kback", "rope", 3), make_row("kback", "learned", [0, 1, 7])]
-    values, differences = tables.paired(results, "kback", "plain", 32, "rope")["learned"]
+    values, differences = scores.paired(results, "kback", "plain", 32, "rope")["learned"]
     assert len(values) == 3 and differences == []
-    assert len(tables.paired(results, "kback", "plain", 32, "rope")["rope"][1]) == 3
+    assert len(scores.paired(results, "kback", "plain", 32, "rope")["rope"][1]) == 3
 
 
 def test_learning_rates_are_named_and_where_they_are_not_tuned(text):
@@ -223,7 +224,7 @@ def test_maps_of_scores_have_the_schemes_that_fitted():
             str(n): [None] * 8 + [0.9 - 0.1 * i] * 8 for i, n in enumerate(LENGTHS[row.section])
         }
         results.append(make_row(row.section, row.scheme, 2, fitted=row.fitted, places=places))
-    assert tables.places(results, "kback")["rope"][64][8:] == pytest.approx((0.8,) * 8)
+    assert scores.places(results, "kback")["rope"][64][8:] == pytest.approx((0.8,) * 8)
     svg = plots.maps(results, "kback")
     assert all(f">{name}<" in svg for name in ("learned", "rope", "MyScheme"))
     assert ">none<" not in svg
@@ -310,7 +311,7 @@ def test_schemes_without_all_scores_are_last():
 
 def test_means_say_how_many_seeds_they_have():
     rows = [make_row("kback", name, 3) for name in ("rope", "none")]
-    rows[1] = dataclasses.replace(rows[1], results=(*rows[1].results[:2], None))
+    rows[1] = dataclasses.replace(rows[1], results=rows[1].results[:2])
     assert "means of 2 to 3 seeds" in tables.as_text(rows)
     text = words_of(render(rows))
     assert "means of 2 to 3 seeds, with" in text and "higher is better, 2 to 3 seeds" in text
