@@ -1,4 +1,4 @@
-"""Pages: Markdown from Jinja templates, which is also shown as HTML with its pictures inside."""
+"""Pages: paragraphs of Markdown, which are also shown as HTML with their pictures inside."""
 
 import csv
 import io
@@ -12,26 +12,20 @@ from markdown_it import MarkdownIt
 from markupsafe import escape
 
 from experiments.errors import ConfigError
-from experiments.models.schemes import label
 from experiments.pages.plots import standalone
 
 _SHELL = Path(__file__).with_name("page.html.jinja")
 
 
 def fill(template: Path, **values: object) -> str:
-    """Returns the text of a template; undefined names are errors.
-
-    Templates have the filters `plain` and `label`, and the functions `table`, `picture` and `pair`.
-    """
+    """Returns the text of a template; undefined names are errors."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(template.parent),
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"plain": plain, "label": label}
-    functions = {"table": table, "picture": picture, "pair": pair}
-    text = environment.get_template(template.name).render(functions | values)
+    text = environment.get_template(template.name).render(values)
     return re.sub(r"\n{3,}", "\n\n", text.strip()) + "\n"
 
 
@@ -62,6 +56,12 @@ def pair(*parts: str) -> str:
     """Returns parts in columns, as HTML around Markdown; empty ones are left out."""
     columns = "\n".join(f"<div>\n\n{part}\n\n</div>" for part in parts if part)
     return f'<div class="pair">\n{columns}\n</div>'
+
+
+def details(title: str, lines: Sequence[str]) -> str:
+    """Returns lines as they are under a title that opens them, nothing without lines."""
+    text = "\n".join(map(escape, lines))
+    return f"<details><summary>{title}</summary><pre>\n{text}\n</pre></details>" if lines else ""
 
 
 def target_of(page: Path | None, name: str) -> Path:

@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from markupsafe import escape
+
 from experiments.models.schemes import label
 from experiments.pages import plots, tables
-from experiments.pages.page import as_html, fill, picture, plain
+from experiments.pages.page import as_html, details, pair, picture, plain, table
 from experiments.runs import scores
-from experiments.runs.results import mixture
+from experiments.runs.results import Result, mixture
 from experiments.runs.scores import Results, SchemeResults
 from experiments.settings.common import Rates
 from experiments.settings.config_io import flatten
@@ -44,9 +46,6 @@ def render(
     results = [row for row in results if not row.waiting]
     sections = scores.sections(results)
     baseline = baseline or _baseline(results)
-    seeds = max((len(row.seeds) for row in results), default=1)
-    everything = [result for row in results for result in row.results]
-    environment = everything[0].environment if everything else {}
     pictures: dict[str, str] = {}
 
     def draw(name: str, svg: str) -> str:
@@ -54,49 +53,101 @@ def render(
         pictures[f"{name}.svg"] = svg
         return f"{name}.svg" if svg else ""
 
-    tasks = [_section(results, section, draw) for section in sections]
-    rows = [row for task in tasks for view in task["views"] for row in view["rows"]]
-    costs = list(_costs(results))
-    definitions = [
-        f"{row.section}: {row.first.scheme_repr}" for row in results if row.done and row.first
+    tasks = [text for section in sections for text in _section(results, section, draw)]
+    blocks = [
+        f"# {name}: position encodings compared",
+        *_head(results, missing, command, baseline),
+        *_summaries(results, baseline, draw),
+        *tasks,
+        *_legend(tasks),
+        *_curves(results, draw),
+        *_costs(results),
+        *_failed(results),
+        *_guide(results),
+        *_origin(results, settings or {}),
     ]
-    text = fill(
-        Path(__file__).with_name("report.md.jinja"),
-        name=name,
-        created=max((result.finished for result in everything), default=""),
-        command=command,
-        done=sum(len(row.results) for row in results if row.done),
-        missing=missing,
-        mixed=mixture(everything),
-        failed=[row for row in results if row.error],
-        seeds=seeds,
-        averaged=scores.seeds_in_words(results),
-        baseline=label(baseline),
-        conclusions=conclusions(results, baseline),
-        summaries=[
-            summary
-            for section in sections
-            if seeds > 1 and (summary := _summary(results, section, baseline, draw))
-        ],
-        tasks=tasks,
-        curves=[
-            picture(draw(f"curves-{s}", svg), s)
-            for s in sections
-            if (svg := plots.curves(results, s))
-        ],
-        costs=[_COSTS, *costs] if costs else [],
-        processor=environment.get("processor", "an unnamed processor"),
-        untrained=tables.UNTRAINED if any("†" in cell for row in rows for cell in row) else "",
-        facts=[
-            ("Configuration", _lines(settings or {})),
-            ("Environment", _lines(environment)),
-            (
-                "Schemes; q . k has the factor 1/sqrt(H), unless layers have another scale",
-                definitions,
-            ),
-        ],
+    return as_html("\n\n".join(filter(None, blocks)) + "\n", pictures)
+
+
+def _ended(results: Results) -> list[Result]:
+    return [result for row in results for result in row.results]
+
+
+def _seeds(results: Results) -> int:
+    return max((len(row.seeds) for row in results), default=1)
+
+
+def _head(results: Results, missing: list[str], command: str, baseline: str) -> Iterator[str]:
+    """The state of the runs, the command, and conclusions."""
+    ended, failed = _ended(results), sum(bool(row.error) for row in results)
+    done = sum(len(row.results) for row in results if row.done)
+    state = f"{done} {'run' if done == 1 else 'runs'} done"
+    state += f", **{failed} failed**" if failed else ""
+    yield state + (f" · {plain(max(x.finished for x in ended))}" if ended else "")
+    if missing:
+        yield f"**Without a result so far:** {'; '.join(missing)}."
+    if mixed := mixture(ended):
+        yield f"**{plain(mixed)}**"
+    yield f"    {command}"
+    averaged = scores.seeds_in_words(results)
+    yield (
+        "Models of a task differ in the position encoding, and in learning rates where the "
+        "settings name some."
+    ) + (f"\nNumbers are means of {averaged}, with minimum and maximum." if averaged else "")
+    yield "\n".join(f"* {plain(text)}" for text in conclusions(results, baseline))
+
+
+def _legend(tasks: list[str]) -> Iterator[str]:
+    """The words and marks of tables, of which there may be none."""
+    untrained = any("†" in text for text in tasks)
+    yield (
+        "Bold is the best of a column, as printed. “Not fitted”: the scheme did not learn the task "
+        "at the\ntrained length; the number is in the results of its runs."
+        + (f"<br>\n{tables.UNTRAINED}." if untrained else "")
+        if tasks
+        else "No run has ended yet."
     )
-    return as_html(text, pictures)
+
+
+def _curves(results: Results, draw: Any) -> Iterator[str]:
+    """The learning curves."""
+    drawn = {section: plots.curves(results, section) for section in scores.sections(results)}
+    if curves := [picture(draw(f"curves-{s}", svg), s) for s, svg in drawn.items() if svg]:
+        yield "## Learning curves"
+        yield "All schemes see the same data in the same order."
+        yield pair(*curves)
+
+
+def _failed(results: Results) -> Iterator[str]:
+    """The errors of runs."""
+    if failed := [row for row in results if row.error]:
+        yield "## Failed runs"
+        for row in failed:
+            yield f"### {row.section}, {label(row.scheme)}"
+            yield f"<pre>{escape(row.error)}</pre>"
+
+
+def _guide(results: Results) -> Iterator[str]:
+    """How to read the page."""
+    yield "## How to read this page"
+    alone = "; with one seed there are no bands, and small differences may be chance"
+    yield (
+        "Scores at the trained length say what a scheme learned in this time; those beyond it say "
+        "what it does\nat distances that it never saw. A scheme that did not fit at the trained "
+        "length has no number beyond\nit. Lines are means and bands go from the least seed to the "
+        f"greatest{alone if _seeds(results) == 1 else ''}.\nSmall models, few steps and one set of "
+        "data decide little about large ones, and order within an\ninterval is no order."
+    )
+
+
+def _origin(results: Results, settings: Mapping[str, Any]) -> Iterator[str]:
+    """The settings, the environment and the schemes."""
+    yield "## How it was made"
+    yield details("Configuration", _lines(settings))
+    yield details("Environment", _lines(next((x.environment for x in _ended(results)), {})))
+    definitions = [f"{x.section}: {x.first.scheme_repr}" for x in results if x.done and x.first]
+    title = "Schemes; q . k has the factor 1/sqrt(H), unless layers have another scale"
+    yield details(title, definitions)
 
 
 def waiting(results: Results) -> list[str]:
@@ -128,14 +179,27 @@ def _cell(cell: tables.Cell) -> str:
     return text + "†" * cell.untrained + spread
 
 
-def _summary(results: Results, section: str, baseline: str, draw: Any) -> dict | None:
+def _summaries(results: Results, baseline: str, draw: Any) -> Iterator[str]:
     """Scores and paired differences at the trained length and at the longest one."""
+    sections = scores.sections(results) if _seeds(results) > 1 else []
+    if parts := [text for x in sections for text in _summary(results, x, baseline, draw)]:
+        yield "## Summary"
+        yield (
+            "Means over seeds with 95 % intervals by Student's t, and differences to "
+            f"{label(baseline)}, seed by seed,\nwith theirs. A difference whose interval holds 0 "
+            "is not resolved."
+        )
+        yield from parts
+
+
+def _summary(results: Results, section: str, baseline: str, draw: Any) -> Iterator[str]:
+    """The summary of a section."""
     mode = next(iter(scores.modes(results, section)), "")
     rows = list(scores.of_section(results, section).values())
     labels, trained = rows[0].labels, rows[0].task.train_length
     lengths = sorted({n for row in rows for n in row.scores(mode)})
     if trained not in lengths:
-        return None
+        return
     shown = ordered([trained, lengths[-1]])
     columns = [scores.paired(results, section, mode, length, baseline) for length in shown]
 
@@ -158,44 +222,41 @@ def _summary(results: Results, section: str, baseline: str, draw: Any) -> dict |
             differences[scheme] = {"": interval(columns[0][scheme][1])}
     name = label(baseline)
     unit = f"{labels.unit} at {trained}, difference to {name}"
-    picture = ""
+    drawn = ""
     if differences:
         file = f"differences-{section}"
-        picture = draw(file, plots.differences(differences, unit, f"{section}: {unit}", file))
+        drawn = draw(file, plots.differences(differences, unit, f"{section}: {unit}", file))
     title = f"{section}: {labels.unit}, {labels.better} is better"
-    return dict(
-        title=", ".join(filter(None, (title, scores.seeds_in_words(rows)))),
-        heads=["scheme", *(text for n in shown for text in (str(n), f"minus {name}"))],
-        rows=lines,
-        picture=picture,
-    )
+    yield f"### {', '.join(filter(None, (title, scores.seeds_in_words(rows))))}"
+    heads = ["scheme", *(text for n in shown for text in (str(n), f"minus {name}"))]
+    yield pair(table(heads, lines), picture(drawn))
 
 
-def _section(results: Results, section: str, draw: Any) -> dict:
+def _section(results: Results, section: str, draw: Any) -> Iterator[str]:
     """The section on one task."""
     rows = list(scores.of_section(results, section).values())
     labels, done = rows[0].labels, [row for row in rows if row.done]
-    views = []
-    for mode in scores.modes(results, section):
+    modes, fitted = scores.modes(results, section), not done or any(row.fitted for row in done)
+    yield f"## {section}"
+    yield " ".join(filter(None, (_sentence(labels.about), _setting(done), *_fits(done))))
+    yield "" if modes else "Nothing was evaluated."
+    yield "" if fitted else "<details><summary>Its scores</summary>"
+    for mode in modes:
         grid = tables.grid(results, section, mode)
-        svg = plots.lengths(results, section, mode)
         marks = {n: " (trained)" if n in grid.trained else "" for n in grid.lengths}
-        views.append(
-            dict(
-                mode=mode,
-                heads=["scheme", *(f"{n}{mark}" for n, mark in marks.items())],
-                rows=[[row.label, *map(_cell, row.cells)] for row in grid.rows],
-                picture=draw(f"lengths-{section}-{mode}", svg),
-                explanation=labels.modes.get(mode, ""),
-            )
+        cells = [[row.label, *map(_cell, row.cells)] for row in grid.rows]
+        drawn = draw(f"lengths-{section}-{mode}", plots.lengths(results, section, mode))
+        yield f"### {mode}" if len(modes) > 1 else ""
+        yield pair(
+            picture(drawn, labels.modes.get(mode, "")),
+            table(["scheme", *(f"{n}{mark}" for n, mark in marks.items())], cells),
         )
-    return dict(
-        name=section,
-        about=" ".join(filter(None, (_sentence(labels.about), _setting(done), *_fits(done)))),
-        views=views,
-        map=draw(f"maps-{section}", plots.maps(results, section)),
-        fitted=not done or any(row.fitted for row in done),
+    yield picture(
+        draw(f"maps-{section}", plots.maps(results, section)),
+        "By place in the row, from 0 to 1, and length: mean over seeds, of the schemes that "
+        "fitted. Orange lines: where rows ended in training.",
     )
+    yield "" if fitted else "</details>"
 
 
 def _setting(rows: list[SchemeResults]) -> str:
@@ -323,22 +384,34 @@ def _fits(rows: list[SchemeResults]) -> Iterator[str]:
     yield "say nothing, since the task was not learned there."
 
 
-def _costs(results: Results) -> Iterator[list[str]]:
-    """The rows of the table of costs."""
+def _costs(results: Results) -> Iterator[str]:
+    """The table of costs."""
+    lines = []
     for section in scores.sections(results):
         times = scores.step_times(results, section)
         for scheme, row in scores.of_section(results, section).items():
             if not row.done or row.first is None:
                 continue
             ms, base = times.get(scheme), times.get("none")
-            yield [
-                section,
-                label(scheme),
-                _number(row.first.parameters, ",d"),
-                _number(ms, ".1f"),
-                _number(ms / base if ms and base else None, ".1f"),
-                _number((row.first.memory_bytes or math.nan) / 2**20, ".1f"),
-            ]
+            lines.append(
+                [
+                    section,
+                    label(scheme),
+                    _number(row.first.parameters, ",d"),
+                    _number(ms, ".1f"),
+                    _number(ms / base if ms and base else None, ".1f"),
+                    _number((row.first.memory_bytes or math.nan) / 2**20, ".1f"),
+                ]
+            )
+    if lines:
+        processor = _ended(results)[0].environment.get("processor", "an unnamed processor")
+        yield "## Cost"
+        yield (
+            f"Times were measured during training on {plain(processor)}, next to other load: a "
+            "rough guide. Those\nof a step are processor time on CPUs, wall time elsewhere. Memory "
+            "is reserved by the compiled program."
+        )
+        yield table(_COSTS, lines, words=2)
 
 
 def _number(value, form: str) -> str:
