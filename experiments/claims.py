@@ -19,7 +19,7 @@ import ast
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 from experiments.errors import ConfigError
@@ -159,16 +159,33 @@ def estimated(condition: Condition, score: Callable[[str, str | None, int], Esti
     return Margin(condition, Estimate(middle, math.hypot(*shifts), degrees).bounds)
 
 
-def judge(gates: Sequence[Margin], criteria: Sequence[Margin]) -> str:
-    """Returns the outcome of a claim.
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The outcome of a claim.
+
+    Attributes:
+      claim: the claim.
+      word: holds, fails, not resolved, gate failed or not run.
+      gate, criteria: every condition with its margin.
+    """
+
+    claim: Claim
+    word: str
+    gate: tuple[Margin, ...] = ()
+    criteria: tuple[Margin, ...] = ()
+
+
+def judge(claim: Claim, margin: Callable[[Condition], Margin]) -> Outcome:
+    """Returns the outcome of a claim by the margins of its conditions.
 
     It holds if the whole interval of each criterion is on its side of the threshold, and fails if
     one interval is on the other side; it says nothing unless the gate holds in every unit.
     """
-    if not all(margin.opens for margin in gates):
-        return GATE_FAILED
-    sides = [margin.side for margin in criteria]
-    return HOLDS if all(sides) else FAILS if False in sides else NOT_RESOLVED
+    gate, criteria = (tuple(map(margin, each)) for each in (claim.gates, claim.conditions))
+    sides = [each.side for each in criteria]
+    word = HOLDS if all(sides) else FAILS if False in sides else NOT_RESOLVED
+    opens = all(each.opens for each in gate)
+    return Outcome(claim, word if opens else GATE_FAILED, gate, criteria)
 
 
 def check(claims: Iterable[Claim], known: Callable[[str, str | None, int], str]) -> None:

@@ -5,10 +5,10 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from experiments.claims import FAILS, GATE_FAILED, HOLDS, NOT_RESOLVED, NOT_RUN
+from experiments.claims import FAILS, GATE_FAILED, HOLDS, NOT_RESOLVED, NOT_RUN, Outcome
 from experiments.lengths.plan import WIDTH, Plan
 from experiments.lengths.results import BIN, CELLS, CellResult
-from experiments.lengths.scores import LEAST, Outcome, Table
+from experiments.lengths.scores import LEAST, Table
 from experiments.pages import plots
 from experiments.pages.page import as_csv, files_of, table
 from experiments.runs import results
@@ -150,7 +150,7 @@ def _claim(outcome: Outcome) -> str:
     # The condition that is farthest from its side of the threshold.
     by_sign = [
         (m.bounds[0] if m.condition.holds_at(-1.0) else -m.bounds[0], *m.bounds)
-        for m in outcome.margins
+        for m in outcome.criteria
     ]
     _, middle, low, high = max(by_sign)
     return f"{outcome.claim.claim} (off its limit by {middle:+.3f} [{low:+.3f}, {high:+.3f}])"
@@ -234,13 +234,13 @@ def numbers(table: Table, outcomes: list[Outcome]) -> Iterator[dict[str, str]]:
                 line |= {name: f"{x:.4f}" for name, x in bounds if math.isfinite(x)}
             yield line
     for outcome in outcomes:
-        for margin in outcome.margins:
+        for margin in outcome.criteria:
             middle, low, high = margin.bounds
             yield {
                 "kind": "claim",
                 "name": outcome.claim.claim,
                 "view": margin.condition.text,
-                "documents": str(outcome.count),
+                "documents": str(len(margin.values)),
                 "mean": f"{middle:.4f}",
                 "low": f"{low:.4f}",
                 "high": f"{high:.4f}",

@@ -5,30 +5,13 @@ import functools
 import math
 from collections.abc import Iterable, Mapping
 
-from experiments.claims import NOT_RUN, Claim, Condition, Margin, Score, judge, paired
+from experiments.claims import NOT_RUN, Claim, Condition, Outcome, Score, judge, paired
 from experiments.lengths.plan import WIDTH, Cell, Document, Plan
 from experiments.lengths.results import BIN, CellResult
 from experiments.stats import mean
 
 LEAST = 3
 """Documents without which nothing is said about a claim."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """The outcome of a claim.
-
-    Attributes:
-      claim: the claim.
-      word: holds, fails, not resolved, gate failed or not run.
-      count: documents that have all its scores.
-      margins: of its criteria.
-    """
-
-    claim: Claim
-    word: str
-    count: int
-    margins: tuple[Margin, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +78,8 @@ class Table:
         """Returns the outcome of a claim from the documents that have all its scores."""
         units = self.units([*claim.gates, *claim.conditions])
         if len(units) < LEAST:
-            return Outcome(claim, NOT_RUN, len(units), ())
-        gates, criteria = (
-            tuple(paired(condition, units) for condition in conditions)
-            for conditions in (claim.gates, claim.conditions)
-        )
-        return Outcome(claim, judge(gates, criteria), len(units), criteria)
+            return Outcome(claim, NOT_RUN)
+        return judge(claim, lambda condition: paired(condition, units))
 
     def _scored(self, document: Document, name: str, view: str | None, length: int) -> float:
         return self.score(document, name, view or "", length)

@@ -4,37 +4,31 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from experiments.claims import GATE_FAILED, NOT_RUN, Claim, Margin, judge, paired
+from experiments import claims
+from experiments.claims import GATE_FAILED, NOT_RUN, Claim, judge, paired
 from experiments.runs.run import Result, known
 from experiments.runs.run_queue import differences
 from experiments.scoreboard.plan import Protocol
 from experiments.stats import mean
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """The outcome of a claim.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome(claims.Outcome):
+    """The outcome of a claim, and what it rests on.
 
     Attributes:
       protocol: the file of the claim.
-      claim: the claim.
-      word: holds, fails, not resolved, gate failed or not run.
-      reason: why, a phrase.
+      reason: of the word, a phrase.
       seeds: those for which all runs have ended.
-      gate, criteria: every condition with its margins in these seeds.
       results: of these seeds, by the name of the run.
       mixed: whether the results are of several versions.
     """
 
     protocol: Protocol
-    claim: Claim
-    word: str
     reason: str
     seeds: tuple[int, ...]
-    gate: tuple[Margin, ...]
-    criteria: tuple[Margin, ...]
     results: Mapping[str, tuple[Result, ...]]
-    mixed: bool = False
+    mixed: bool
 
 
 def outcomes(protocol: Protocol, folder: Path) -> list[Outcome]:
@@ -56,18 +50,15 @@ def outcomes(protocol: Protocol, folder: Path) -> list[Outcome]:
 def _outcome(protocol: Protocol, claim: Claim, by_seed: Mapping[int, dict[str, Result]]) -> Outcome:
     results = {name: tuple(x[name] for x in by_seed.values()) for name in protocol.runs}
     units = [_score(protocol, each) for each in by_seed.values()]
-    gate, criteria = (
-        tuple(paired(condition, units) for condition in conditions)
-        for conditions in (claim.gates, claim.conditions)
-    )
+    judged = judge(claim, lambda condition: paired(condition, units))
     everything = [result for row in results.values() for result in row]
     versions = {result.versions for result in everything}
-    columns = zip(*(margin.values for margin in criteria), strict=True)
+    columns = zip(*(margin.values for margin in judged.criteria), strict=True)
     held = sum(
-        all(x.condition.holds_at(value) for x, value in zip(criteria, column, strict=True))
+        all(x.condition.holds_at(value) for x, value in zip(judged.criteria, column, strict=True))
         for column in columns
     )
-    word, reason = judge(gate, criteria), f"{held} of {len(units)} seeds"
+    word, reason = judged.word, f"{held} of {len(units)} seeds"
     if any(result.status != "done" for result in everything):
         word = GATE_FAILED
     if word == GATE_FAILED:
@@ -78,8 +69,17 @@ def _outcome(protocol: Protocol, claim: Claim, by_seed: Mapping[int, dict[str, R
         word, reason = NOT_RUN, f"runs have no score {missing}"
     if mixed := len(versions) > 1:
         word, reason = NOT_RUN, f"results of mixed versions: {differences(versions)}"
-    seeds = tuple(by_seed)
-    return Outcome(protocol, claim, word, reason, seeds, gate, criteria, results, mixed)
+    return Outcome(
+        claim,
+        word,
+        judged.gate,
+        judged.criteria,
+        protocol=protocol,
+        reason=reason,
+        seeds=tuple(by_seed),
+        results=results,
+        mixed=mixed,
+    )
 
 
 def _score(protocol: Protocol, results: Mapping[str, Result]):

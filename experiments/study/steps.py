@@ -156,9 +156,9 @@ def _claims(study: Study, rows: Rows) -> Iterator[tuple[str, str]]:
     for claim in study.about.claims:
         conditions = claim.gates + claim.conditions
         if all(s in by_steps and x in by_steps[s] for c in conditions for x, _, s in c.scores()):
-            gates, criteria = ([*map(margin, x)] for x in (claim.gates, claim.conditions))
-            margins = ", ".join(signed(each.bounds) for each in criteria)
-            yield claim.claim, f"{judge(gates, criteria)}: {margins}"
+            judged = judge(claim, margin)
+            margins = ", ".join(signed(each.bounds) for each in judged.criteria)
+            yield claim.claim, f"{judged.word}: {margins}"
 
 
 def steps_picture(study: Study, rows: Rows) -> str:
