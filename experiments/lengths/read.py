@@ -16,7 +16,7 @@ from experiments.errors import ConfigError, CorpusError
 from experiments.lengths import texts
 from experiments.lengths.plan import Cell, Checkpoint
 from experiments.lengths.results import BIN, CellResult
-from experiments.released.losses import Losses, Scores, set_method
+from experiments.released.losses import Scores, compiled, set_method
 from experiments.released.packages import packaged
 from experiments.runs.run import commit, here, now
 
@@ -58,7 +58,7 @@ def measure(cell: Cell) -> CellResult:
         probe = texts.new_probe(tokens.tolist(), tokenizer, cell.document.name, cell.probe)
         tokens = probe.tokens
     set_method(model, cell.layer)
-    program, began = Losses(model).compiled(len(tokens)), time.process_time()
+    program, began = compiled(model, len(tokens)), time.process_time()
     scores = program(tokens)
     seconds = time.process_time() - began
     return CellResult(

@@ -388,8 +388,9 @@ def _costs(results: Results) -> Iterator[str]:
     """The table of costs."""
     lines = []
     for section in scores.sections(results):
-        times = scores.step_times(results, section)
-        for scheme, row in scores.of_section(results, section).items():
+        rows = scores.of_section(results, section)
+        times = {name: row.step_time for name, row in rows.items() if math.isfinite(row.step_time)}
+        for scheme, row in rows.items():
             if not row.done or row.first is None:
                 continue
             ms, base = times.get(scheme), times.get("none")

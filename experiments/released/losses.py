@@ -64,32 +64,12 @@ def set_method(model: Decoder, *layers: pe.LayerSpec) -> None:
         block.attention.window = layer.window
 
 
-class Losses:
-    """The losses of a model on texts; a program for each method and length is compiled once.
-
-    Parameters stay arguments: `set_method` on the model between calls changes the program, another
-    text of the same length does not.
-    """
-
-    def __init__(self, model: Decoder):
-        self.model = model
-
-    def __call__(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the loss of each token but the first in nats, float32 [T - 1].
-
-        Args:
-          tokens: integers [T].
-        """
-        graph, state = nnx.split(self.model)
-        return np.asarray(_scores(graph, state, jnp.asarray(tokens, jnp.int32))[0])
-
-    def compiled(self, count: int) -> Program:
-        """Returns the pass over `count` tokens of the model as it is now."""
-        began = time.process_time()
-        graph, state = nnx.split(self.model)
-        tokens = jax.ShapeDtypeStruct((count,), jnp.int32)
-        run = _scores.lower(graph, state, tokens).compile()
-        return Program(run, state, time.process_time() - began)
+def compiled(model: Decoder, count: int) -> Program:
+    """Returns the pass of a model, as it is now, over texts of `count` tokens."""
+    began = time.process_time()
+    graph, state = nnx.split(model)
+    run = _scores.lower(graph, state, jax.ShapeDtypeStruct((count,), jnp.int32)).compile()
+    return Program(run, state, time.process_time() - began)
 
 
 @functools.partial(jax.jit, static_argnums=0)

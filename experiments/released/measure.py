@@ -20,7 +20,7 @@ from experiments.models.methods import seen
 from experiments.pages.tables import aligned
 from experiments.released import equality
 from experiments.released.by_place import ByPlace
-from experiments.released.losses import Losses, set_method
+from experiments.released.losses import compiled, set_method
 from experiments.released.plan import SLOTS, Plan
 from experiments.released.speed import Steps
 from experiments.runs.environment import usable_cores
@@ -128,7 +128,8 @@ def _losses(model: Decoder, plan: Plan) -> dict[str, np.ndarray]:
 
     def measured(model: Decoder) -> tuple[np.ndarray, float]:
         start = time.monotonic()
-        return Losses(model)(plan.tokens[: count + 1]), time.monotonic() - start
+        scores = compiled(model, count + 1)(plan.tokens[: count + 1])
+        return scores.losses, time.monotonic() - start
 
     def remaining() -> str:
         """The time left, by how long the methods before took."""

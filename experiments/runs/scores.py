@@ -136,12 +136,6 @@ class SchemeResults:
         return self.values(self.task.views[0], self.task.train_length)
 
 
-def collect(section: str, runs: Sequence[Run], results: Lookup, raised: str = "") -> SchemeResults:
-    """Returns the results of a scheme, for its runs with all seeds."""
-    ended = tuple(result for run in runs if (result := results(run)))
-    return SchemeResults(section, tuple(runs), ended, raised)
-
-
 def by_scheme(
     runs: Sequence[Run], results: Lookup, errors: Mapping[str, str]
 ) -> list[SchemeResults]:
@@ -150,7 +144,12 @@ def by_scheme(
     for run in runs:
         groups.setdefault((run.task.name, run.scheme), []).append(run)
     return [
-        collect(task, seeds, results, next((errors[r.name] for r in seeds if r.name in errors), ""))
+        SchemeResults(
+            section=task,
+            runs=tuple(seeds),
+            results=tuple(result for run in seeds if (result := results(run))),
+            raised=next((errors[run.name] for run in seeds if run.name in errors), ""),
+        )
         for (task, _), seeds in groups.items()
     ]
 
@@ -224,9 +223,3 @@ def seeds_in_words(results: Results) -> str:
     least, most = min(counts, default=1), max(counts, default=1)
     few = f"{least} to " if least < most else ""
     return f"{few}{most} seeds" if most > 1 else ""
-
-
-def step_times(results: Results, section: str) -> dict[str, float]:
-    """Returns milliseconds per training step by scheme."""
-    rows = of_section(results, section)
-    return {s: row.step_time for s, row in rows.items() if math.isfinite(row.step_time)}

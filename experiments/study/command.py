@@ -90,7 +90,7 @@ BLOCKS: dict[str, Block] = {
     "steps": steps.differences,
     "claims": steps.claims,
 }
-"""Blocks by their names in files of studies, `experiments.study.plan.BLOCKS`."""
+"""Blocks by their names in files of studies, `experiments.study.plan.BlockName`."""
 
 
 def pages(study: Study, file: Path, folder: Path, target: Path) -> dict[Path, str]:

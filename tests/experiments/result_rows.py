@@ -4,7 +4,7 @@ import dataclasses
 
 import posenc_jax as pe
 from experiments.runs.run import Result, Run
-from experiments.runs.scores import collect
+from experiments.runs.scores import SchemeResults
 from experiments.tasks import TASKS
 
 LENGTHS = {"kback": (32, 64, 128), "kth": (32, 64, 128), "text": (128, 256, 512)}
@@ -58,4 +58,5 @@ def make_row(task, scheme, seeds=1, *, fitted=True, raised="", error=None, score
             **(defaults | entries),
         )
     runs = [Run(subject, scheme, {}, position, seed) for seed in numbers]
-    return collect(task, runs, lambda run: None if raised else results[run.seed], raised)
+    ended = () if raised else tuple(results[run.seed] for run in runs)
+    return SchemeResults(task, tuple(runs), ended, raised)

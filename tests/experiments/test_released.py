@@ -18,7 +18,7 @@ from examples import checkpoints, families
 from experiments.__main__ import main
 from experiments.models.methods import changed
 from experiments.released import equality, plan
-from experiments.released.losses import Losses, set_method
+from experiments.released.losses import compiled, set_method
 from tests.models import gguf_files
 from tests.support import slow
 
@@ -80,7 +80,7 @@ def test_everything(files, capsys):
     (layer,) = pe.from_hf(checkpoint.config)
     for name in methods:
         set_method(model, changed(layer, name, LENGTH, TOKENS))
-        losses = Losses(model)(tokens[: TOKENS + 1])
+        losses = compiled(model, TOKENS + 1)(tokens[: TOKENS + 1]).losses
         means = [f"{x:.3f}" for x in losses.reshape(6, -1).mean(1)]
         assert re.search(rf"{name} +{' +'.join(means)}\n", shown)
         cells = rf"<td>{name}</td>" + "".join(rf"\s*<td[^>]*>(<strong>)?{x}.*" for x in means)
@@ -214,7 +214,7 @@ def test_methods_change_the_layers_that_see_all_tokens(files, capsys):
     assert [block.attention.window for block in model.blocks] == [None, 16]
     for name, window in (("rope", None), ("window_24", LENGTH // 4)):
         model.blocks[0].attention.window = window
-        means = Losses(model)(tokens[: TOKENS + 1]).reshape(6, -1).mean(1)
+        means = compiled(model, TOKENS + 1)(tokens[: TOKENS + 1]).losses.reshape(6, -1).mean(1)
         assert re.search(rf"{name} +{' +'.join(f'{x:.3f}' for x in means)}\n", shown)
     assert main(["released", "qwen", "--methods", "rope,yarn", "--text", "text.txt"]) == 2
     assert f"yarn {reason}" in capsys.readouterr().err
