@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gzip
 import json
+import pickle
 import re
 import types
 
@@ -16,7 +17,7 @@ import posenc_jax as pe
 from examples import families
 from examples.decoder import Decoder
 from experiments import __main__
-from experiments.errors import ConfigError
+from experiments.errors import ConfigError, CorpusError
 from experiments.lengths import plan as plans
 from experiments.lengths import read, texts
 from experiments.lengths.page import pages
@@ -184,6 +185,31 @@ def test_answers_and_copies_are_where_the_probe_says():
         assert hit == (x is not probe.questions[0])
     for x, (_, first, second) in zip(probe.copies, read._copied(probe, scores), strict=True):
         assert (first, second) == (x.first + 17.5, x.second + 17.5)
+
+
+def test_a_pass_measures_the_layers_of_its_cell(plan, model, monkeypatch):
+    """In another process: a cell holds all that it needs."""
+    text = "".join(chr(65 + x) for x in draws(2 * BIN + 8))
+    encode = lambda text, add_special_tokens: types.SimpleNamespace(ids=[ord(x) - 65 for x in text])  # noqa: E731
+    tokenizer = types.SimpleNamespace(encode=encode)
+    monkeypatch.setattr(read, "opened", lambda about, file: (model, tokenizer))
+    monkeypatch.setattr(texts, "read", lambda corpus, name: text)
+    document = plan.all_documents[0]
+    for method in ("rope", "ntk"):
+        cell = plan.cell("losses", document, method, 8192)
+        settings = cell.settings | {"count": 2 * BIN}
+        cell = dataclasses.replace(cell, count=2 * BIN, settings=settings)
+        cell = pickle.loads(pickle.dumps(cell))
+        assert cell.probe is None
+        result = read.measure(cell)
+        losses.set_method(model, cell.layer)
+        tokens = np.array([ord(x) - 65 for x in text[: 2 * BIN + 1]], np.int32)
+        expected = losses.compiled(model, len(tokens))(tokens).losses
+        np.testing.assert_allclose(result.losses, expected.reshape(2, BIN).mean(1))
+        assert result.settings == cell.settings and "nats" in result.summary
+    short = dataclasses.replace(cell, count=3 * BIN)
+    with pytest.raises(CorpusError, match=r"a\.txt has 2,056 tokens, 3,073 are needed"):
+        read.measure(short)
 
 
 PLAN = """
