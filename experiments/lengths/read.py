@@ -36,7 +36,7 @@ def opened(about: Checkpoint, file: Path | None) -> tuple[Decoder, Any]:
         )
     try:
         checkpoint = checkpoints.read(path)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         raise ConfigError(f"checkpoint: {error}") from None
     if checkpoint.tokenizer is None:
         raise ConfigError(f"checkpoint: {checkpoint.tokenizer_error}")
