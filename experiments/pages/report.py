@@ -4,7 +4,6 @@ Captions are computed from the results. The page loads nothing; equal results gi
 """
 
 import math
-import statistics
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,12 +16,11 @@ from experiments.pages import plots, tables
 from experiments.pages.page import as_html, details, pair, picture, plain, table
 from experiments.runs import scores
 from experiments.runs.results import Result, mixture
-from experiments.runs.scores import Results, SchemeResults
+from experiments.runs.scores import UNSTABLE, Results, SchemeResults
 from experiments.settings.common import Rates
 from experiments.settings.config_io import flatten
 from experiments.stats import in_words, interval, mean, ordered
 
-_SPREAD = 0.1  # As `experiments.study.selection.Size.unstable`.
 _COSTS = (*("task", "scheme", "parameters", "ms a step", "relative to none", "memory MiB"),)
 _CONFIGS = [Path(__file__).parents[2] / "configs" / f"{name}.toml" for name in ("compare", "study")]
 
@@ -337,11 +335,11 @@ def _spread(section: str, rows: Mapping[str, SchemeResults]) -> str:
     """Which schemes have seeds whose mean says little."""
     names = []
     for row in rows.values():
-        values = [x for x in row.at_trained_length if math.isfinite(x)] if row.done else []
-        if len(values) > 1 and statistics.stdev(values) > _SPREAD:
+        if row.done and row.spread > UNSTABLE:
+            values = [x for x in row.at_trained_length if math.isfinite(x)]
             names.append(f"{label(row.scheme)} ({min(values):.3f} to {max(values):.3f})")
     return (
-        f"On {section} seeds have a standard deviation above {_SPREAD:g}, which a lower learning "
+        f"On {section} seeds have a standard deviation above {UNSTABLE:g}, which a lower learning "
         f"rate may mend: {', '.join(names)}."
         if names
         else ""

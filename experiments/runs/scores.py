@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 
 from experiments.models.methods import sized
@@ -9,6 +10,9 @@ from experiments.models.schemes import has_table, label
 from experiments.runs.run import Lookup, Result, Run
 from experiments.stats import mean, ordered
 from experiments.tasks.base import Labels, Task
+
+UNSTABLE = 0.1
+"""The standard deviation over seeds above which a mean says little."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +138,17 @@ class SchemeResults:
     def at_trained_length(self) -> list[float]:
         """The main scores at the trained length, one per seed, NaN where there is none."""
         return self.values(self.task.views[0], self.task.train_length)
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation of these scores without NaN, 0 for fewer than two."""
+        values = [x for x in self.at_trained_length if math.isfinite(x)]
+        return statistics.stdev(values) if len(values) > 1 else 0.0
+
+    @property
+    def is_stable(self) -> bool:
+        """Whether all seeds have these scores, and do not spread."""
+        return all(map(math.isfinite, self.at_trained_length)) and self.spread <= UNSTABLE
 
 
 def by_scheme(

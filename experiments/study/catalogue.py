@@ -9,6 +9,7 @@ import numpy as np
 from experiments.models.schemes import label
 from experiments.pages import plots
 from experiments.pages.page import as_csv, table
+from experiments.runs.scores import UNSTABLE
 from experiments.stats import holm, in_cell, in_words, mean, t_tests
 from experiments.study.comparison import FLAT
 from experiments.study.numbers import ratio
@@ -106,7 +107,7 @@ def _notes(screened: Mapping[str, Row], resolved: list[str], reference: Row) -> 
     if untested := [label(scheme) for scheme, row in screened.items() if not row.is_stable]:
         yield (
             "Not tested, as a seed has no finite score or seeds have a standard deviation above "
-            f"{reference.cell.about.unstable:g}: {', '.join(untested)}."
+            f"{UNSTABLE:g}: {', '.join(untested)}."
         )
 
 

@@ -7,7 +7,6 @@ A block yields paragraphs of Markdown, and none while there is nothing to say; f
 import dataclasses
 import math
 import re
-import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from experiments.models.schemes import label
@@ -15,6 +14,7 @@ from experiments.pages import plots
 from experiments.pages.page import table
 from experiments.runs.results import mixture
 from experiments.runs.run import Lookup, duration
+from experiments.runs.scores import UNSTABLE
 from experiments.stats import Bounds, in_cell, ordered, sign
 from experiments.study import comparison
 from experiments.study.cell import Cell
@@ -330,14 +330,9 @@ def _remarks(page: Context, size: str) -> Iterator[str]:
     diverged = [f"{label(s)} in {n} of {len(rows[s].results)}" for s, n in failed.items() if n]
     if diverged:
         yield f"Seeds that diverged: {', '.join(diverged)}."
-    spread = []
-    for scheme, row in rows.items():
-        scores = sorted(filter(math.isfinite, row.at_trained_length))
-        if len(scores) > 1 and statistics.stdev(scores) > about.unstable:
-            digits = row.task.labels.digits
-            spread.append(f"{label(scheme)} ({', '.join(f'{x:.{digits}f}' for x in scores)})")
-    if spread:
-        yield f"Seeds with a standard deviation above {about.unstable:g}: {'; '.join(spread)}."
+    spread = [row for row in rows.values() if row.spread > UNSTABLE]
+    if words := [f"{label(row.scheme)} ({_values(row)})" for row in spread]:
+        yield f"Seeds with a standard deviation above {UNSTABLE:g}: {'; '.join(words)}."
     edges = [
         label(scheme)
         for scheme, cell in page.study.compared(size, results).items()
@@ -350,6 +345,12 @@ def _remarks(page: Context, size: str) -> Iterator[str]:
         yield f"It has the settings of the size {about.rates_of}{rate}."
     if page.clock is not None and page.clock.busy(size):
         yield "**Other programs ran** while steps were timed, so nothing is concluded from time."
+
+
+def _values(row: Row) -> str:
+    """Returns the scores at the trained length that are finite, ascending."""
+    scores = sorted(filter(math.isfinite, row.at_trained_length))
+    return ", ".join(f"{x:.{row.labels.digits}f}" for x in scores)
 
 
 def _range(numbers: Sequence[float], form: str) -> str:

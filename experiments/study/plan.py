@@ -252,7 +252,7 @@ def _cells(
             )
         if about_size.best and not source:
             raise ConfigError("best: needs rates_of, the size whose best schemes run")
-        for name in ("tries", "unstable", *(() if about_size.best else ("selection_seeds",))):
+        for name in ("tries", *(() if about_size.best else ("selection_seeds",))):
             if source and name in table:
                 raise ConfigError(f"{name}: belongs to {source}, which chooses the settings")
         if about_size.equal_time and about_size.best:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -36,13 +35,6 @@ class Row(SchemeResults):
     selection: Selection
     baseline_selection: Selection
     step: float | None
-
-    @property
-    def is_stable(self) -> bool:
-        """Whether all seeds have scores, which spread by at most the limit for rates."""
-        scores, limit = self.at_trained_length, self.cell.about.unstable
-        ended = all(map(math.isfinite, scores))
-        return ended and (len(scores) < 2 or statistics.stdev(scores) <= limit)
 
     @functools.cached_property
     def shifts(self) -> list[float]:

@@ -2,9 +2,10 @@
 
 The grid runs once, with the first selection seed. Its best rate and the neighbours of this run with
 all selection seeds; while the best mean has a neighbour that has not, so does this one. A rate is
-unstable if its seeds spread, or if the same run with other rounding (a rate higher by a millionth)
-ends elsewhere; the best stable rate is chosen. Then `Size.tries` further settings run at this rate
-with the first seed, and the improvements with all seeds; the best mean is chosen.
+unstable if its seeds have a standard deviation above `UNSTABLE`, or if the same run with other
+rounding (a rate higher by a millionth) differs by more; the best stable rate is chosen. Then
+`Size.tries` further settings run at this rate with the first seed, and the improvements with all
+seeds; the best mean is chosen.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from experiments.runs.run import Lookup, Result, Run
+from experiments.runs.scores import UNSTABLE
 from experiments.settings.common import Seeds
 from experiments.settings.config_io import STRICT
 from experiments.stats import mean
@@ -47,9 +49,6 @@ class Size:
     tries: Annotated[int, Field(ge=0, le=2)] = 0
     """Further settings of each scheme at its best rate: with parameters of its own, other learning
     rates for these, 10 and 3 times that of the rest; without, rates half a step up and down."""
-    unstable: PositiveFloat = 0.1
-    """A rate is unstable, and not chosen, if the scores of its selection seeds have a greater
-    standard deviation, or its score with other rounding differs by more."""
     equal_time: bool = False
     """Whether to run with the baseline's training time too."""
     budgets: tuple[Annotated[float, Field(gt=0, le=1000)], ...] = ()
@@ -175,7 +174,7 @@ class Selection:
             self.runs.append(again)
             if not self._ended([again]):
                 return None
-            if abs(self.score(again) - self.score(best)) > self._about.unstable:
+            if abs(self.score(again) - self.score(best)) > UNSTABLE:
                 self.unstable[best] = "rounding"
                 if any(run not in self.unstable for run in self.tried):
                     continue
@@ -216,7 +215,7 @@ class Selection:
                 self.unstable[run] = "spread"
 
     def _spreads(self, scores: Sequence[float]) -> bool:
-        return len(scores) > 1 and statistics.stdev(scores) > self._about.unstable
+        return len(scores) > 1 and statistics.stdev(scores) > UNSTABLE
 
     def _stable(self) -> list[Run]:
         """Returns the runs that may be chosen: the lowest rate if none is stable."""
