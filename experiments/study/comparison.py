@@ -19,7 +19,7 @@ BEYOND = 0.01
 
 def is_ladder(study: Study) -> bool:
     """Returns whether three or more models of growing size have one task and one corpus."""
-    tasks = [cells[study.about.baseline].task for cells in study.cells.values()]
+    tasks = [cells[study.about.baseline].task for cells in study.reported.values()]
     models = [task.model.num_layers * task.model.model_dim**2 for task in tasks]
     same = {(task.name, getattr(task, "corpus", None)) for task in tasks}
     return len(tasks) > 2 and len(same) == 1 and models == sorted(set(models))
@@ -27,7 +27,7 @@ def is_ladder(study: Study) -> bool:
 
 def has_corpora(study: Study) -> bool:
     """Returns whether the sizes have the same task on more than one corpus."""
-    tasks = [cells[study.about.baseline].task for cells in study.cells.values()]
+    tasks = [cells[study.about.baseline].task for cells in study.reported.values()]
     corpora = {getattr(task, "corpus", None) for task in tasks}
     return len({task.name for task in tasks}) == 1 and len(corpora) > 1
 

@@ -5,8 +5,8 @@ A block yields paragraphs of Markdown, and none while there is nothing to say; f
 """
 
 import dataclasses
+import functools
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from experiments.models.schemes import label
@@ -55,6 +55,11 @@ class Context:
         """The label of the baseline."""
         return label(self.study.about.baseline)
 
+    @property
+    def reported(self) -> Rows:
+        """The rows of the sizes that the page reports."""
+        return {size: self.rows[size] for size in self.study.reported}
+
     def picture(self, suffix: str, caption: str, draw: Callable[[], str]) -> Iterator[str]:
         """Yields the paragraph of a picture, if there is one."""
         if self.name and (svg := draw()):
@@ -87,7 +92,7 @@ def progress(page: Context) -> Iterator[str]:
 
 def differences(page: Context) -> Iterator[str]:
     """Yields the differences at all sizes, and which change from the first to the last."""
-    study, rows, sizes = page.study, page.rows, [*page.rows]
+    study, rows, sizes = page.study, page.reported, [*page.reported]
     corpora = comparison.has_corpora(study)
     if not _side_by_side(page):
         return
@@ -110,7 +115,7 @@ def differences(page: Context) -> Iterator[str]:
 def _side_by_side(page: Context) -> bool:
     """Whether all differences are in one table."""
     comparable = comparison.is_ladder(page.study) or comparison.has_corpora(page.study)
-    return comparable and all(page.rows.values())
+    return comparable and all(page.reported.values())
 
 
 def repetition(page: Context) -> Iterator[str]:
@@ -157,9 +162,9 @@ def repetition(page: Context) -> Iterator[str]:
 def tables(page: Context) -> Iterator[str]:
     """Yields a table for each size, unless another block has its numbers, and notes on them."""
     study, shown = page.study, not page.study.about.repeats and not _side_by_side(page)
-    for size, rows in page.rows.items():
+    for size, rows in page.reported.items():
         if rows and shown:
-            if len(page.rows) > 1:
+            if len(page.reported) > 1:
                 yield f"**{size.capitalize()}:**"
             yield table(_heads(study, rows), _lines(study, rows))
     if study.about.variants_of_baseline:
@@ -167,7 +172,7 @@ def tables(page: Context) -> Iterator[str]:
             f"Rows with + are the trained {page.baseline} changed without training; losses are "
             "relative to its score at the trained\nlength in the same runs."
         )
-    of_sizes = [_heads(study, rows) for rows in page.rows.values() if rows]
+    of_sizes = [_heads(study, rows) for rows in page.reported.values() if rows]
     if any("beyond" in head for heads in of_sizes for head in heads):
         yield (
             "Beyond the trained length a scheme gains or loses if the longest sliding windows have "
@@ -198,24 +203,19 @@ def _lines(study: Study, rows: Mapping[str, Row]) -> Iterator[list[str]]:
 
 
 def pictures(page: Context) -> Iterator[str]:
-    """Yields pictures of differences to the baseline, and of scores by length and place."""
-    study, name, several = page.study, page.baseline, len(page.study.cells) > 1
-    caption = f"Differences to {name} with their intervals"
-    yield from page.picture("", caption, lambda: drawing(study, page.rows))
-    maps, paragraphs = "", []
-    for size, cells in study.cells.items() if page.name else ():
-        rows = [page.rows[size][scheme] for scheme in cells if scheme in page.rows[size]]
-        task = cells[study.about.baseline].task
-        maps = plots.maps(rows, size) or maps
-        if len(task.test_lengths) > 1:
-            mode = "sliding" if comparison.is_of_context(task) else task.views[0]
-            suffix = "-" + re.sub(r"[^\w.]+", "-", size) if several else ""
-            caption = "Scores by length" + (f", {size}" if several else "")
-            svg = plots.lengths(rows, size, mode, split=True)
-            paragraphs += page.picture(f"-lengths{suffix}", caption, lambda svg=svg: svg)
-    caption = "Scores by length and place in the row" + (", of the last size" if several else "")
-    of_maps = page.picture("-maps", caption, lambda: maps)
-    yield from [*of_maps, *paragraphs] if several else [*paragraphs, *of_maps]
+    """Yields pictures of differences to the baseline, and of the last size by length and place."""
+    study, rows = page.study, page.reported
+    caption = f"Differences to {page.baseline} with their intervals"
+    yield from page.picture("", caption, lambda: drawing(study, rows))
+    size, cells = list(study.reported.items())[-1]
+    last, task = [rows[size][x] for x in cells if x in rows[size]], cells[study.about.baseline].task
+    of = f", {size}" if len(rows) > 1 else ""
+    if len(task.test_lengths) > 1:
+        mode = "sliding" if comparison.is_of_context(task) else task.views[0]
+        lengths = functools.partial(plots.lengths, last, size, mode, split=True)
+        yield from page.picture("-lengths", f"Scores by length{of}", lengths)
+    caption = f"Scores by length and place in the row{of}"
+    yield from page.picture("-maps", caption, lambda: plots.maps(last, size))
 
 
 def drawing(study: Study, rows: Rows) -> str:

@@ -127,6 +127,14 @@ class Study:
     repeated: "Study | None" = None
 
     @property
+    def reported(self) -> dict[str, Mapping[str, Cell]]:
+        """The sizes of the page: all but those of one seed, by which another has its rates."""
+        of_size = {size: next(iter(cells.values())).about for size, cells in self.cells.items()}
+        sources = {about.rates_of for about in of_size.values()}
+        hidden = {size for size, about in of_size.items() if about.seeds == 1 and size in sources}
+        return {size: cells for size, cells in self.cells.items() if size not in hidden}
+
+    @property
     def timed_sizes(self) -> dict[str, Mapping[str, Cell]]:
         """The sizes whose steps the clock measures: all without `best`."""
         baseline = self.about.baseline
