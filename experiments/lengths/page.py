@@ -30,6 +30,7 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
     text = "\n\n".join(
         [
             f"# {plan.title}",
+            *_words(scores, "answer"),
             f"Made by `python -m experiments lengths {file}` from results in `{folder}`, not "
             f"edited by hand; [{target.stem}.csv]({target.stem}.csv) has all\nnumbers. "
             f"**{len(done)} of {len(cells)} passes have run**{part}.",
@@ -38,7 +39,7 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
             "([methods](../experiments/models/methods.py)).",
             *(_pictured(scores, picture) if svg else ()),
             *_table(scores),
-            *_remark(scores),
+            *_words(scores, "remark"),
             *_claims(plan, outcomes, link),
             *_protocol(plan, done, link),
         ]
@@ -86,12 +87,12 @@ def _table(scores: Table) -> Iterator[str]:
     )
 
 
-def _remark(scores: Table) -> Iterator[str]:
-    """Yields the remark of the file, once its numbers are known."""
-    text = scores.plan.remark.strip()
-    for name, condition in scores.plan.remarked.items():
+def _words(scores: Table, name: str) -> Iterator[str]:
+    """Yields the answer or the remark of the file, once its numbers are known."""
+    text = getattr(scores.plan, name).strip()
+    for words, condition in scores.plan.in_braces(name).items():
         values = [condition.margin(score) for score in scores.units([condition])]
-        text = text.replace(f"{{{name}}}", plus_minus(values, "")) if values else ""
+        text = text.replace(f"{{{words}}}", plus_minus(values, "")) if values else ""
     if text:
         yield text
 

@@ -24,7 +24,8 @@
     legend = "a sentence"
 
     title = "a question"                    words of the page that hold for this study alone
-    remark = "{yarn.at[8192]} nats"         with means of scores over documents
+    answer = "a paragraph"                  first on the page
+    remark = "{yarn.at[8192]} nats"         both with means of scores over documents
     silent = "a reason"                     of claims whose gates failed
     protocol = ["a sentence"]
 
@@ -189,15 +190,18 @@ class Plan:
     picture: Picture
     claims: tuple[Claim, ...]
     title: str
+    answer: str = ""
     remark: str = ""
     silent: str = ""
     protocol: tuple[str, ...] = ()
 
-    @property
-    def remarked(self) -> dict[str, Condition]:
-        """The expressions in braces of the remark, as conditions whose margins are their values."""
-        texts = re.findall(r"{(.+?)}", self.remark)
-        return {text: each for text in texts for each in parse(f"{text} > 0", "remark")}
+    def in_braces(self, name: str) -> dict[str, Condition]:
+        """Returns the expressions in braces of the answer or the remark.
+
+        They are conditions whose margins are their values.
+        """
+        texts = re.findall(r"{(.+?)}", getattr(self, name))
+        return {text: each for text in texts for each in parse(f"{text} > 0", name)}
 
     def layer(self, method: str, target: int) -> pe.LayerSpec:
         """Returns the layers with a method, to read to a target."""
@@ -309,7 +313,11 @@ def load(path: Path) -> Plan:
         for stage in plan.stages:
             if not 0 <= stage.document < count:
                 raise ConfigError(f"stages: document must be from 0 to {count - 1}")
-        numbers = (Claim("", (each.text,)) for each in plan.remarked.values())
+        numbers = (
+            Claim("", (each.text,))
+            for name in ("answer", "remark")
+            for each in plan.in_braces(name).values()
+        )
         check([*plan.claims, *numbers], functools.partial(_without_score, plan))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
