@@ -37,6 +37,8 @@ class Obedient(Run):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.order == "raise":
             raise RuntimeError("no\nmemory")
+        if self.order == "wait":
+            checkpoint.path.mkdir(parents=True, exist_ok=True)
         while self.order == "wait":
             time.sleep(0.01)
             checkpoint.save({"x": jnp.ones(1)}, {"step": [2], "loss": [0.0]}, (0.0, 0.0))

@@ -88,7 +88,7 @@ def test_processes_that_are_stopped_write_their_states(tmp_path, how, request):
     runs = [order(0, "wait"), order(1), order(2, "wait"), order(3)]
 
     def stop(ended):
-        while not (tmp_path / order(0).name).exists():
+        while not order(0, "wait").states(tmp_path).exists():
             time.sleep(0.01)
         os.kill(os.getpid(), number)
 
