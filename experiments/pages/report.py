@@ -96,7 +96,7 @@ def _head(results: Results, missing: list[str], command: str, baseline: str) -> 
 
 
 def _legend(tasks: list[str]) -> Iterator[str]:
-    """The words and marks of tables, of which there may be none."""
+    """The words and marks of the tables."""
     untrained = any("†" in text for text in tasks)
     yield (
         "Bold is the best of a column, as printed. “Not fitted”: the scheme did not learn the task "

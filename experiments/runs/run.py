@@ -201,11 +201,12 @@ class Run(Work):
         layout: Layout | None = None,
     ) -> Result:
         """Returns the result of training, which continues from a state, and of evaluation."""
-        data = load_data(self.task)
         options: dict[str, Any] = {}
         facts: dict[str, Any] = {}
         if layout:
             layout.check(self.task)
+        data = load_data(self.task)
+        if layout:
             hosts.agreed(self)
             options, facts = {"layout": layout}, {"devices": layout.mesh.size}
         checkpoint = Checkpoints(self.states(folder), deadline, say)

@@ -37,7 +37,7 @@ from experiments.training.layout import Layout, layout_of
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, trains: bool = True) -> None:
-    """Adds the flags that all commands with a queue have, and those of runs that train."""
+    """Adds the flags of commands with a queue, and the flags of runs that train."""
     parser.add_argument("--minutes", type=minutes, default=math.inf, help="time limit")
     parser.add_argument(
         "--workers",

@@ -14,7 +14,7 @@ from experiments.stats import mean
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome(claims.Outcome):
-    """The outcome of a claim, and what it rests on.
+    """The outcome of a claim with its protocol, seeds and results.
 
     Attributes:
       protocol: the file of the claim.
