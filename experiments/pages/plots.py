@@ -169,10 +169,10 @@ def _map_row(axes, y: int, row: Sequence[float], limits: tuple[float, float], ma
 
 
 def _small_multiples(count: int, height: float, across: int = 4):
-    """A figure of `count` axes side by side, with room at the right for a scale; inches."""
+    """A figure of `count` axes in rows of like length, with room for a scale; inches."""
     width, space, gap, left, bottom = 1.14, 0.2, 0.36, 0.5, 0.42
-    across = min(across, count)
     down = math.ceil(count / across)
+    across = math.ceil(count / down)
     size = left + across * (width + space) + 1.0, down * (height + gap) + bottom
     figure = Figure(figsize=size)
     figure.patch.set_alpha(0.0)
