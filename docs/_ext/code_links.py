@@ -14,7 +14,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 
 import posenc_jax as pe
 
-NAME = re.compile(r"(pe|posenc_jax|jax|nnx|flax)((?:\.\w+)+)(?:\(\))?")
+NAME = re.compile(r"(pe|posenc_jax|jax|nnx|flax)((?:\.\w+)+)(?:\(.*\))?")
 CLASS = re.compile(r"([A-Z]\w*)(?:\(.*\))?")
 LINKED = {
     name
