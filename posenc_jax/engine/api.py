@@ -647,9 +647,12 @@ def _check_rules(rules: tuple) -> None:
                 f"attention: rules must be rules such as LogitBias, got an array of shape "
                 f"{rule.shape}; to add a dense bias, give DenseBias(array)."
             )
+        of = "scheme, give scheme.rules(params), or use scheme_attention."
+        if callable(rule):
+            of = "score_mod, give pe.score_mod(function, q, *arrays)."
         raise TypeError(
-            f"attention: rules must be rules such as LogitBias, got {type(rule).__name__}; of a "
-            "scheme, give scheme.rules(params), or use scheme_attention."
+            "attention: rules must be rules such as LogitBias, got "
+            f"{'a function' if callable(rule) else type(rule).__name__}; of a {of}"
         )
     for trait, effect in (
         ("whole_rows", "transforms whole rows of logits"),
@@ -669,6 +672,11 @@ def _check_mask(mask, shape: tuple[int, int, int, int]) -> None:
             f"{mask.shape}.",
         )
         return
+    if callable(mask):
+        raise TypeError(
+            "attention: mask must be bool, got a function; of a function of indices, a mask_mod, "
+            "give block_mask(function, T, S)."
+        )
     dtype = getattr(mask, "dtype", type(mask).__name__)
     if dtype != jnp.bool_:
         raise TypeError(

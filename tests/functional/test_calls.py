@@ -78,6 +78,12 @@ ATTENTION = {
     "mask must be bool, got float32": {"mask": np.ones((2, 1, 7, 7), "f4")},
     "mask must be .*(2, 6, 7, 7), got (7, 7": {"mask": np.ones((7, 7), bool)},
     "mask must be .*; one row for all queries is no mask": {"mask": np.ones((2, 1, 1, 7), bool)},
+    "mask must be bool, got a function; of a function of indices": {
+        "mask": lambda b, h, q, k: q >= k
+    },
+    "rules must be rules .*, got a function; of a score_mod": {
+        "rules": lambda score, b, h, q, k: score
+    },
     "mask must be bool, got list": {"mask": [[[[True] * 7] * 7]]},
     "window must be at least 1 token, got 0": {"window": 0},
     "is_causal must be True or False, got 'no'.": {"is_causal": "no"},
