@@ -111,7 +111,7 @@ SEARCHED = {
 
 
 def setup(app) -> None:
-    """Adds what GitHub would show as code: a menu of the recipes, and entries of the index."""
+    """Adds a menu of the recipes and entries of the index, which GitHub would show as code."""
 
     def add(app, docname: str, source: list[str]) -> None:
         if docname == "recipes/README":

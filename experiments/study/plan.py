@@ -128,7 +128,7 @@ class Study:
 
     @property
     def reported(self) -> dict[str, Mapping[str, Cell]]:
-        """The sizes of the page: all but those of one seed, by which another has its rates."""
+        """The sizes of the page, without sizes of one seed that choose the rates of another."""
         of_size = {size: next(iter(cells.values())).about for size, cells in self.cells.items()}
         sources = {about.rates_of for about in of_size.values()}
         hidden = {size for size, about in of_size.items() if about.seeds == 1 and size in sources}

@@ -9,7 +9,7 @@ longest test length, spread evenly over the held-out text, after a context of th
                       `stride` bytes of each count, so all have nearly the full context
     copied a-b        sliding, those bytes alone that end an n-gram whose last earlier use is more
                       than a and at most b bytes back: at length a the window has no such use, at
-                      length b it has
+                      length b it has all but some of the farthest
 """
 
 import dataclasses
