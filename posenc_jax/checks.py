@@ -218,26 +218,29 @@ def token_integers(caller: str, name: str, x, shape: tuple[int, ...]) -> jax.Arr
 
 
 def token_coordinates(caller: str, name: str, x, shape: tuple[int, ...]) -> jax.Array:
-    """Returns coordinates [T], [1, T] or [B, T] as [1 or B, T]; [A, B, T] as they are.
+    """Returns coordinates [T], [1, T] or [B, T] as [1 or B, T]; [A, 1 or B, T] as [A, B, T].
 
     They are int32 or float32; see `coordinate_values` and `token_integers`.
     """
     x = coordinate_values(caller, x, name)
     if x.ndim != 3:
-        return _rows(caller, name, x, shape)
+        return _rows(caller, name, x, shape, f", or [A, B, {shape[1]}] for A axes,")
+    batch, length = shape
     require(
-        x.shape[1:] == shape,
-        f"{caller}: {name} must be [A, {shape[0]}, {shape[1]}], got {x.shape}.",
+        x.shape[1:] in (shape, (1, length)),
+        f"{caller}: {name} must be [A, B, {length}] or [A, 1, {length}] with B = {batch}, "
+        f"got {x.shape}.",
     )
-    return x
+    return jnp.broadcast_to(x, (len(x), *shape))
 
 
-def _rows(caller: str, name: str, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _rows(caller: str, name: str, x: jax.Array, shape: tuple[int, ...], others="") -> jax.Array:
     batch, length = shape
     rows = x[None] if x.ndim == 1 else x
     require(
         rows.shape in (shape, (1, length)),
-        f"{caller}: {name} must be [{length}] or [B, {length}] with B = {batch}, got {x.shape}.",
+        f"{caller}: {name} must be [{length}] or [B, {length}]{others} with B = {batch}, "
+        f"got {x.shape}.",
     )
     return rows
 

@@ -819,7 +819,7 @@ def _tokens(
     places = (*positions.values(), *coordinates.values()) or tuple(segments.values())
     shapes = [jnp.shape(getattr(call, name)) for name in places]
     return out | {
-        "same_rows": all(len(s) == 1 or (len(s) == 2 and s[0] == 1) for s in shapes),
+        "same_rows": all(len(s) == 1 or s[-2] == 1 for s in shapes),
         "contiguous": bool(contiguous) and length == keys,
         "regroup": bool(regroup and contiguous),
     }

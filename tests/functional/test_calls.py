@@ -100,7 +100,9 @@ ATTENTION = {
     "prefix_length .*(2,), got (3,)": {"prefix_length": AT[:3]},
     "q_positions must be integers, got float32": {"q_positions": REAL},
     "q_positions must be [7].*got (5,)": {"q_positions": AT[:5]},
-    "k_coordinates must be [A, 2, 7]": {"k_coordinates": np.zeros((2, 2, 5), "f4")},
+    "k_coordinates must be [A, B, 7] or [A, 1, 7] with B = 2, got (2, 2, 5)": {
+        "k_coordinates": np.zeros((2, 2, 5), "f4")
+    },
     "q_segment_ids must be integers, got float32": {"q_segment_ids": REAL},
 }
 SHORT = "3 queries and 7 keys need q_positions and k_positions"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.oracle import key, qkv, query
+from tests.oracle import key, qkv, query, softmax_attention
 
 OPTIONS = {
     pe.AxialRoPE: {
@@ -156,6 +156,29 @@ def test_angles_are_those_that_the_models_compute(name, angles, pairs):
     out = np.asarray(query(pe.AxialRoPE(head_dim=8, **LIKE[name]), {}, x, coordinates)).ravel()
     got = [np.arctan2(out[b], out[a]) for a, b in pairs]
     np.testing.assert_allclose(got, angles, atol=2e-6)
+
+
+def test_coordinates_of_one_row_serve_a_batch():
+    q, k, v = qkv(batch=2, length=7, dim=12)
+    c = np.random.default_rng(0).integers(0, 50, size=(2, 1, 7))
+    turn = np.vectorize(lambda t, x: dinov3(x, *c[:, 0, t]), signature="(),(n)->(n)")
+    at = np.arange(7)[:, None]
+    expected = softmax_attention(
+        turn(at, q), turn(at, k), v, lambda q, k, *_: q @ k / 12**0.5, sees=lambda i, j: True
+    )
+    scheme = pe.AxialRoPE(head_dim=12)
+    out, _ = pe.scheme_attention(scheme, {}, q, k, v, coordinates=c)
+    np.testing.assert_allclose(out, expected, atol=3e-6)
+
+    rule = pe.LogitBias(lambda shared, head, q, k: -jnp.abs(q - k).sum().astype("f4"))
+
+    def logit(q, k, n, i, j):
+        return q @ k / 12**0.5 - np.abs(c[:, 0, i] - c[:, 0, j]).sum()
+
+    expected = softmax_attention(q, k, v, logit, sees=lambda i, j: True)
+    for tiles in ("reference", "xla"):
+        call = {"q_coordinates": c, "k_coordinates": c, "rules": rule, "implementation": tiles}
+        np.testing.assert_allclose(pe.attention(q, k, v, **call), expected, atol=3e-6)
 
 
 def test_centred_coordinates_are_those_of_dinov3():
