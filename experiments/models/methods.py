@@ -12,11 +12,12 @@ themselves, in proportion to L:
     self_extend       W = L / 4, as in its repository (1024 of 4096); the smallest power of two as G
                       whose longest distance is trained, (L - W) G + W >= N
     dual_chunk        C = 3 L / 4 with L / 8 of it local, as its authors take them
+    nope              no positions, as in DroPE, but without its training
     window_W          the last W tokens
     sinks_S_window_W  these and the first S; of a trained length of 4096, StreamingLLM's Table 1 has
                       window_1024 and sinks_4_window_1020
 
-rope, rerope, dual_chunk and windows do not depend on N.
+rope, rerope, dual_chunk, nope and windows do not depend on N.
 """
 
 import dataclasses
@@ -46,6 +47,7 @@ _SCHEMES: dict[str, Callable[[Mapping[str, Any], int, int], pe.Scheme]] = {
     "rope_by_length": lambda rope, trained, target: pe.RoPEByLength(
         **rope, scaling=pe.DynamicNTK(1.0, trained, None)
     ),
+    "nope": lambda rope, trained, target: pe.NoPE(),
 }
 METHODS = ("rope", *_MAPS, *_SCHEMES)
 """Names of methods without a size."""
@@ -142,6 +144,18 @@ def changed(layer: pe.LayerSpec, name: str, trained: int, target: int) -> pe.Lay
     names = "head_dim", "theta", "layout", "rotary_dim", "rotary_start"
     settings = {n: getattr(scheme, n) for n in names}
     return dataclasses.replace(layer, scheme=_SCHEMES[name](settings, trained, target))
+
+
+def changed_if_whole(layer: pe.LayerSpec, name: str, trained: int, target: int) -> pe.LayerSpec:
+    """Returns a layer of a mixture as `changed` does; one with a window or chunks stays.
+
+    NoPE stays, too, but in windows.
+    """
+    if layer.window is not None or layer.chunk_size is not None:
+        return layer
+    if isinstance(layer.scheme, pe.NoPE) and window_of(name) is None:
+        return layer
+    return changed(layer, name, trained, target)
 
 
 def _group(trained: int, target: int) -> int:

