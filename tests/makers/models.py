@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import transformers
 
+from examples import encoders
 from tests.makers.hf_models import about, in_double
 from tests.models.agreement import (
     FOLDER,
@@ -50,6 +51,7 @@ PHI3 = dict(
     rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
 )
 T5 = dict(vocab_size=VOCABULARY, d_model=36, d_kv=8, num_heads=6, num_layers=2, d_ff=80)
+NARROW = SIZES | dict(hidden_size=24, num_attention_heads=3, intermediate_size=40)
 DEBERTA = SIZES | dict(
     type_vocab_size=0,
     relative_attention=True,
@@ -120,6 +122,9 @@ CASES = {
     "t5_gated": ("t5", T5 | dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False), 1),
     "deberta_v2": ("deberta-v2", DEBERTA, 0),
     "bert": ("bert", SIZES | dict(pad_token_id=0), 0),
+    "roberta": ("roberta", NARROW | dict(type_vocab_size=1), 0),
+    "xlm_roberta": ("xlm-roberta", NARROW | dict(type_vocab_size=1), 0),
+    "camembert": ("camembert", NARROW | dict(type_vocab_size=1), 0),
     "qwen2_vl": ("qwen2_vl", QWEN_VL, 0),
     "swin": ("swin", SWIN, 0),
 }
@@ -216,12 +221,13 @@ def encoder(model_type, settings, seed):
 
 
 def hidden_states(model_type, settings, seed):
-    """The last hidden states as logits; BERT takes pads for tokens where it counts positions."""
+    """The last hidden states as logits; BERT by itself counts padding as positions."""
     config = transformers.CONFIG_MAPPING[model_type](**settings)
     model = transformers.AutoModel.from_config(config, add_pooling_layer=False).eval()
     shapes = load(model, seed)
     tokens, mask = (torch.from_numpy(x) for x in prompts())
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    first = getattr(model.embeddings, "padding_idx", -1) + 1
+    positions = (mask.cumsum(-1) - 1).clamp(min=0) + first
     x = model(input_ids=tokens, attention_mask=mask.long(), position_ids=positions)
     return config, shapes, None, x.last_hidden_state.numpy()
 
@@ -246,7 +252,7 @@ def make(name):
     """{"about": json, array name: array} of a case."""
     model_type, settings, seed = CASES[name]
     runs = {"t5": encoder_decoder, "deberta-v2": encoder, "qwen2_vl": with_images}
-    runs |= {"swin": classifier, "bert": hidden_states}
+    runs |= {"swin": classifier} | dict.fromkeys(encoders.FAMILIES, hidden_states)
     run = runs.get(model_type, decoder)
     with in_double(), torch.no_grad():
         config, shapes, whole, logits = run(model_type, settings, seed)

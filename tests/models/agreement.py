@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from examples import bert, deberta, decoder, deepseek, families, qwen2_vl, swin, t5
+from examples import deberta, decoder, deepseek, encoders, families, qwen2_vl, swin, t5
 from tests.support import recorded
 
 FOLDER = pathlib.Path(__file__).with_name("golden")
 NAMES = """
 gpt2 gpt_neox bloom llama3 llama_yarn mistral ministral3 qwen2 qwen3 smollm3 phi3 gpt_oss
-gemma2 gemma3 deepseek_v3 deepseek_v3_q qwen2_vl t5 t5_gated deberta_v2 bert swin
+gemma2 gemma3 deepseek_v3 deepseek_v3_q qwen2_vl t5 t5_gated deberta_v2 swin
+bert roberta xlm_roberta camembert
 """.split()
 VOCABULARY, LENGTHS = 44, (9, 6, 3)
 IMAGE, PATCH_DIM, MERGE = 40, 16, 2
@@ -93,9 +94,9 @@ def agreement(name):
         logits = run(swin.load(config, state), jnp.asarray(pictures(), jnp.float32))
         return float(np.abs(logits - arrays["logits"]).max()), None
     tokens, mask = (jnp.asarray(arrays[n]) for n in ("tokens", "mask"))
-    if name in ("deberta_v2", "bert"):
+    if "new" not in arrays:
         run = nnx.jit(lambda model, *inputs: model(*inputs))
-        load = deberta.load if name == "deberta_v2" else bert.load
+        load = deberta.load if name == "deberta_v2" else encoders.load
         logits = run(load(config, state), tokens, mask)
         return float(np.abs(logits - arrays["logits"])[mask].max()), None
     steps = arrays["new"].shape[1]

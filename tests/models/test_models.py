@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from examples import bert, deberta, deepseek, families, qwen2_vl, swin, t5
+from examples import deberta, deepseek, encoders, families, qwen2_vl, swin, t5
 from examples.decoder import ACTIVATIONS
 from tests.models.agreement import FOLDER, NAMES, agreement, read
 from tests.support import slow
@@ -75,7 +75,7 @@ def test_activations_and_causality_are_of_the_config():
     model = deepseek.load(about["config"] | {"hidden_act": "gelu"}, state)
     assert model.blocks[-1].mlp.experts.activation is ACTIVATIONS["gelu"]
     about, _, state = read("bert")
-    model = bert.load(about["config"] | {"is_decoder": True}, state)
+    model = encoders.load(about["config"] | {"is_decoder": True}, state)
     assert model.blocks[0].attention.is_causal
 
 
@@ -113,11 +113,22 @@ def test_sentence_embeddings_are_means_of_hidden_states_on_either_side_of_paddin
         "bert." + re.sub("Norm.weight", "Norm.gamma", re.sub("Norm.bias", "Norm.beta", name)): x
         for name, x in (state | {"pooler.dense.bias": np.zeros(48)}).items()
     }
-    model = bert.load(about["config"], renamed | {"cls.predictions.bias": np.zeros(9)})
-    embed = nnx.jit(bert.embed)
+    model = encoders.load(about["config"], renamed | {"cls.predictions.bias": np.zeros(9)})
+    embed = nnx.jit(encoders.embed)
     right = [np.stack([*map(np.roll, x, mask.sum(1))]) for x in (tokens, mask)]
     for inputs in ((tokens, mask), right):
         np.testing.assert_allclose(embed(model, *inputs), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["roberta"])
+def test_heads_of_encoders_are_left_out(name):
+    about, _, state = read(name)
+    prefix = encoders.FAMILIES[about["config"]["model_type"]].prefix
+    file = {prefix + name: x for name, x in state.items()} | {"lm_head.bias": np.zeros(44)}
+    loaded = (nnx.state(encoders.load(about["config"], x)) for x in (file, state))
+    chex.assert_trees_all_equal(*loaded)
+    with pytest.raises(ValueError, match=r"no place for \['lm_head.bias'\]"):
+        encoders.load(about["config"], state | {"lm_head.bias": np.zeros(44)})
 
 
 def test_weights_that_do_not_fit_are_refused():
@@ -140,11 +151,11 @@ def test_weights_that_do_not_fit_are_refused():
             families.load({"model_type": kind}, {})
     about, _, bert_state = read("bert")
     for change, message in (
-        ({"model_type": None}, "'bert', got None"),
+        ({"model_type": None}, "'bert' or .*, got None"),
         ({"hidden_act": "new"}, "activation must be one of .*, got 'new'"),
     ):
         with pytest.raises(ValueError, match=message):
-            bert.load(about["config"] | change, bert_state)
+            encoders.load(about["config"] | change, bert_state)
     for load in (t5.load, deepseek.load, deberta.load, swin.load, qwen2_vl.load):
         with pytest.raises(ValueError, match=r"model_type must be .*, got 'bert'"):
             load(about["config"], bert_state)
@@ -152,7 +163,7 @@ def test_weights_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="num_experts_per_tok=99 is more than"):
         deepseek.load(experts, {})
     for name, load, key in (
-        ("bert", bert.load, "layer_norm_eps"),
+        ("bert", encoders.load, "layer_norm_eps"),
         ("t5", t5.load, "d_kv"),
         ("deepseek_v3", deepseek.load, "n_group"),
     ):

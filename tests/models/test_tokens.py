@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import posenc_jax as pe
-from examples import bert, checkpoints, deberta, decoder, deepseek, finetune, qwen2_vl, t5
+from examples import checkpoints, deberta, decoder, deepseek, encoders, finetune, qwen2_vl, t5
 from posenc_jax.testing import jit_fast
 from tests.models.agreement import IMAGE, VOCABULARY, images, prompts, read
 from tests.support import slow
@@ -32,14 +32,14 @@ def case(name):
         model = small(pe.RoPE(8))
     else:
         about, _, state = read(name)
-        kinds = {"bert": bert, "deberta_v2": deberta, "deepseek_v3": deepseek, "t5": t5}
+        kinds = {"bert": encoders, "deberta_v2": deberta, "deepseek_v3": deepseek, "t5": t5}
         model = kinds.get(name, qwen2_vl).load(about["config"], state)
 
     def generate(tokens, mask):
         return decoder.generate(model, tokens, STEPS, mask=mask, **options)
 
     caller, run = {
-        "bert": ("BERT", lambda *x: bert.embed(model, *x)),
+        "bert": ("Encoder", lambda *x: encoders.embed(model, *x)),
         "deberta_v2": ("DeBERTa", lambda *x: model(*x)[:, -1]),
         "t5": ("T5", lambda *x: t5.greedy(model, *x, STEPS)[0]),
         "qwen2_vl": (
@@ -145,8 +145,8 @@ def test_other_numbers_that_are_looked_up():
     """Token types of BERT, and tokens of the decoder of T5."""
     tokens, mask = (x[-1:] for x in prompts())
     about, _, state = read("bert")
-    model = bert.load(about["config"], state)
-    with pytest.raises(ValueError, match=r"^BERT: types must be in \[0, 2\), .*, got 2"):
+    model = encoders.load(about["config"], state)
+    with pytest.raises(ValueError, match=r"^Encoder: types must be in \[0, 2\), .*, got 2"):
         model(tokens, mask, np.where(mask, 2, -1))
     about, _, state = read("t5")
     model = t5.load(about["config"], state)

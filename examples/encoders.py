@@ -1,5 +1,6 @@
-"""BERT: an encoder with a table of positions at its input, and sentence embeddings from it."""
+"""BERT and encoders with its block: RoBERTa, XLM-RoBERTa and CamemBERT; sentence embeddings."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ class Block(nnx.Module):
         return self.mlp_norm(x + self.mlp(x))
 
 
-class BERT(nnx.Module):
+class Encoder(nnx.Module):
     """An encoder; positions count the tokens of each row, without padding."""
 
     def __init__(self, config: ModelConfig, token_types: int, rngs: nnx.Rngs):
@@ -47,26 +48,27 @@ class BERT(nnx.Module):
         """
         positions, segment_ids = pe.positions.from_padding_mask(mask)
         types = jnp.broadcast_to(types, tokens.shape)
-        x = embed_tokens("BERT", self.embedding, tokens, segment_ids)
-        x += embed_tokens("BERT", self.token_types, types, segment_ids, "types")
+        x = embed_tokens("Encoder", self.embedding, tokens, segment_ids)
+        x += embed_tokens("Encoder", self.token_types, types, segment_ids, "types")
         x = self.embedding_norm(self.position(x, positions))
         for block in self.blocks:
             x = block(x, positions=positions, segment_ids=segment_ids)
         return x
 
 
-def embed(model: BERT, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+def embed(model: Encoder, tokens: jax.Array, mask: jax.Array) -> jax.Array:
     """Sentence embeddings [B, D]: means of hidden states over tokens, of length 1.
 
     Args:
-      model: trained for it, as all-MiniLM-L6-v2.
-      tokens, mask: see `BERT`.
+      model: trained for means, as all-MiniLM-L6-v2 and multilingual E5; BGE is trained for the
+        hidden state of the first token.
+      tokens, mask: see `Encoder`.
     """
     x = jnp.where(mask[..., None], model(tokens, mask), 0.0).sum(1)
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
-_NAMES = {
+_BERT = {
     "embedding": "embeddings.word_embeddings",
     "token_types": "embeddings.token_type_embeddings",
     "position": "embeddings.position_embeddings",
@@ -83,34 +85,50 @@ _NAMES = {
 }
 
 
-def _current(name: str) -> str:
-    """The name in `BertModel` of an array of a file with heads, or of the first files."""
-    name = name.removeprefix("bert.").replace("LayerNorm.gamma", "LayerNorm.weight")
-    return name.replace("LayerNorm.beta", "LayerNorm.bias")
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How the models of a type are named.
+
+    Attributes:
+      names: {name in `Encoder`: name in transformers} of modules, where they differ.
+      prefix: of all names but the names of heads, in files of a model with a head.
+    """
+
+    names: Mapping[str, str]
+    prefix: str
 
 
-class BERTWeights(Weights):
-    """A state dict of BERT by paths of our modules."""
+FAMILIES = {
+    "bert": Family(_BERT, "bert."),
+    "roberta": Family(_BERT, "roberta."),
+    "xlm-roberta": Family(_BERT, "roberta."),
+    "camembert": Family(_BERT, "roberta."),
+}
+
+
+class EncoderWeights(Weights):
+    """A state dict of an encoder by paths of our modules."""
 
     def name(self, *path):
-        """The name of a module in transformers, whose layers have no module for the MLP."""
+        """The name of a module in transformers, where the MLP of BERT is no module."""
         return super().name(*(part for part in path if part != "mlp"))
 
 
-def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> BERT:
+def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Encoder:
     """The model of a Hugging Face config, with the weights of a state dict.
 
     Args:
-      config: the dict of a whole config of BERT.
-      state: {name: array} of the parameters of transformers' `BertModel`, `BertForMaskedLM` or
-        `BertForPreTraining`. The pooler, heads and position ids, which hidden states do not need,
-        are left out.
+      config: the dict of a whole config of a type in `FAMILIES`.
+      state: {name: array} of the parameters of transformers' model of the type, as `BertModel`, or
+        of one with a head, as `BertForMaskedLM`. The pooler, heads and position ids, which hidden
+        states do not need, are left out.
 
     Raises:
       ValueError: for another model type, missing keys, and weights that are missing, of another
         shape, or left.
     """
-    config = Config(config, "bert")
+    config = Config(config, *FAMILIES)
+    family = FAMILIES[config["model_type"]]
     settings = ModelConfig(
         layers=pe.from_hf(config),
         vocabulary=config["vocab_size"],
@@ -127,8 +145,17 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> BERT:
         mlp_bias=True,
         is_causal=bool(config.get("is_decoder")),
     )
-    unused = "pooler.", "cls.", "embeddings.position_ids"
-    state = {_current(name): x for name, x in state.items()}
-    state = {name: x for name, x in state.items() if not name.startswith(unused)}
-    weights = BERTWeights(State(state), _NAMES, settings.num_heads, settings.num_heads)
-    return fill(lambda rngs: BERT(settings, config["type_vocab_size"], rngs), weights)
+    if any(name.startswith(family.prefix) for name in state):
+        state = {
+            name.removeprefix(family.prefix): x
+            for name, x in state.items()
+            if name.startswith(family.prefix)
+        }
+    # The first files of BERT have other names for the parameters of norms.
+    state = {
+        name.replace("Norm.gamma", "Norm.weight").replace("Norm.beta", "Norm.bias"): x
+        for name, x in state.items()
+        if not name.startswith(("pooler.", "embeddings.position_ids"))
+    }
+    weights = EncoderWeights(State(state), family.names, settings.num_heads, settings.num_heads)
+    return fill(lambda rngs: Encoder(settings, config["type_vocab_size"], rngs), weights)
