@@ -1,4 +1,4 @@
-"""BERT and encoders with its block: RoBERTa, XLM-RoBERTa and CamemBERT; sentence embeddings."""
+"""BERT and encoders with its block, as RoBERTa and MPNet, and sentence embeddings."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -32,24 +32,36 @@ class Encoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, token_types: int, rngs: nnx.Rngs):
         self.embedding = nnx.Embed(config.vocabulary, config.model_dim, rngs=rngs)
-        self.token_types = nnx.Embed(token_types, config.model_dim, rngs=rngs)
+        embed_types = nnx.Embed(token_types, config.model_dim, rngs=rngs) if token_types else None
+        self.token_types = embed_types
         self.position = PositionEncoding(config.layers[0].scheme, rngs=rngs)
         self.embedding_norm = config.new_norm(rngs)
-        inside = pe.LayerSpec(pe.NoPE())
-        self.blocks = nnx.List(Block(config, inside, rngs) for _ in config.layers)
+        in_layers = self.position.scheme.acts_in_attention
+        layers = config.layers if in_layers else [pe.LayerSpec(pe.NoPE())] * len(config.layers)
+        self.blocks = nnx.List(Block(config, layer, rngs) for layer in layers)
+        for block in self.blocks if in_layers else ():
+            block.attention.encoding = self.position
 
-    def __call__(self, tokens: jax.Array, mask: jax.Array, types: jax.Array | int = 0) -> jax.Array:
+    def __call__(
+        self, tokens: jax.Array, mask: jax.Array, types: jax.Array | int | None = None
+    ) -> jax.Array:
         """Returns hidden states [B, T, D].
 
         Args:
           tokens: integers [B, T], padded on either side.
           mask: bool [B, T], true for tokens.
           types: integers [B, T]: the sentence of a pair that a token is in. Default: the first.
+
+        Raises:
+          ValueError: for known tokens and types that are not in the tables.
         """
         positions, segment_ids = pe.positions.from_padding_mask(mask)
-        types = jnp.broadcast_to(types, tokens.shape)
         x = embed_tokens("Encoder", self.embedding, tokens, segment_ids)
-        x += embed_tokens("Encoder", self.token_types, types, segment_ids, "types")
+        if self.token_types is not None:
+            types = jnp.broadcast_to(0 if types is None else types, tokens.shape)
+            x += embed_tokens("Encoder", self.token_types, types, segment_ids, "types")
+        elif types is not None:
+            raise ValueError("Encoder: the model has no types of tokens; leave out types.")
         x = self.embedding_norm(self.position(x, positions))
         for block in self.blocks:
             x = block(x, positions=positions, segment_ids=segment_ids)
@@ -60,17 +72,16 @@ def embed(model: Encoder, tokens: jax.Array, mask: jax.Array) -> jax.Array:
     """Sentence embeddings [B, D]: means of hidden states over tokens, of length 1.
 
     Args:
-      model: trained for means, as all-MiniLM-L6-v2 and multilingual E5; BGE is trained for the
-        hidden state of the first token.
+      model: trained for means, as all-MiniLM-L6-v2, all-mpnet-base-v2 and E5; BGE is trained for
+        the hidden state of the first token.
       tokens, mask: see `Encoder`.
     """
     x = jnp.where(mask[..., None], model(tokens, mask), 0.0).sum(1)
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
-_BERT = {
+_WITHOUT_TYPES = {
     "embedding": "embeddings.word_embeddings",
-    "token_types": "embeddings.token_type_embeddings",
     "position": "embeddings.position_embeddings",
     "embedding_norm": "embeddings.LayerNorm",
     "blocks": "encoder.layer",
@@ -83,6 +94,15 @@ _BERT = {
     "down": "output.dense",
     "mlp_norm": "output.LayerNorm",
 }
+_BERT = _WITHOUT_TYPES | {"token_types": "embeddings.token_type_embeddings"}
+_MPNET = _WITHOUT_TYPES | {
+    "buckets": "encoder.relative_attention_bias",
+    "query": "attn.q",
+    "key": "attn.k",
+    "value": "attn.v",
+    "out": "attn.o",
+    "attention_norm": "attention.LayerNorm",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +110,8 @@ class Family:
     """How the models of a type are named.
 
     Attributes:
-      names: {name in `Encoder`: name in transformers} of modules, where they differ.
+      names: {name in `Encoder`: name in transformers} of modules, where they differ. Tokens have
+        types if the names have "token_types".
       prefix: of all names but the names of heads, in files of a model with a head.
     """
 
@@ -103,6 +124,7 @@ FAMILIES = {
     "roberta": Family(_BERT, "roberta."),
     "xlm-roberta": Family(_BERT, "roberta."),
     "camembert": Family(_BERT, "roberta."),
+    "mpnet": Family(_MPNET, "mpnet."),
 }
 
 
@@ -111,7 +133,14 @@ class EncoderWeights(Weights):
 
     def name(self, *path):
         """The name of a module in transformers, where the MLP of BERT is no module."""
+        if "encoding" in path:  # Of MPNet: positions at the input, and buckets of all layers.
+            path = (("position", "buckets")[path[-1]],)
         return super().name(*(part for part in path if part != "mlp"))
+
+    def __call__(self, path):
+        """The array for a parameter; tables of buckets have one row per bucket there."""
+        x = super().__call__(path)
+        return x.T if path[-2:] == (1, "table") else x
 
 
 def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Encoder:
@@ -158,4 +187,5 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Encoder:
         if not name.startswith(("pooler.", "embeddings.position_ids"))
     }
     weights = EncoderWeights(State(state), family.names, settings.num_heads, settings.num_heads)
-    return fill(lambda rngs: Encoder(settings, config["type_vocab_size"], rngs), weights)
+    token_types = config["type_vocab_size"] if "token_types" in family.names else 0
+    return fill(lambda rngs: Encoder(settings, token_types, rngs), weights)

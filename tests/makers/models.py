@@ -125,6 +125,7 @@ CASES = {
     "roberta": ("roberta", NARROW | dict(type_vocab_size=1), 0),
     "xlm_roberta": ("xlm-roberta", NARROW | dict(type_vocab_size=1), 0),
     "camembert": ("camembert", NARROW | dict(type_vocab_size=1), 0),
+    "mpnet": ("mpnet", NARROW, 0),
     "qwen2_vl": ("qwen2_vl", QWEN_VL, 0),
     "swin": ("swin", SWIN, 0),
 }

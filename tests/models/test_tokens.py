@@ -148,6 +148,9 @@ def test_other_numbers_that_are_looked_up():
     model = encoders.load(about["config"], state)
     with pytest.raises(ValueError, match=r"^Encoder: types must be in \[0, 2\), .*, got 2"):
         model(tokens, mask, np.where(mask, 2, -1))
+    about, _, state = read("mpnet")
+    with pytest.raises(ValueError, match=r"^Encoder: the model has no types of tokens"):
+        encoders.load(about["config"], state)(tokens, mask, 0)
     about, _, state = read("t5")
     model = t5.load(about["config"], state)
     with pytest.raises(ValueError, match=r"^T5: tokens must be in \[0, 44\), .*, got -1"):
