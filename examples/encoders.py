@@ -103,6 +103,22 @@ _MPNET = _WITHOUT_TYPES | {
     "out": "attn.o",
     "attention_norm": "attention.LayerNorm",
 }
+_ROTATED = {
+    "embedding": "embeddings.word_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "embedding_norm": "embeddings.LayerNorm",
+    "blocks": "layers",
+    "attention": "self_attn",
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "out": "o_proj",
+    "attention_norm": "post_attention_layernorm",
+    "up": "mlp.fc1",
+    "down": "mlp.fc2",
+    "mlp_norm": "post_mlp_layernorm",
+}
+_GATED = _ROTATED | {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,12 +127,14 @@ class Family:
 
     Attributes:
       names: {name in `Encoder`: name in transformers} of modules, where they differ. Tokens have
-        types if the names have "token_types".
+        types if the names have "token_types", and an MLP a gate if they have "gate".
       prefix: of all names but the names of heads, in files of a model with a head.
+      unbiased: as in `Weights`.
     """
 
     names: Mapping[str, str]
     prefix: str
+    unbiased: tuple[str, ...] = ()
 
 
 FAMILIES = {
@@ -125,6 +143,9 @@ FAMILIES = {
     "xlm-roberta": Family(_BERT, "roberta."),
     "camembert": Family(_BERT, "roberta."),
     "mpnet": Family(_MPNET, "mpnet."),
+    "jina_embeddings_v3": Family(_ROTATED, "roberta."),
+    "nomic_bert": Family(_GATED, "nomic_bert."),
+    "gte": Family(_GATED, "gte.", unbiased=("gate", "up")),
 }
 
 
@@ -157,22 +178,22 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Encoder:
         shape, or left.
     """
     config = Config(config, *FAMILIES)
-    family = FAMILIES[config["model_type"]]
+    family, attention = FAMILIES[config["model_type"]], pe.attention_options_from_hf(config)[0]
     settings = ModelConfig(
         layers=pe.from_hf(config),
         vocabulary=config["vocab_size"],
         model_dim=config["hidden_size"],
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_attention_heads"],
-        head_dim=config["hidden_size"] // config["num_attention_heads"],
+        num_heads=attention["num_heads"],
+        num_kv_heads=attention["num_kv_heads"],
+        head_dim=attention["head_dim"],
         mlp_dim=config["intermediate_size"],
         norm="layer",
         epsilon=config["layer_norm_eps"],
         activation=config["hidden_act"],
-        gated=False,
-        attention_bias=True,
-        mlp_bias=True,
-        is_causal=bool(config.get("is_decoder")),
+        gated="gate" in family.names,
+        attention_bias=attention["use_bias"],
+        mlp_bias=attention["use_bias"],
+        is_causal=attention["is_causal"],
     )
     if any(name.startswith(family.prefix) for name in state):
         state = {
@@ -186,6 +207,7 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Encoder:
         for name, x in state.items()
         if not name.startswith(("pooler.", "embeddings.position_ids"))
     }
-    weights = EncoderWeights(State(state), family.names, settings.num_heads, settings.num_heads)
+    heads = settings.num_heads, settings.num_kv_heads
+    weights = EncoderWeights(State(state), family.names, *heads, unbiased=family.unbiased)
     token_types = config["type_vocab_size"] if "token_types" in family.names else 0
     return fill(lambda rngs: Encoder(settings, token_types, rngs), weights)

@@ -88,7 +88,7 @@ class Family:
       biases: (attention, MLP): whether they have biases where the config does not say.
       qkv: how one projection holds queries, keys and values; see `posenc_jax.split_qkv`.
       inputs_first: whether the weights of projections have their inputs first.
-      out_bias: whether the output of attention has a bias where its inputs have one.
+      unbiased: as in `Weights`.
       activation, epsilon: keys of a config.
       defaults: values of config keys that transformers fills in for the type.
       derived: keys whose values follow from the others where they are missing.
@@ -104,7 +104,7 @@ class Family:
     biases: tuple[bool, bool] = (False, False)
     qkv: str | None = None
     inputs_first: bool = False
-    out_bias: bool = True
+    unbiased: tuple[str, ...] = ()
     activation: str = "hidden_act"
     epsilon: str = "rms_norm_eps"
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -156,8 +156,8 @@ FAMILIES = {
     "llama": Family(_LLAMA, derived=("head_dim", "num_key_value_heads")),
     "mistral": Family(_LLAMA),
     "ministral3": Family(_LLAMA),
-    "qwen2": Family(_LLAMA, biases=(True, False), out_bias=False),
-    "qwen2_vl_text": Family(_QWEN_VL, biases=(True, False), out_bias=False),
+    "qwen2": Family(_LLAMA, biases=(True, False), unbiased=("out",)),
+    "qwen2_vl_text": Family(_QWEN_VL, biases=(True, False), unbiased=("out",)),
     "qwen3": Family(_LLAMA, derived=()),
     "smollm3": Family(_LLAMA),
     "phi3": Family(_PHI3, qkv="concatenated"),
@@ -289,5 +289,5 @@ def weights(family: Family, config: ModelConfig, state: State) -> Weights:
         norm_offset=family.norm_offset,
         qkv=family.qkv,
         inputs_first=family.inputs_first,
-        out_bias=family.out_bias,
+        unbiased=family.unbiased,
     )

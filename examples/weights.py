@@ -80,7 +80,7 @@ class Weights:
       norm_offset: number that the norms over D add to their scale.
       qkv: how one projection holds queries, keys and values; see `posenc_jax.split_qkv`.
       inputs_first: whether the weights of projections have their inputs first.
-      out_bias: whether the output of attention has a bias where its inputs have one.
+      unbiased: names of projections that have no bias where others of their module have one.
     """
 
     norm_offset = 0.0
@@ -95,12 +95,12 @@ class Weights:
         norm_offset: float = 0.0,
         qkv: str | None = None,
         inputs_first: bool = False,
-        out_bias: bool = True,
+        unbiased: tuple[str, ...] = (),
     ):
         self.state, self.names = state, names
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.norm_offset, self.qkv, self.inputs_first = norm_offset, qkv, inputs_first
-        self.out_bias = out_bias
+        self.unbiased = unbiased
 
     def name(self, *path: Any) -> str:
         """The name of a module in transformers."""
@@ -121,7 +121,7 @@ class Weights:
                 return self.state.take(f"{name}.weight").T
             x, is_out = self._linear(f"{name}.weight"), modules[-1] == "out"
             return pe.heads_from_linear(x, self.num_heads, output=True) if is_out else x.T
-        if leaf == "bias" and modules[-1] == "out" and not self.out_bias:
+        if leaf == "bias" and modules[-1] in self.unbiased:
             return np.zeros(len(self.state.take(f"{name}.weight")))
         if leaf not in ("bias", "scale", "embedding", "table"):
             return self.state.take(f"{name}.{leaf}")  # A parameter of its own, as sinks.

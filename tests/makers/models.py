@@ -126,6 +126,9 @@ CASES = {
     "xlm_roberta": ("xlm-roberta", NARROW | dict(type_vocab_size=1), 0),
     "camembert": ("camembert", NARROW | dict(type_vocab_size=1), 0),
     "mpnet": ("mpnet", NARROW, 0),
+    "jina_v3": ("jina_embeddings_v3", NARROW, 0),
+    "nomic_bert": ("nomic_bert", NARROW | dict(head_dim=12), 0),
+    "gte": ("gte", NARROW, 0),
     "qwen2_vl": ("qwen2_vl", QWEN_VL, 0),
     "swin": ("swin", SWIN, 0),
 }

@@ -19,7 +19,7 @@ FOLDER = pathlib.Path(__file__).with_name("golden")
 NAMES = """
 gpt2 gpt_neox bloom llama3 llama_yarn mistral ministral3 qwen2 qwen3 smollm3 phi3 gpt_oss
 gemma2 gemma3 deepseek_v3 deepseek_v3_q qwen2_vl t5 t5_gated deberta_v2 swin
-bert roberta xlm_roberta camembert mpnet
+bert roberta xlm_roberta camembert mpnet jina_v3 nomic_bert gte
 """.split()
 VOCABULARY, LENGTHS = 44, (9, 6, 3)
 IMAGE, PATCH_DIM, MERGE = 40, 16, 2

@@ -21,7 +21,7 @@ PAGE = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
 
 
 # One of each loop of greedy decoding; `ONE_PASS` has decoders of other kinds.
-GREEDY = "gemma2", "deepseek_v3", "qwen2_vl", "t5", "deberta_v2", "swin", "bert", "mpnet"
+GREEDY = "gemma2", "deepseek_v3", "qwen2_vl", "t5", "deberta_v2", "swin", "bert", "mpnet", "gte"
 ONE_PASS = "ministral3", "gpt_oss"
 
 
@@ -120,7 +120,7 @@ def test_sentence_embeddings_are_means_of_hidden_states_on_either_side_of_paddin
         np.testing.assert_allclose(embed(model, *inputs), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["roberta", "mpnet"])
+@pytest.mark.parametrize("name", ["roberta", "mpnet", "jina_v3", "nomic_bert", "gte"])
 def test_heads_of_encoders_are_left_out(name):
     about, _, state = read(name)
     prefix = encoders.FAMILIES[about["config"]["model_type"]].prefix
