@@ -1,6 +1,7 @@
 """BERT and encoders with its block, as RoBERTa and MPNet, and sentence embeddings."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,12 +31,14 @@ class Block(nnx.Module):
 class Encoder(nnx.Module):
     """An encoder; positions count the tokens of each row, without padding."""
 
-    def __init__(self, config: ModelConfig, token_types: int, rngs: nnx.Rngs):
-        self.embedding = nnx.Embed(config.vocabulary, config.model_dim, rngs=rngs)
-        embed_types = nnx.Embed(token_types, config.model_dim, rngs=rngs) if token_types else None
-        self.token_types = embed_types
+    def __init__(self, config: ModelConfig, embedding_dim: int, token_types: int, rngs: nnx.Rngs):
+        table = functools.partial(nnx.Embed, features=embedding_dim, rngs=rngs)
+        self.embedding = table(config.vocabulary)
+        self.token_types = table(token_types) if token_types else None
         self.position = PositionEncoding(config.layers[0].scheme, rngs=rngs)
-        self.embedding_norm = config.new_norm(rngs)
+        self.embedding_norm = dataclasses.replace(config, model_dim=embedding_dim).new_norm(rngs)
+        sizes = embedding_dim, config.model_dim
+        self.projection = nnx.Linear(*sizes, rngs=rngs) if sizes[0] != sizes[1] else None
         in_layers = self.position.scheme.acts_in_attention
         layers = config.layers if in_layers else [pe.LayerSpec(pe.NoPE())] * len(config.layers)
         self.blocks = nnx.List(Block(config, layer, rngs) for layer in layers)
@@ -63,6 +66,8 @@ class Encoder(nnx.Module):
         elif types is not None:
             raise ValueError("Encoder: the model has no types of tokens; leave out types.")
         x = self.embedding_norm(self.position(x, positions))
+        if self.projection is not None:
+            x = self.projection(x)
         for block in self.blocks:
             x = block(x, positions=positions, segment_ids=segment_ids)
         return x
@@ -95,6 +100,18 @@ _WITHOUT_TYPES = {
     "mlp_norm": "output.LayerNorm",
 }
 _BERT = _WITHOUT_TYPES | {"token_types": "embeddings.token_type_embeddings"}
+_ELECTRA = _BERT | {"projection": "embeddings_project"}
+_DISTILBERT = _WITHOUT_TYPES | {
+    "blocks": "transformer.layer",
+    "query": "q_lin",
+    "key": "k_lin",
+    "value": "v_lin",
+    "out": "out_lin",
+    "attention_norm": "sa_layer_norm",
+    "up": "ffn.lin1",
+    "down": "ffn.lin2",
+    "mlp_norm": "output_layer_norm",
+}
 _MPNET = _WITHOUT_TYPES | {
     "buckets": "encoder.relative_attention_bias",
     "query": "attn.q",
@@ -123,18 +140,23 @@ _GATED = _ROTATED | {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How the models of a type are named.
+    """How the models and configs of a type are named.
 
     Attributes:
       names: {name in `Encoder`: name in transformers} of modules, where they differ. Tokens have
-        types if the names have "token_types", and an MLP a gate if they have "gate".
+        types if the names have "token_types", an MLP a gate if they have "gate", and token
+        embeddings a size of their own if they have "projection".
       prefix: of all names but the names of heads, in files of a model with a head.
       unbiased: as in `Weights`.
+      keys: {key of BERT's configs: the type's} where they differ.
+      fixed: {key of BERT's configs: value} where the type has no choice.
     """
 
     names: Mapping[str, str]
     prefix: str
     unbiased: tuple[str, ...] = ()
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 FAMILIES = {
@@ -142,6 +164,13 @@ FAMILIES = {
     "roberta": Family(_BERT, "roberta."),
     "xlm-roberta": Family(_BERT, "roberta."),
     "camembert": Family(_BERT, "roberta."),
+    "electra": Family(_ELECTRA, "electra."),
+    "distilbert": Family(
+        _DISTILBERT,
+        "distilbert.",
+        keys={"hidden_size": "dim", "intermediate_size": "hidden_dim", "hidden_act": "activation"},
+        fixed={"layer_norm_eps": 1e-12},
+    ),
     "mpnet": Family(_MPNET, "mpnet."),
     "jina_embeddings_v3": Family(_ROTATED, "roberta."),
     "nomic_bert": Family(_GATED, "nomic_bert."),
@@ -178,9 +207,11 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Encoder:
         shape, or left.
     """
     config = Config(config, *FAMILIES)
-    family, attention = FAMILIES[config["model_type"]], pe.attention_options_from_hf(config)[0]
+    family = FAMILIES[config["model_type"]]
+    layers, attention = pe.from_hf(config), pe.attention_options_from_hf(config)[0]
+    config |= {**family.fixed, **{key: config[other] for key, other in family.keys.items()}}
     settings = ModelConfig(
-        layers=pe.from_hf(config),
+        layers=layers,
         vocabulary=config["vocab_size"],
         model_dim=config["hidden_size"],
         num_heads=attention["num_heads"],
@@ -209,5 +240,6 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Encoder:
     }
     heads = settings.num_heads, settings.num_kv_heads
     weights = EncoderWeights(State(state), family.names, *heads, unbiased=family.unbiased)
+    embedding_dim = config["embedding_size" if "projection" in family.names else "hidden_size"]
     token_types = config["type_vocab_size"] if "token_types" in family.names else 0
-    return fill(lambda rngs: Encoder(settings, token_types, rngs), weights)
+    return fill(lambda rngs: Encoder(settings, embedding_dim, token_types, rngs), weights)

@@ -52,6 +52,8 @@ PHI3 = dict(
 )
 T5 = dict(vocab_size=VOCABULARY, d_model=36, d_kv=8, num_heads=6, num_layers=2, d_ff=80)
 NARROW = SIZES | dict(hidden_size=24, num_attention_heads=3, intermediate_size=40)
+DISTILBERT = dict(vocab_size=VOCABULARY, dim=24, n_heads=3, n_layers=2, hidden_dim=40)
+DISTILBERT |= dict(max_position_embeddings=128)
 DEBERTA = SIZES | dict(
     type_vocab_size=0,
     relative_attention=True,
@@ -125,6 +127,8 @@ CASES = {
     "roberta": ("roberta", NARROW | dict(type_vocab_size=1), 0),
     "xlm_roberta": ("xlm-roberta", NARROW | dict(type_vocab_size=1), 0),
     "camembert": ("camembert", NARROW | dict(type_vocab_size=1), 0),
+    "electra": ("electra", NARROW | dict(embedding_size=16), 0),
+    "distilbert": ("distilbert", DISTILBERT, 0),
     "mpnet": ("mpnet", NARROW, 0),
     "jina_v3": ("jina_embeddings_v3", NARROW, 0),
     "nomic_bert": ("nomic_bert", NARROW | dict(head_dim=12), 0),
@@ -227,7 +231,7 @@ def encoder(model_type, settings, seed):
 def hidden_states(model_type, settings, seed):
     """The last hidden states as logits; BERT by itself counts padding as positions."""
     config = transformers.CONFIG_MAPPING[model_type](**settings)
-    model = transformers.AutoModel.from_config(config, add_pooling_layer=False).eval()
+    model = transformers.AutoModel.from_config(config).eval()
     shapes = load(model, seed)
     tokens, mask = (torch.from_numpy(x) for x in prompts())
     first = getattr(model.embeddings, "padding_idx", -1) + 1

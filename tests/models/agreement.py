@@ -16,11 +16,14 @@ from examples import deberta, decoder, deepseek, encoders, families, qwen2_vl, s
 from tests.support import recorded
 
 FOLDER = pathlib.Path(__file__).with_name("golden")
+ENCODERS = """
+bert roberta xlm_roberta camembert electra distilbert mpnet jina_v3 nomic_bert gte
+""".split()
 NAMES = """
 gpt2 gpt_neox bloom llama3 llama_yarn mistral ministral3 qwen2 qwen3 smollm3 phi3 gpt_oss
 gemma2 gemma3 deepseek_v3 deepseek_v3_q qwen2_vl t5 t5_gated deberta_v2 swin
-bert roberta xlm_roberta camembert mpnet jina_v3 nomic_bert gte
 """.split()
+NAMES += ENCODERS
 VOCABULARY, LENGTHS = 44, (9, 6, 3)
 IMAGE, PATCH_DIM, MERGE = 40, 16, 2
 # Frames, rows and columns of the images of each row, in patches; four are a token.

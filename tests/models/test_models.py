@@ -14,7 +14,7 @@ from flax import nnx
 
 from examples import deberta, deepseek, encoders, families, qwen2_vl, swin, t5
 from examples.decoder import ACTIVATIONS
-from tests.models.agreement import FOLDER, NAMES, agreement, read
+from tests.models.agreement import ENCODERS, FOLDER, NAMES, agreement, read
 from tests.support import slow
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
@@ -120,7 +120,7 @@ def test_sentence_embeddings_are_means_of_hidden_states_on_either_side_of_paddin
         np.testing.assert_allclose(embed(model, *inputs), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["roberta", "mpnet", "jina_v3", "nomic_bert", "gte"])
+@pytest.mark.parametrize("name", ENCODERS)
 def test_heads_of_encoders_are_left_out(name):
     about, _, state = read(name)
     prefix = encoders.FAMILIES[about["config"]["model_type"]].prefix
@@ -164,6 +164,7 @@ def test_weights_that_do_not_fit_are_refused():
         deepseek.load(experts, {})
     for name, load, key in (
         ("bert", encoders.load, "layer_norm_eps"),
+        ("distilbert", encoders.load, "hidden_dim"),
         ("t5", t5.load, "d_kv"),
         ("deepseek_v3", deepseek.load, "n_group"),
     ):
@@ -181,5 +182,6 @@ def test_weights_that_do_not_fit_are_refused():
 def test_every_model_is_in_the_table():
     rows = re.findall(r"^\| (\w+) \| `[\w-]+` \| (\S+) \| (\S+) \|$", PAGE.read_text(), re.M)
     assert [name for name, _, _ in rows] == NAMES
+    assert {read(n)[0]["config"]["model_type"] for n in ENCODERS} == encoders.FAMILIES.keys()
     assert sorted(path.stem for path in FOLDER.glob("*.npz")) == sorted(NAMES)
     assert all(float(error) < 1e-4 and steps in ("64", "-") for _, error, steps in rows)
