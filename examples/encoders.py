@@ -1,4 +1,4 @@
-"""BERT and encoders with its block, as RoBERTa and MPNet, and sentence embeddings."""
+"""One encoder for the families with BERT's block, from BERT to GTE, and sentence embeddings."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ class Encoder(nnx.Module):
         in_layers = self.position.scheme.acts_in_attention
         layers = config.layers if in_layers else [pe.LayerSpec(pe.NoPE())] * len(config.layers)
         self.blocks = nnx.List(Block(config, layer, rngs) for layer in layers)
-        for block in self.blocks if in_layers else ():
+        for block in self.blocks if in_layers else ():  # MPNet's layers share a table.
             block.attention.encoding = self.position
 
     def __call__(
@@ -77,8 +77,8 @@ def embed(model: Encoder, tokens: jax.Array, mask: jax.Array) -> jax.Array:
     """Sentence embeddings [B, D]: means of hidden states over tokens, of length 1.
 
     Args:
-      model: trained for means, as all-MiniLM-L6-v2, all-mpnet-base-v2 and E5; BGE is trained for
-        the hidden state of the first token.
+      model: trained for means, as all-MiniLM-L6-v2, all-mpnet-base-v2 and E5; BGE and others
+        are trained for the hidden state of the first token.
       tokens, mask: see `Encoder`.
     """
     x = jnp.where(mask[..., None], model(tokens, mask), 0.0).sum(1)
@@ -146,7 +146,7 @@ class Family:
       names: {name in `Encoder`: name in transformers} of modules, where they differ. Tokens have
         types if the names have "token_types", an MLP a gate if they have "gate", and token
         embeddings a size of their own if they have "projection".
-      prefix: of all names but the names of heads, in files of a model with a head.
+      prefix: of names in files of a model with a head, except the names of the head.
       unbiased: as in `Weights`.
       keys: {key of BERT's configs: the type's} where they differ.
       fixed: {key of BERT's configs: value} where the type has no choice.

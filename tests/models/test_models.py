@@ -131,6 +131,12 @@ def test_heads_of_encoders_are_left_out(name):
         encoders.load(about["config"], state | {"lm_head.bias": np.zeros(44)})
 
 
+def test_layers_of_mpnet_share_their_tables():
+    about, _, state = read("mpnet")
+    model = encoders.load(about["config"], state)
+    assert all(block.attention.encoding is model.position for block in model.blocks)
+
+
 def test_weights_that_do_not_fit_are_refused():
     about, _, state = read("llama3")
     config, name = about["config"], "model.layers.1.mlp.up_proj.weight"
