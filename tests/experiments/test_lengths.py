@@ -417,7 +417,8 @@ def test_a_wrong_plan_is_one_line(tmp_path, capsys):
 
 
 def test_another_checkpoint_is_refused_in_a_line(plan, tmp_path, capsys):
-    command = ["lengths", str(tmp_path / "plan.toml"), "--run", "--checkpoint"]
+    page = "--page", str(tmp_path / "page.md")  # In case it is not refused.
+    command = ["lengths", str(tmp_path / "plan.toml"), *page, "--run", "--checkpoint"]
     for file, message in [("none.gguf", "cannot be read: No such"), ("plan.toml", "another file")]:
         assert __main__.main([*command, str(tmp_path / file)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
