@@ -50,9 +50,10 @@ def from_hf(
     though every layer names them.
     Layers without attention (linear attention, Mamba, convolutions, MLPs) are named by
     `LayerSpec.mixer` and have `NoPE`. Layers of DeepSeek-V4 that compress have the scheme and the
-    window of tokens; the model adds compressed entries. Layers that a model runs several times
-    (Dory, the looped Inkling-2) are returned once. Towers of images rotate by row and column; the
-    tables of patches at their input are not read.
+    window of tokens; the model adds compressed entries. Longformer's have the window of its local
+    attention; tokens can also attend globally. Layers that a model runs several times (Dory, the
+    looped Inkling-2) are returned once. Towers of images rotate by row and column; the tables of
+    patches at their input are not read.
 
     Args:
       config: `config.json` as a dict, or a config object of transformers. Of a config of several

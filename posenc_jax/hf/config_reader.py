@@ -40,6 +40,9 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "a positive integer": lambda x: _integer(x) and x > 0,
     "an integer from 0": lambda x: _integer(x) and x >= 0,
     "an integer": _integer,
+    "one or several positive integers": lambda x: all(
+        _integer(y) and y > 0 for y in (x if isinstance(x, list | tuple) else [x])
+    ),
     "a positive number": lambda x: _number(x) and x > 0,
     "a number": _number,
     "true or false": lambda x: isinstance(x, bool),

@@ -37,7 +37,7 @@ _NOT_READ = {
     "its sines and cosines begin at position 2": "xglm",
     "its first token has angles that are learned": "mlcd_vision_model",
     "it is not read yet": """
-        cohere_compass_text cpmant deberta dots3_note_text git hrm_text longformer moshi musicgen
+        cohere_compass_text cpmant dots3_note_text git hrm_text moshi musicgen
         musicgen_melody trocr xlm
     """,
 }

@@ -126,6 +126,19 @@ def _mpnet(config: TrackedConfig) -> Layers:
     )
 
 
+def _longformer(config: TrackedConfig) -> Layers:
+    """Reads a table of positions, and the window of each layer: half of it on each side."""
+    config.implied("layer_types")
+    layers, sizes = table(reserved=True)(config), config.need("attention_window")
+    sizes = [sizes] * len(layers) if isinstance(sizes, int) else sizes
+    config.check_count("values of attention_window", sizes, len(layers))
+    config.check(all(x % 2 == 0 for x in sizes), f"attention_window={sizes}, not all even")
+    return tuple(
+        dataclasses.replace(layer, window=(size // 2, size // 2))
+        for layer, size in zip(layers, sizes, strict=True)
+    )
+
+
 def _esm(config: TrackedConfig) -> Layers:
     """Reads RoPE, or a table at the input."""
     if config.get("position_embedding_type", "absolute") == "rotary":
@@ -203,7 +216,7 @@ def _deberta_terms(config: TrackedConfig) -> set[str]:
     return {*(terms.lower().split("|") if isinstance(terms, str) else terms)}
 
 
-def _deberta_v2(config: TrackedConfig) -> Layers:
+def _deberta(config: TrackedConfig) -> Layers:
     """Reads disentangled attention, after a learned table at the input if the config has one."""
     relative = config.get("relative_attention", False)
     config.check(relative, f"relative_attention={relative}")
@@ -456,6 +469,7 @@ ROWS: dict[str, ModelType] = {
     _ROBERTA: multi_head(table(reserved=True), causality="is_decoder"),
     "layoutlm": multi_head(_layoutlm, causality="bidirectional"),
     "luke": multi_head(table(reserved=True), "queries of their own between words and entities"),
+    "longformer": multi_head(_longformer, "projections of their own for global tokens"),
     "esm": multi_head(_esm, causality="is_decoder"),
     "gpt2": multi_head(table(), scale=_gpt2_scale),
     "gpt_bigcode": ModelType(
@@ -490,7 +504,14 @@ ROWS: dict[str, ModelType] = {
         clips_projections=True,
     ),
     "falcon": ModelType(_falcon, key_heads=_falcon_key_heads),
-    "deberta-v2": multi_head(_deberta_v2, causality="bidirectional", scale=_deberta_scale),
+    "deberta": multi_head(
+        _deberta,
+        (True, False, True, True),
+        causality="bidirectional",
+        scale=_deberta_scale,
+        only={"talking_head": (False,), "position_buckets": (-1,), "share_att_key": (False,)},
+    ),
+    "deberta-v2": multi_head(_deberta, causality="bidirectional", scale=_deberta_scale),
     "xlnet": ModelType(_xlnet, "two streams"),
     "wav2vec2-bert": ModelType(_wav2vec2_bert, "a table that ends earlier in the future"),
     "inkling_text": ModelType(

@@ -95,6 +95,8 @@ def test_biases_of_each_projection():
     assert biases("qwen2") == all_but_out
     assert biases("glm4_moe", attention_bias=True, head_dim=8) == all_but_out
     assert biases("seed_oss", head_dim=8) == all_but_out
+    relative = {"relative_attention": True, "pos_att_type": "c2p"}
+    assert biases("deberta", **relative) == all_but_out | {"key": False, "out": True}
     assert biases("whisper") == all_but_out | {"key": False, "out": True}
 
 

@@ -22,6 +22,7 @@ VALUES = {
     "a positive integer": (1, 6),
     "an integer from 0": (3, 2),
     "an integer": (6, 10),
+    "one or several positive integers": (6, 10),
     "a positive number": (0.3, 777.0),
     "a number": (0.3, 3.0),
     "true or false": (True, False),

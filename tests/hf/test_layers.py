@@ -122,7 +122,8 @@ def test_layers_equal_those_of_transformers(kind):
             spec.qk_norm is not None and spec.qk_norm.scale != "none"
         )
         positions = np.arange(arrays["q"].shape[1], dtype=np.int32)[None]
-        out = computed(spec, arrays, positions, is_causal=layer["is_causal"])
+        params = {n[6:]: x for n, x in arrays.items() if n.startswith("param.")} or None
+        out = computed(spec, arrays, positions, params=params, is_causal=layer["is_causal"])
         np.testing.assert_allclose(
             out, arrays["out"], atol=TOLERANCE * np.abs(arrays["out"]).max(), err_msg=str(layer)
         )
@@ -144,7 +145,7 @@ def test_layers_that_attend_are_those_of_transformers(kind):
     )
 
 
-@pytest.mark.parametrize("kind", [n.split(".")[0] for n in ARRAYS if n.endswith(".table")])
+@pytest.mark.parametrize("kind", [n.split(".")[0] for n in ARRAYS if n.endswith(".rows")])
 def test_tables_equal_those_of_transformers(kind):
     decoder = KINDS[kind]["layers"][-1]["decoder"]
     scheme = pe.from_hf(KINDS[kind]["config"], decoder=decoder)[0].scheme
@@ -182,7 +183,7 @@ def test_other_model_types_have_no_norms():
     for kind in set(MODEL_TYPES) - set(NORMED) - set(KINDS) - others:
         decoder = True if kind in ("t5", "mt5", "umt5", "whisper") else None
         config = {"model_type": kind}
-        if kind == "deberta-v2":
+        if kind.startswith("deberta"):
             config |= {"relative_attention": True, "pos_att_type": ["c2p"]}
         config |= {"pad_token_id": 1} if kind == "esm" else {}
         for layer in pe.from_hf(config, decoder=decoder):

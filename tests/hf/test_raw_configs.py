@@ -201,7 +201,7 @@ READ_AS = {
     "qwen4_exp": "qwen4_exp_text",
 }
 # Listed, though they are no causal language models alone.
-OTHERS = {"deberta", "longformer", "mlcd_vision_model", "mllama_text_model"}
+OTHERS = {"mlcd_vision_model", "mllama_text_model"}
 
 
 def test_each_is_read_or_listed_once():

@@ -64,6 +64,7 @@ MEMORY = tuple(f"memory_attention_{name}" for name in MEMORY)
 KEYS_OF = {
     "cohere2_moe": ("mlp_layer_types",),
     "granitemoehybrid": ("layers_block_type",),
+    "longformer": ("attention_window",),
     "rembert": ("input_embedding_size",),
     "inkling_text": ("swa_head_dim",),
     **dict.fromkeys(
@@ -103,7 +104,7 @@ def defaults(model_type):
     }
     if not out.get("is_encoder_decoder"):  # Of every class.
         out = {n: x for n, x in out.items() if n not in ("is_encoder_decoder", "is_decoder")}
-    padded = "camembert", "data2vec-text", "esm", "luke", "xmod"
+    padded = "camembert", "data2vec-text", "esm", "longformer", "luke", "xmod"
     if "roberta" not in model_type and model_type not in padded:
         out.pop("pad_token_id", None)
     if "rope_parameters" not in {field.name for field in dataclasses.fields(cls)}:
@@ -189,6 +190,10 @@ def windows(config):
         size = [size, size]
     if config.model_type == "gpt_neo":
         window = [config.window_size if x == "local" else None for x in config.attention_layers]
+    elif config.model_type == "longformer":
+        sizes = config.attention_window
+        sizes = [sizes] * count if isinstance(sizes, int) else sizes
+        window = [[x // 2, x // 2] for x in sizes]
     elif config.model_type == "minimax":
         window = [size if kind == "full_attention" else None for kind in kinds]
     elif config.model_type == "deepseek_v4":

@@ -88,6 +88,8 @@ VALUES = {
     "local_attention": (4, 5),
     "clip_qkv": (None, 0.5),
     "pos_att_type": (["c2p"], ["p2c"]),
+    "max_relative_positions": (6, 30),
+    "attention_window": (4, 6, 8, [4, 8, 24, 12]),
     "is_causal": (True, False),
 }
 
@@ -201,6 +203,9 @@ def make(config):
             values = hf_models.layer_arrays(specs[index], layer, model.config)
             want = numbers(hf_models.wanted(layer))
             values = {n: x for n, x in values.items() if n != "x"}
+            if isinstance(specs[index].scheme, pe.DeBERTa):
+                params = hf_models.scheme_params(specs[index].scheme, layer, {})
+                values |= {f"param.{n}": x for n, x in params.items()}
             values["out"] = want.reshape(*values["q"].shape[:3], -1)
             is_causal = hf_models.is_causal(layer)
             if is_causal:  # Later tokens change nothing.

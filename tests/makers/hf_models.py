@@ -26,7 +26,7 @@ from tests.hf.test_layers import computed
 
 TOKENS = 20
 TOLERANCE = 2e-4  # Of the greatest number of an output; float32 against float64.
-BY_GROUP = "gpt_neox", "gpt_neox_japanese", "bloom", "persimmon", "falcon"
+BY_GROUP = "gpt_neox", "gpt_neox_japanese", "bloom", "persimmon", "falcon", "deberta"
 ROLES = {
     "q": (
         "q_b_proj",
@@ -107,6 +107,8 @@ def recorded(model, file):
     events = []
 
     def called(module, args, options, out):
+        if isinstance(out, torch.Tensor):
+            out = out.clone()  # Longformer scales its queries in place.
         events.append(("call", module, args, options, out))
 
     def watched(name, function):
@@ -172,6 +174,8 @@ def layers(model, events):
             for word in words
             if word in children
         }
+        if hasattr(module, "q_bias"):  # DeBERTa's, beside a projection without bias.
+            roles["qkv"] = module.in_proj
         if ("q" in roles and "k" in roles) or "qkv" in roles or id(module) in records:
             records.setdefault(id(module), {"module": module})["roles"] = roles
     names = {id(module): name for name, module in model.named_modules()}
@@ -183,6 +187,15 @@ def layers(model, events):
     called = [
         x for x in records.values() if "order" in x and not any(c in x["name"] for c in others)
     ]
+    if model.config.model_type == "longformer":  # Batches come second, and padding last.
+        for x in called:
+            x |= {n: x[n].transpose(0, 1)[:, :TOKENS] for n in "qkv"} | {"y": x["y"][:, :TOKENS]}
+    if model.config.model_type == "deberta":
+        for x in called:
+            q_bias, v_bias = (x["module"].get_parameter(f"{n}_bias") for n in "qv")
+            biases = torch.stack([q_bias, torch.zeros_like(q_bias), v_bias])
+            heads = model.config.num_attention_heads
+            x["qkv"] = x["qkv"] + biases.reshape(3, heads, -1).transpose(0, 1).flatten()
     return sorted(called, key=lambda x: x["order"])
 
 
@@ -195,7 +208,7 @@ def tables(model, events):
     if model.config.model_type == "ctrl":
         return [(model.pos_encoding, model.pos_encoding[:TOKENS])]
     return [
-        (getattr(part, "weight", None), result)
+        (getattr(part, "weight", None), result[..., :TOKENS, :])  # Longformer's go on in padding.
         for kind, part, _, _, result in events
         if kind == "call" and names.get(id(part), "").endswith(suffixes) and result.ndim < 4
     ]
@@ -383,7 +396,8 @@ def option_error(options, layer, config):
     for name, parts in names.items():
         part = next((roles[p] for p in parts if p in roles), None)
         if part is not None:
-            arrays[name] = part.bias is not None
+            bias = getattr(layer["module"], f"{name[0]}_bias", part.bias)  # DeBERTa's.
+            arrays[name] = bias is not None
     return ", ".join(
         f"{n}={options[n]}, {x} in transformers" for n, x in arrays.items() if options[n] != x
     )
@@ -511,10 +525,12 @@ def _deberta_params(scheme, layer):
         params = {n: array(x).reshape(-1, *heads) for n, x in params.items()}
     else:
         params = {"table": array(table)}
-        for name, part in (("keys", "pos_key_proj"), ("queries", "pos_query_proj")):
+        names = {"pos_key_proj": "keys", "pos_query_proj": "queries"}
+        for part, name in (names | {"pos_proj": "keys", "pos_q_proj": "queries"}).items():
             if hasattr(module, part):
                 params[name] = array(getattr(module, part).weight).T.reshape(-1, *heads)
-                params["bias"] = array(getattr(module, part).bias).reshape(heads)  # Of the last.
+                if name == "queries":
+                    params["bias"] = array(getattr(module, part).bias).reshape(heads)
     return {n: params[n] for n in jax.eval_shape(lambda: scheme.init(jax.random.key(0)))}
 
 

@@ -15,6 +15,7 @@ TOWERS = sorted(
 NOT_RUN += TOWERS
 # Keys that a config needs in addition to the defaults of its model type.
 NEEDED = {
+    "deberta": {"relative_attention": True, "pos_att_type": ["c2p"]},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p"]},
     "esm": {"pad_token_id": 1},
     "glm4_moe": {"head_dim": 128},

@@ -12,7 +12,8 @@ The third term uses the row of i - j, as both implementations do; the paper writ
 are as in DeBERTa-v2, with boundaries computed exactly in integers: distances up to span / 2 have
 one bucket each, larger ones share buckets that grow logarithmically up to `max_distance`.
 DeBERTa-v2 projects the table, after a layer norm, with the weights of q and k: with `projected` the
-results, K and Q, are the parameters.
+results, K and Q, are the parameters. The first DeBERTa has a row for each distance,
+`max_distance=None`.
 
 Paper: He et al. DeBERTa: Decoding-enhanced BERT with Disentangled Attention. 2020.
 https://arxiv.org/abs/2006.03654
