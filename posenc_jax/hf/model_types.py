@@ -33,13 +33,15 @@ _NOT_READ = {
     "it has several transformers, over bytes and over patches": "blt",
     "experts project its queries": "jetmoe",
     "it attends to the keys of another model": "gemma4_assistant gemma4_unified_assistant",
-    "its text model is not read yet": "dots3_note",
+    "a part of its keys has a norm of its own": "dots3_note dots3_note_text",
+    "each kind of its layers has M-RoPE of its own": "cohere_compass_text",
+    "its biases also depend on segments": "cpmant",
+    "it has two stacks of layers that run in turns": "hrm_text",
+    "only its cache has a window": "moshi",
     "its sines and cosines begin at position 2": "xglm",
+    "its cosines precede its sines": "musicgen musicgen_melody",
+    "its config has the keys of a decoder alone": "trocr",
     "its first token has angles that are learned": "mlcd_vision_model",
-    "it is not read yet": """
-        cohere_compass_text cpmant dots3_note_text git hrm_text moshi musicgen
-        musicgen_melody trocr xlm
-    """,
 }
 
 NOT_READ = {name: reason for reason, names in _NOT_READ.items() for name in names.split()}

@@ -460,7 +460,8 @@ ROWS: dict[str, ModelType] = {
         table(), causality="is_decoder"
     ),
     "rembert": multi_head(table(width="input_embedding_size"), causality="is_decoder"),
-    "openai-gpt": multi_head(table()),
+    "openai-gpt git": multi_head(table()),
+    "xlm": multi_head(table(), causality="bidirectional", only={"causal": (False,)}),
     "biogpt": multi_head(table(offset=2)),
     "distilbert": multi_head(table(), causality="bidirectional"),
     "albert": multi_head(table(width="embedding_size"), causality="bidirectional"),

@@ -76,6 +76,7 @@ KEYS_OF = {
     "nemotron_h": ("layers_block_type", "hybrid_override_pattern"),
     "recurrent_gemma": ("attention_window_size", "block_types"),
     **dict.fromkeys(("edgetam_video", "sam2_video", "sam3_tracker_video"), MEMORY),
+    "xlm": ("emb_dim", "causal"),
     "zamba": ("layers_block_type", "attn_layer_period", "attn_layer_offset", "attention_head_dim"),
     "zamba2": ("layers_block_type", "use_mem_rope", "use_long_context", "attention_head_dim"),
     **dict.fromkeys(("lfm2", "lfm2_moe", "lfm3", "lfm3_vl_vision"), ("norm_eps",)),

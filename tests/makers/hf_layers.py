@@ -61,7 +61,7 @@ SIZES = {
     **{"num_decoder_layers": 2, "unpadded_vocab_size": 64, "num_mtp_layers": 0},
     **{"num_nextn_predict_layers": 0, "first_k_dense_replace": 1, "rotary_dim": 4},
     **{"relative_attention": True, "pos_att_type": "c2p|p2c", "n_layers_per_attn_res_block": 1},
-    **{"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_gate_rank": 4},
+    **{"loop_layer_index_start": 1, "loop_layer_index_end": 3, "loop_gate_rank": 4, "emb_dim": 32},
 }
 # Further sizes of recorded layers.
 RECORDED = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}

@@ -220,8 +220,9 @@ def _add_calls(layer, events):
     for i, (kind, part, args, options, result) in enumerate(events):
         if kind == "call" and part is layer["module"] and "order" not in layer:
             layer["x"] = args[0] if args else options.get("hidden_states")
-            layer["attention_mask"] = options.get("attention_mask")
-            layer["rel_embeddings"] = options.get("rel_embeddings")
+            names = inspect.signature(part.forward).parameters
+            arguments = dict(zip(names, args, strict=False)) | options
+            layer |= {n: arguments.get(n) for n in ("attention_mask", "rel_embeddings")}
             layer["y"] = result[0] if isinstance(result, tuple) else result
             layer["order"] = i
         elif kind == "call" and id(part) in by_part:
