@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 from posenc_jax.checks import divides, require
-from posenc_jax.hf.config_reader import TrackedConfig, head_size, is_causal, is_decoder
+from posenc_jax.hf.config_reader import TrackedConfig, head_size, is_causal, is_decoder, query_heads
 from posenc_jax.hf.model_type import SCALE_POWERS, ModelType
 from posenc_jax.hf.model_types import MODEL_TYPES
 from posenc_jax.hf.rope import refuse_by_length
@@ -123,9 +123,7 @@ def attention_options(
         config.explicit("per_layer_config") is None,
         "per_layer_config: its layers have different sizes",
     )
-    dim, num_heads = config.need("hidden_size"), config.need("num_attention_heads")
-    if config.decoder and "decoder_attention_heads" in config.defaults:
-        num_heads = config.need("decoder_attention_heads")
+    dim, num_heads = config.need("hidden_size"), query_heads(config)
     size, num_kv_heads = head_size(config), model_type.key_heads(config, num_heads)
     config.check_ignored(
         not model_type.ignores_head_dim

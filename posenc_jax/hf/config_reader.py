@@ -252,6 +252,12 @@ class TrackedConfig:
         )
 
 
+def query_heads(config: TrackedConfig) -> int:
+    """Returns the number of query heads N, of the encoder or of the decoder."""
+    key = "decoder_attention_heads"
+    return config.need(key if config.decoder and key in config.defaults else "num_attention_heads")
+
+
 def head_size(config: TrackedConfig) -> int:
     """Returns the head dim H: `head_dim`, or the hidden size divided by the number of heads.
 
@@ -261,7 +267,7 @@ def head_size(config: TrackedConfig) -> int:
     head_dim = config.get("head_dim")
     if head_dim is not None:
         return head_dim
-    size, heads = config.need("hidden_size"), config.need("num_attention_heads")
+    size, heads = config.need("hidden_size"), query_heads(config)
     config.check(size % heads == 0, f"no head_dim, and {heads} heads do not divide {size}")
     return size // heads
 

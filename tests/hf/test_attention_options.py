@@ -87,7 +87,7 @@ def test_biases_of_each_projection():
     def biases(kind, **config):
         decoder = True if kind == "whisper" else None
         config = SIZES | {"model_type": kind} | config
-        config |= {} if decoder else {"num_key_value_heads": 4}
+        config |= {"decoder_attention_heads": 4} if decoder else {"num_key_value_heads": 4}
         return pe.attention_options_from_hf(config, decoder=decoder)[0]["use_bias"]
 
     all_but_out = {"query": True, "key": True, "value": True, "out": False}
@@ -98,6 +98,12 @@ def test_biases_of_each_projection():
     relative = {"relative_attention": True, "pos_att_type": "c2p"}
     assert biases("deberta", **relative) == all_but_out | {"key": False, "out": True}
     assert biases("whisper") == all_but_out | {"key": False, "out": True}
+
+
+def test_heads_of_each_half():
+    config = {"model_type": "bart", "encoder_attention_heads": 16, "decoder_attention_heads": 8}
+    halves = [pe.attention_options_from_hf(config, decoder=x)[0] for x in (False, True)]
+    assert [(x["num_heads"], x["head_dim"]) for x in halves] == [(16, 64), (8, 128)]
 
 
 def test_schemes_of_the_input_are_left_out():

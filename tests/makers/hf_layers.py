@@ -91,6 +91,7 @@ VALUES = {
     "max_relative_positions": (6, 30),
     "attention_window": (4, 6, 8, [4, 8, 24, 12]),
     "is_causal": (True, False),
+    "decoder_attention_heads": (2, 8),
 }
 
 
