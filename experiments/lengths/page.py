@@ -239,8 +239,10 @@ def numbers(table: Table, outcomes: list[Outcome]) -> Iterator[dict[str, str]]:
     keys += [("far", n) for n in range(WIDTH, plan.longest + 1, WIDTH)]
     keys += [(view, n) for view in ("answer", "found") for n in plan.probe.contexts]
     keys += [("copied", n) for n in plan.probe.distances]
+    near = plan.probe_within.distances if plan.probe_within else ()
+    gates = [("copied_within", n) for n in near]
     for method in plan.methods:
-        for view, length in keys:
+        for view, length in keys + gates * (method == "rope"):
             values = table.values(method, view, length)
             if not values:
                 continue

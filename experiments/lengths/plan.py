@@ -13,6 +13,9 @@
     rule = "how they were chosen"
     documents = { "Carter 1981" = "1981-Carter-1.txt" }
 
+    [probe]                                 of `experiments.lengths.texts.Design`
+    [probe_within]                          the same up to the trained length, for RoPE alone
+
     [[stages]]                              the first to run; one document of each kind
     document = 0
     targets = [16384]                       losses to these lengths
@@ -64,6 +67,7 @@ VIEWS = {
     "found": "part of answers that are right, at that context",
     "answer": "loss of an answer, at that context",
     "copied": "loss of a paragraph at its second place minus the first, at that distance",
+    "copied_within": "the same in RoPE's text of the trained length, for gates",
 }
 """Views of scores in criteria: method.view[length]."""
 WIDTH = 2048
@@ -187,6 +191,7 @@ class Plan:
     kinds: dict[str, Kind]
     stages: tuple[Stage, ...]
     probe: Design
+    probe_within: Design | None = dataclasses.field(default=None, kw_only=True)
     picture: Picture
     claims: tuple[Claim, ...]
     title: str
@@ -248,24 +253,24 @@ class Plan:
         """Returns the cell that has the result of a method.
 
         Args:
-          task: "losses" or "probe".
+          task: "losses", "probe" or "probe_within".
           document: the document.
           method: its name.
           target: the length to which the model shall read.
         """
         layers, count = self.layers(method, target), target
+        probe = None if task == "losses" else getattr(self, task)
         if task == "losses":
             others = self.targets(document) | {target}
             count = max(n for n in others if self.layers(method, n) == layers)
         settings = {
-            "task": task,
+            "task": "losses" if probe is None else "probe",
             "corpus": f"{document.corpus} {SOURCES[document.corpus].sha256[:12]}",
             "document": document.name,
             "layer": ", ".join(map(repr, dict.fromkeys(layers))),
             "count": count,
             "checkpoint": self.checkpoint.sha256,
         }
-        probe = self.probe if task == "probe" else None
         if probe:
             settings["probe"] = repr(probe)
         return Cell(document, method, layers, count, self.checkpoint, probe, settings)
@@ -274,11 +279,14 @@ class Plan:
         """Yields all cells once, in the order in which they run."""
         seen = set()
         for stage in self.stages:
-            tasks = [("losses", target) for target in stage.targets]
-            tasks += [("probe", self.probe.contexts[-1])] * stage.probe
-            for task, target in tasks:
+            tasks = [("losses", target, self.methods) for target in stage.targets]
+            if stage.probe:
+                tasks.append(("probe", self.probe.contexts[-1], self.methods))
+                if self.probe_within:
+                    tasks.append(("probe_within", self.probe_within.contexts[-1], ("rope",)))
+            for task, target, methods in tasks:
                 for document in self.documents(stage.document):
-                    for method in self.methods:
+                    for method in methods:
                         cell = self.cell(task, document, method, target)
                         if cell.name not in seen:
                             seen.add(cell.name)
@@ -311,10 +319,13 @@ def load(path: Path) -> Plan:
                     f"stages: targets must be multiples of {WIDTH} from the trained length on, "
                     f"got {target}"
                 )
-        if len(probe.contexts) * probe.facts > len(CITIES):
-            raise ConfigError(f"probe: must have at most {len(CITIES)} facts in all contexts")
+        for each in filter(None, (probe, plan.probe_within)):
+            if len(each.contexts) * each.facts > len(CITIES):
+                raise ConfigError(f"probe: must have at most {len(CITIES)} facts in all contexts")
         if max(probe.distances) <= trained:
             raise ConfigError(f"probe: distances must have one above {trained}")
+        if plan.probe_within and plan.probe_within.contexts[-1] > trained:
+            raise ConfigError(f"probe_within: contexts must end at {trained} or before")
         for stage in plan.stages:
             if not 0 <= stage.document < count:
                 raise ConfigError(f"stages: document must be from 0 to {count - 1}")
@@ -333,4 +344,6 @@ def _without_score(plan: Plan, name: str, view: str | None, length: int) -> str:
     """Returns why there is no score, or ""."""
     if name not in plan.methods:
         return f"no method {name!r}{near(name, plan.methods)}"
+    if view == "copied_within" and (name != "rope" or plan.probe_within is None):
+        return f"{view} needs [probe_within], and is of rope alone"
     return "" if view in VIEWS else f"no view {view!r}{near(str(view), VIEWS)}"

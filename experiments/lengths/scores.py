@@ -48,11 +48,12 @@ class Table:
             if view == "within":
                 return mean(losses[: plan.checkpoint.trained // BIN])
             return mean(losses[(length - WIDTH) // BIN : length // BIN])
-        cell = self.cell("probe", document, method, plan.probe.contexts[-1])
+        task = "probe_within" if view == "copied_within" else "probe"
+        cell = self.cell(task, document, method, getattr(plan, task).contexts[-1])
         result = self.results.get(cell.name)
         if result is None:
             return math.nan
-        if view == "copied":
+        if view.startswith("copied"):
             return mean(second - first for d, first, second in result.copies if d == length)
         column = {"answer": 3, "found": 4}[view]
         return mean(row[column] for row in result.questions if row[0] == length)
@@ -85,15 +86,20 @@ class Table:
         return self.score(document, name, view or "", length)
 
     def ratio(self, method: str) -> float:
-        """Returns the processor time of a pass relative to RoPE's, of passes of one length."""
+        """Returns the processor time of a pass relative to RoPE's, NaN before both have run.
+
+        Passes of one length on one kind of processor are compared.
+        """
         ratios = {}  # One pass may serve several targets.
         for document in self.plan.all_documents:
             for target in self.plan.targets(document):
                 cells = [self.cell("losses", document, x, target) for x in (method, "rope")]
                 known = [self.results.get(cell.name) for cell in cells]
-                if cells[0].count == cells[1].count and None not in known:
-                    first, second = (x.cpu_seconds for x in known if x)
-                    ratios[cells[0].name, cells[1].name] = first / second
+                first, second = known
+                if first and second and cells[0].count == cells[1].count:
+                    if first.environment.get("processor") == second.environment.get("processor"):
+                        ratio = first.cpu_seconds / second.cpu_seconds
+                        ratios[cells[0].name, cells[1].name] = ratio
         return mean(list(ratios.values()))
 
     def memory(self, method: str) -> float:

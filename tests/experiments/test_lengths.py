@@ -267,6 +267,9 @@ criteria = ["rope.answer[8192] >= 6"]
 """
 
 
+GATE = "rope.copied_within[1024] <= 1"
+
+
 @pytest.fixture
 def plan(tmp_path):
     (tmp_path / "plan.toml").write_text(PLAN)
@@ -396,6 +399,31 @@ def test_differences_are_paired_by_document(plan, tmp_path):
     assert Table(plan, lacking).values("ntk", "at", 8192, "rope") == []
 
 
+def test_times_of_two_processors_are_not_compared(plan):
+    known = {cell.name: made(cell) for cell in plan.cells()}
+    assert Table(plan, known).ratio("ntk") == 1.0
+    for cell in plan.cells():
+        if cell.method == "ntk":
+            there = known[cell.name].environment | {"processor": "another"}
+            known[cell.name] = dataclasses.replace(known[cell.name], environment=there)
+    assert np.isnan(Table(plan, known).ratio("ntk"))
+
+
+def test_gates_read_copies_of_rope_within_the_length(tmp_path):
+    within = "[probe_within]\ncontexts = [4096]\nfacts = 2\ndistances = [1024]\n[[stages]]"
+    text = PLAN.replace("[[stages]]", within, 1)
+    (tmp_path / "plan.toml").write_text(text.replace("rope.at[4096] <= 1", GATE))
+    plan = plans.load(tmp_path / "plan.toml")
+    near = [cell for cell in plan.cells() if cell.count == 4096]
+    assert [(x.document.title, x.method) for x in near] == [("A", "rope"), ("C", "rope")]
+    assert {x.probe for x in near} == {plan.probe_within} != {plan.probe}
+    known = {cell.name: made(cell) for cell in plan.cells()}
+    for cell in near:
+        known[cell.name] = dataclasses.replace(known[cell.name], copies=[[1024.0, 3.0, 2.5]])
+    assert Table(plan, known).values("rope", "copied_within", 1024) == [-0.5] * 2
+    assert Table(plan, known).values("rope", "copied", 1024) == [-2.0] * 2
+
+
 def test_a_wrong_plan_is_one_line(tmp_path, capsys):
     for old, new, message in [
         ('"rope", "ntk", ', '"rope", "nkt", ', "unknown method 'nkt'; did you mean 'ntk'?"),
@@ -407,6 +435,9 @@ def test_a_wrong_plan_is_one_line(tmp_path, capsys):
         ("facts = 2", "facts = 30", "at most 40 facts"),
         ("targets = [8192]", "targets = [8000]", "multiples of 2048 from the trained length on"),
         ("distances = [1024, 6144]", "distances = [1024]", "distances must have one above 4096"),
+        ("rope.at[4096] <= 1", GATE, "copied_within needs [probe_within], and is of rope alone"),
+        ('"llama"', '"lama"', "unknown model_type 'lama'"),
+        ("rope_theta = 500.0", 'rope_scaling = { type = "linear", factor = 2.0 }', "with PI"),
     ]:
         file = tmp_path / "plan.toml"
         file.write_text(PLAN.replace(old, new, 1))
