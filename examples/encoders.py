@@ -73,15 +73,22 @@ class Encoder(nnx.Module):
         return x
 
 
-def embed(model: Encoder, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-    """Sentence embeddings [B, D]: means of hidden states over tokens, of length 1.
+def embed(model: Encoder, tokens: jax.Array, mask: jax.Array, pooling: str = "mean") -> jax.Array:
+    """Sentence embeddings [B, D] of length 1, from hidden states.
 
     Args:
-      model: trained for means, as all-MiniLM-L6-v2, all-mpnet-base-v2 and E5; BGE and others
-        are trained for the hidden state of the first token.
+      model: the encoder.
       tokens, mask: see `Encoder`.
+      pooling: the mean of a row's tokens, for which all-MiniLM-L6-v2, all-mpnet-base-v2 and E5 are
+        trained, or its first token, "cls", as for BGE and GTE.
+
+    Raises:
+      ValueError: for another pooling.
     """
-    x = jnp.where(mask[..., None], model(tokens, mask), 0.0).sum(1)
+    if pooling not in ("mean", "cls"):
+        raise ValueError(f'embed: pooling must be "mean" or "cls", got {pooling!r}.')
+    pooled = mask & (jnp.cumsum(mask, axis=1) == 1) if pooling == "cls" else mask
+    x = jnp.where(pooled[..., None], model(tokens, mask), 0.0).sum(1)
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 

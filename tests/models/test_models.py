@@ -4,6 +4,7 @@
 """
 
 import importlib
+import itertools
 import pathlib
 import re
 
@@ -103,21 +104,24 @@ def test_latent_attention_caches_latents_alone():
     assert [(c.k.shape, c.v.size) for c in caches] == [((3, 7, 1, 20 + 6), 0)] * 2
 
 
-def test_sentence_embeddings_are_means_of_hidden_states_on_either_side_of_padding():
+def test_sentence_embeddings_are_of_hidden_states_on_either_side_of_padding():
     about, arrays, state = read("bert")
     tokens, mask = arrays["tokens"], arrays["mask"]
-    means = [row[is_token].mean(0) for row, is_token in zip(arrays["logits"], mask, strict=True)]
-    expected = np.stack(means) / np.linalg.norm(means, axis=1, keepdims=True)
+    rows = [row[is_token] for row, is_token in zip(arrays["logits"], mask, strict=True)]
+    pooled = {"mean": [row.mean(0) for row in rows], "cls": [row[0] for row in rows]}
     # Named as in the file of bert-base-uncased, which has two heads.
     renamed = {
         "bert." + re.sub("Norm.weight", "Norm.gamma", re.sub("Norm.bias", "Norm.beta", name)): x
         for name, x in (state | {"pooler.dense.bias": np.zeros(48)}).items()
     }
     model = encoders.load(about["config"], renamed | {"cls.predictions.bias": np.zeros(9)})
-    embed = nnx.jit(encoders.embed)
+    embed = nnx.jit(encoders.embed, static_argnums=3)
     right = [np.stack([*map(np.roll, x, mask.sum(1))]) for x in (tokens, mask)]
-    for inputs in ((tokens, mask), right):
-        np.testing.assert_allclose(embed(model, *inputs), expected, atol=1e-5)
+    for inputs, pooling in itertools.product(((tokens, mask), right), pooled):
+        expected = pooled[pooling] / np.linalg.norm(pooled[pooling], axis=1, keepdims=True)
+        np.testing.assert_allclose(embed(model, *inputs, pooling), expected, atol=1e-5)
+    with pytest.raises(ValueError, match=r'pooling must be "mean" or "cls", got \'max\'.'):
+        encoders.embed(model, tokens, mask, "max")
 
 
 @pytest.mark.parametrize("name", ENCODERS)
