@@ -18,8 +18,10 @@ import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 
+import posenc_jax as pe
 from examples import checkpoints, families
 from examples.decoder import Decoder, check_tokens
+from posenc_jax.nnx import PositionEncoding
 
 FIRST_YEAR = 1900
 TEST, VALIDATION = 0, 5
@@ -70,6 +72,12 @@ def restore(config: Mapping[str, Any], folder: str | pathlib.Path) -> Decoder:
         return nnx.merge(graph, checkpointer.restore(pathlib.Path(folder).absolute(), state))
 
 
+def drop_positions(model: Decoder) -> None:
+    """Takes the positions of all layers away, after which DroPE trains the model on."""
+    for block in model.blocks:
+        block.attention.encoding = PositionEncoding(pe.NoPE(), rngs=nnx.Rngs(0))
+
+
 def split(
     texts: Sequence[tuple[int, np.ndarray]], length: int, held_out: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -101,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens of a window (512)")
     parser.add_argument("--rate", type=float, default=1e-4, help="the greatest of Adam's (1e-4)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of windows")
+    parser.add_argument("--drop-positions", action="store_true", help="train without positions")
     parser.add_argument(
         "--validation", action="store_true", help="other addresses held out, to choose settings"
     )
@@ -140,6 +149,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     before = losses(model)
     print(f"{len(test)} addresses held out: {before.mean():.4f} nats per token", flush=True)
+    if arguments.drop_positions:
+        drop_positions(model)
+        before = losses(model)
+        print(f"Without positions: {before.mean():.4f} nats per token", flush=True)
     for i, tokens in enumerate(windows[: arguments.steps], 1):
         value = float(train(model, optimizer, jnp.asarray(tokens)))
         seconds = time.monotonic() - start
@@ -153,6 +166,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     save(model, arguments.out)
     loaded = restore(checkpoint.config, arguments.out)
+    if arguments.drop_positions:
+        drop_positions(loaded)
     equal = jax.tree.map(np.array_equal, nnx.state(model), nnx.state(loaded))
     assert all(jax.tree.leaves(equal)) and np.array_equal(losses(loaded), after)
     print(f"Saved in {arguments.out} and loaded: equal. {time.process_time():.0f} CPU seconds.")

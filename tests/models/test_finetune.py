@@ -37,6 +37,16 @@ def test_the_loss_is_that_of_the_logits_of_transformers():
     assert float(loss) == pytest.approx(-picked.mean(), abs=1e-5)
 
 
+def test_without_positions_a_model_is_as_if_all_tokens_had_one():
+    about, arrays, state = read("llama3")
+    model, tokens = families.load(about["config"], state), jnp.asarray(arrays["tokens"])
+    expected = model(tokens, coordinates=jnp.zeros_like(tokens))
+    with_rope = model(tokens)
+    finetune.drop_positions(model)
+    np.testing.assert_allclose(model(tokens), expected, atol=2e-5)
+    assert np.abs(with_rope - expected).max() > 0.1
+
+
 def test_parameters_are_saved_in_float32_alone(tmp_path):
     """However the type is named."""
     about, _, state = read("llama3")
@@ -66,6 +76,14 @@ def test_the_program_trains_saves_and_loads(tmp_path, monkeypatch, capsys):
     before, after = map(float, re.findall(r"2 addresses held out: (\S+)", printed))
     assert after < before - 1.0 and "lower in 2\n" in printed and "loaded: equal" in printed
     assert printed.count("step ") == 20
+    arguments[1] = str(tmp_path / "nope")
+    finetune.main([*arguments, "--drop-positions"])
+    printed = capsys.readouterr().out
+    (without,), (after,) = (
+        map(float, re.findall(pattern, printed))
+        for pattern in (r"Without positions: (\S+)", r"(\S+) nats per token, change")
+    )
+    assert without != before and after < without - 1.0 and "loaded: equal" in printed
     for wrong, message in (
         (arguments, "must be a new folder, and it exists"),
         (["x", "y", "--length=32", "--steps=900"], "--steps 900: there are "),
