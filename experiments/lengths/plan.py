@@ -159,13 +159,14 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Targets and the probe for one document of each kind."""
+    """Targets and the probe for one document of each kind, by all methods without some."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
     document: int
     targets: tuple[int, ...] = ()
     probe: bool = False
+    without: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,14 +280,15 @@ class Plan:
         """Yields all cells once, in the order in which they run."""
         seen = set()
         for stage in self.stages:
-            tasks = [("losses", target, self.methods) for target in stage.targets]
+            methods = [name for name in self.methods if name not in stage.without]
+            tasks = [("losses", target, methods) for target in stage.targets]
             if stage.probe:
-                tasks.append(("probe", self.probe.contexts[-1], self.methods))
+                tasks.append(("probe", self.probe.contexts[-1], methods))
                 if self.probe_within:
-                    tasks.append(("probe_within", self.probe_within.contexts[-1], ("rope",)))
-            for task, target, methods in tasks:
+                    tasks.append(("probe_within", self.probe_within.contexts[-1], ["rope"]))
+            for task, target, names in tasks:
                 for document in self.documents(stage.document):
-                    for method in methods:
+                    for method in names:
                         cell = self.cell(task, document, method, target)
                         if cell.name not in seen:
                             seen.add(cell.name)
@@ -297,7 +299,8 @@ def load(path: Path) -> Plan:
     """Returns the plan of a file."""
     try:
         plan = convert(Plan, read_toml(path), "")
-        for name in (*plan.methods, *plan.picture.methods, plan.picture.minus):
+        left_out = [name for stage in plan.stages for name in stage.without]
+        for name in (*plan.methods, *plan.picture.methods, plan.picture.minus, *left_out):
             if name not in METHODS and window_of(name) is None:
                 raise ConfigError(f"methods: unknown method {name!r}{near(name, METHODS)}")
         if "rope" not in plan.methods:

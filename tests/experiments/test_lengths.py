@@ -366,6 +366,14 @@ def test_a_longer_pass_serves_a_shorter_one_with_the_same_layer(plan):
     assert counts["B", "ntk"] == [8192, 12288]
 
 
+def test_a_stage_leaves_methods_out(tmp_path):
+    stage = "targets = [8192, 12288]"
+    (tmp_path / "plan.toml").write_text(PLAN.replace(stage, stage + '\nwithout = ["ntk"]'))
+    cells = [*plans.load(tmp_path / "plan.toml").cells()]
+    assert {x.document.title for x in cells if x.method == "ntk"} == {"A", "C"}
+    assert {x.document.title for x in cells if x.method == "rope"} == {"A", "B", "C", "D"}
+
+
 def test_the_page_says_what_is_known(plan, passes, tmp_path):
     file, folder, target = tmp_path / "plan.toml", tmp_path / "results", tmp_path / "x.md"
     empty = pages(plan, file, folder, target)[target]
@@ -431,6 +439,7 @@ def test_a_wrong_plan_is_one_line(tmp_path, capsys):
         ("document = 1", "document = 2", "document must be from 0 to 1"),
         ("rope.answer[8192] >=", "rope.anser[8192] >=", "no view 'anser'"),
         ('corpus = "sympy"', 'corpus = "simpy"', "unknown corpus 'simpy'"),
+        ("document = 1", 'document = 1\nwithout = ["nkt"]', "unknown method 'nkt'"),
         ("facts = 2", "fact = 2", "fact"),
         ("facts = 2", "facts = 30", "at most 40 facts"),
         ("targets = [8192]", "targets = [8000]", "multiples of 2048 from the trained length on"),
@@ -484,8 +493,8 @@ def _refused(folder, capsys, message):
 def test_the_committed_plan_has_every_method_but_one():
     plan = plans.load(docs.ROOT / "configs/lengths.toml")
     methods = {name for name in plan.methods if window_of(name) is None}
-    assert methods == {*METHODS} - {"rope_by_length", "nope"}
-    assert len(list(plan.cells())) == 330 and len(plan.all_documents) == 12
+    assert methods == {*METHODS} - {"rope_by_length"}
+    assert len(list(plan.cells())) == 366 and len(plan.all_documents) == 12
 
 
 def test_methods_change_the_whole_layers_of_a_mixture():
@@ -509,4 +518,4 @@ def test_the_committed_page_is_that_of_the_committed_results(monkeypatch):
         if path.suffix in (".md", ".csv"):
             assert path.read_text() == text, "run python -m experiments lengths"
     words = re.sub(r"(?m)^\|.*", "", target.read_text()).split()
-    assert len(words) <= 750
+    assert len(words) <= 850
