@@ -20,6 +20,7 @@
     document = 0
     targets = [16384]                       losses to these lengths
     probe = true
+    without = ["yarn"]                      methods that others have settled
 
     [picture]
     methods = ["rope", "yarn"]              whose losses by place are drawn, minus
@@ -299,8 +300,7 @@ def load(path: Path) -> Plan:
     """Returns the plan of a file."""
     try:
         plan = convert(Plan, read_toml(path), "")
-        left_out = [name for stage in plan.stages for name in stage.without]
-        for name in (*plan.methods, *plan.picture.methods, plan.picture.minus, *left_out):
+        for name in (*plan.methods, *plan.picture.methods, plan.picture.minus):
             if name not in METHODS and window_of(name) is None:
                 raise ConfigError(f"methods: unknown method {name!r}{near(name, METHODS)}")
         if "rope" not in plan.methods:
@@ -313,7 +313,8 @@ def load(path: Path) -> Plan:
                 )
         trained, probe = plan.checkpoint.trained, plan.probe
         try:
-            _ = [plan.layers(name, trained) for name in plan.methods]
+            for name in plan.methods:
+                plan.layers(name, trained)
         except ValueError as error:
             raise ConfigError(f"checkpoint: {error}") from None
         for target in (trained, *(n for stage in plan.stages for n in stage.targets)):
@@ -332,6 +333,8 @@ def load(path: Path) -> Plan:
         for stage in plan.stages:
             if not 0 <= stage.document < count:
                 raise ConfigError(f"stages: document must be from 0 to {count - 1}")
+            for name in {*stage.without} - {*plan.methods}:
+                raise ConfigError(f"stages: without has {name!r}, which is not in methods")
         numbers = (
             Claim("", (each.text,))
             for name in ("answer", "remark")
