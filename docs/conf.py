@@ -116,7 +116,8 @@ def setup(app) -> None:
     def add(app, docname: str, source: list[str]) -> None:
         if docname == "recipes/README":
             source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*\n```\n"
-        if terms := SEARCHED.get(docname):
-            source[0] = f"```{{index}} {', '.join(terms)}\n```\n\n{source[0]}"
+        if terms := SEARCHED.get(docname):  # A search shows entries last, unless they are main.
+            entries = ", ".join(f"! {term}" for term in terms)
+            source[0] = f"```{{index}} {entries}\n```\n\n{source[0]}"
 
     app.connect("source-read", add)
