@@ -158,6 +158,15 @@ def test_a_cache_counts_in_each_segment(name):
     assert tokens == [(13, 5), (6, 6)]  # Segment 5 holds position 6.
 
 
+@pytest.mark.parametrize("layout", ["packed", "in turns"])
+def test_embeddings_count_in_each_segment(layout):
+    scheme, ids = SCHEMES["learned"][0], LAYOUTS[layout]
+    params, x = parameters(scheme), jnp.zeros((1, T, SIZES["model_dim"]))
+    out = pe.scheme_embedding(scheme, params, x, segment_ids=ids)
+    rows = [int(np.sum(ids[:t] == ids[t])) for t in range(T)]
+    np.testing.assert_array_equal(out[0], params["table"][np.array(rows)])
+
+
 def test_positions_that_are_known_to_restart():
     """Those of the helpers while they are traced, and known ones by their values."""
     q, rules = jnp.ones((1, 8, 1, 4)), (pe.ALiBi(1).rules({}),)
