@@ -97,7 +97,7 @@ def _table(scores: Table) -> Iterator[str]:
         f"{plan.longest // 1024}k). Answers: nats of a five-digit number that the text states "
         f"once, 11.5 by chance ({probed} documents).\nCopies: nats that a paragraph's second place "
         "has above its first. Processor time relative to RoPE, and\nmemory without the parameters "
-        f"at {plan.shortest // 1024}k. `rope_by_length` equals `ntk` for the length of a pass."
+        f"at {plan.shortest // 1024}k."
     )
 
 
@@ -116,8 +116,9 @@ def _claims(plan: Plan, outcomes: Sequence[Outcome], link: str) -> Iterator[str]
     few = sum(outcome.word == NOT_RUN for outcome in outcomes)
     yield "## Claims"
     yield (
-        f"[Their criteria]({link}) precede the first pass. A claim holds if all of "
-        f'its intervals do, over {LEAST}\ndocuments at least. "The length" is the trained one, '
+        f"[Their criteria]({link}) precede the first pass, unless the protocol says otherwise. A\n"
+        f"claim holds if all of its intervals do, over {LEAST} documents at least. "
+        '"The length" is the trained one, '
         '"within" is up to it.' + (f"\n{few} of {len(outcomes)} have too few." if few else "")
     )
     for word, title in _WORDS.items():

