@@ -73,7 +73,15 @@ def restore(config: Mapping[str, Any], folder: str | pathlib.Path) -> Decoder:
 
 
 def drop_positions(model: Decoder) -> None:
-    """Takes the positions of all layers away, after which DroPE trains the model on."""
+    """Takes the positions of all layers away, after which DroPE trains the model on.
+
+    `restore` gives a model the positions of its config: call this after it, too.
+
+    Raises:
+      ValueError: for a model with a table of positions at its input.
+    """
+    if model.position is not None:
+        raise ValueError("drop_positions: the model has a table of positions at its input.")
     for block in model.blocks:
         block.attention.encoding = PositionEncoding(pe.NoPE(), rngs=nnx.Rngs(0))
 
@@ -150,7 +158,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     before = losses(model)
     print(f"{len(test)} addresses held out: {before.mean():.4f} nats per token", flush=True)
     if arguments.drop_positions:
-        drop_positions(model)
+        try:
+            drop_positions(model)
+        except ValueError as error:
+            parser.error(str(error))
         before = losses(model)
         print(f"Without positions: {before.mean():.4f} nats per token", flush=True)
     for i, tokens in enumerate(windows[: arguments.steps], 1):

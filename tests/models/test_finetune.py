@@ -45,6 +45,9 @@ def test_without_positions_a_model_is_as_if_all_tokens_had_one():
     finetune.drop_positions(model)
     np.testing.assert_allclose(model(tokens), expected, atol=2e-5)
     assert np.abs(with_rope - expected).max() > 0.1
+    about, _, state = read("gpt2")
+    with pytest.raises(ValueError, match="has a table of positions at its input"):
+        finetune.drop_positions(families.load(about["config"], state))
 
 
 def test_parameters_are_saved_in_float32_alone(tmp_path):
