@@ -60,7 +60,7 @@ def measure(cell: Cell) -> CellResult:
         tokens = probe.tokens
     set_method(model, *cell.layers)
     program, began = compiled(model, len(tokens)), time.process_time()
-    scores = program(tokens)
+    scores = program(tokens, probe.scored if probe else True)
     seconds = time.process_time() - began
     return CellResult(
         settings=cell.settings,

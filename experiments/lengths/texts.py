@@ -82,6 +82,16 @@ class Probe:
     questions: tuple[Question, ...]
     copies: tuple[Copy, ...]
 
+    @property
+    def scored(self) -> np.ndarray:
+        """The tokens but the first whose predictions are scored, bool [N - 1]."""
+        parts = [(x.start, x.count) for x in self.questions]
+        parts += [(place, x.count) for x in self.copies for place in (x.first, x.second)]
+        scored = np.zeros(len(self.tokens) - 1, bool)
+        for start, count in parts:
+            scored[start - 1 : start - 1 + count] = True
+        return scored
+
 
 @dataclasses.dataclass(frozen=True)
 class Design:

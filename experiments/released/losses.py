@@ -22,7 +22,7 @@ class Scores(NamedTuple):
     """The prediction of each token of a text but the first, [T - 1].
 
     Attributes:
-      losses: float32, in nats.
+      losses: float32, in nats; NaN where it was not asked for.
       hits: bool, whether no other token had a greater logit.
     """
 
@@ -43,9 +43,12 @@ class Program:
     state: Any
     seconds: float
 
-    def __call__(self, tokens: np.ndarray) -> Scores:
-        """Returns the scores of tokens [T]."""
-        return Scores(*map(np.asarray, self.run(self.state, jnp.asarray(tokens, jnp.int32))))
+    def __call__(self, tokens: np.ndarray, scored: np.ndarray | bool = True) -> Scores:
+        """Returns the scores of tokens [T], at least at the places `scored` (bool, [T - 1])."""
+        scored = jnp.broadcast_to(scored, len(tokens) - 1)
+        return Scores(
+            *map(np.asarray, self.run(self.state, jnp.asarray(tokens, jnp.int32), scored))
+        )
 
     @property
     def temporary_bytes(self) -> int:
@@ -68,25 +71,37 @@ def compiled(model: Decoder, count: int) -> Program:
     """Returns the pass of a model, as it is now, over texts of `count` tokens."""
     began = time.process_time()
     graph, state = nnx.split(model)
-    run = _scores.lower(graph, state, jax.ShapeDtypeStruct((count,), jnp.int32)).compile()
+    tokens, scored = (
+        jax.ShapeDtypeStruct((count,), jnp.int32),
+        jax.ShapeDtypeStruct((count - 1,), bool),
+    )
+    run = _scores.lower(graph, state, tokens, scored).compile()
     return Program(run, state, time.process_time() - began)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _scores(graph, state, tokens):
+def _scores(graph, state, tokens, scored):
     model = nnx.merge(graph, state)
     inputs, targets = tokens[:-1], tokens[1:]
     hidden = model(inputs[None], hidden=True)[0]
     count = len(inputs)
     padded = -(-count // _CHUNK) * _CHUNK
     hidden = jnp.pad(hidden, ((0, padded - count), (0, 0))).reshape(-1, _CHUNK, hidden.shape[-1])
-    targets = jnp.pad(targets, (0, padded - count)).reshape(-1, _CHUNK)
+    targets, scored = (
+        jnp.pad(x, (0, padded - count)).reshape(-1, _CHUNK) for x in (targets, scored)
+    )
 
-    def chunk(part):
-        hidden, targets = part
+    def of_chunk(hidden, targets):
         logits = model.logits(hidden[None])[0].astype(jnp.float32)
         right = jnp.take_along_axis(logits, targets[:, None], 1)[:, 0]
         return jax.nn.logsumexp(logits, axis=-1) - right, right >= logits.max(-1)
 
-    scores = jax.lax.map(chunk, (hidden, targets))
+    def without(hidden, targets):
+        return jnp.full(_CHUNK, jnp.nan), jnp.zeros(_CHUNK, bool)
+
+    # Logits of a large vocabulary take up to half of a pass.
+    scores = jax.lax.map(
+        lambda chunk: jax.lax.cond(chunk[0].any(), of_chunk, without, *chunk[1:]),
+        (scored, hidden, targets),
+    )
     return jax.tree.map(lambda x: x.reshape(-1)[:count], scores)

@@ -141,6 +141,10 @@ def test_losses_are_those_of_all_logits(model, monkeypatch):
         out = program(tokens)
         np.testing.assert_allclose(out.losses, expected, atol=1e-4)
         np.testing.assert_array_equal(out.hits, rows.argmax(-1) == tokens[1:])
+        scored = np.arange(TOKENS - 1) == 20
+        part = program(tokens, scored).losses  # Of one chunk.
+        np.testing.assert_array_equal(part[16:32], out.losses[16:32])
+        assert np.isnan(np.delete(part, np.s_[16:32])).all()
     assert program.temporary_bytes > 0
 
 
@@ -178,7 +182,9 @@ def test_answers_and_copies_are_where_the_probe_says():
         np.testing.assert_array_equal(first, second)
         assert x.count == 36 and abs(x.second - x.first - x.distance) < 120
         assert "secret" not in Letters().decode(first)
-    places = np.arange(1.0, 4800.0)  # The loss of each token is its place.
+    # The loss of each token is its place, where it is scored.
+    places = np.where(probe.scored, np.arange(1.0, 4800.0), np.nan)
+    assert probe.scored.sum() == sum(x.count for x in probe.questions) + 2 * 2 * 36
     scores = losses.Scores(places, places != probe.questions[0].start)
     for x, (_, _, _, loss, hit) in zip(probe.questions, read._answers(probe, scores), strict=True):
         assert loss == sum(range(x.start, x.start + x.count))
