@@ -176,7 +176,8 @@ def columns(plan: Plan) -> list[tuple[str, str, int]]:
     """The losses of the table: head, view and length."""
     trained, target, longest = plan.checkpoint.trained, plan.shortest, plan.longest
     out = [(f"to {trained // 1024}k", "within", target)]
-    places = [("at", trained * 3 // 2), ("at", target), ("far", longest)]
+    middle = (trained + target) // 2 // WIDTH * WIDTH
+    places = [("at", middle), ("at", target), ("far", longest)]
     if longest == target:
         places.pop()
     for view, length in dict.fromkeys(places):

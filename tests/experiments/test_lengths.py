@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 import types
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from experiments import __main__
 from experiments.errors import ConfigError, CorpusError
 from experiments.lengths import plan as plans
 from experiments.lengths import read, texts
-from experiments.lengths.page import pages
+from experiments.lengths.page import columns, pages
 from experiments.lengths.results import BIN, CELLS, CellResult
 from experiments.lengths.scores import Table
 from experiments.models.methods import METHODS, changed, window_of
@@ -402,6 +403,12 @@ def test_the_page_says_what_is_known(plan, passes, tmp_path):
     assert "1 of 5 have too few" in page
     assert "score,ntk,at,8192,4,3.6500,-0.5000,-0.5000,-0.5000" in text[target.with_suffix(".csv")]
     assert text[target.with_name("x.svg")].startswith("<svg")
+
+
+def test_the_middle_column_is_halfway_to_the_target():
+    for name, heads in (("lengths", "10-12k 14-16k 22-24k"), ("lengths_gemma3", "36-38k 42-44k")):
+        (_, *beyond) = columns(plans.load(Path(f"configs/{name}.toml")))
+        assert [head for head, _, _ in beyond] == heads.split()
 
 
 def test_differences_are_paired_by_document(plan, tmp_path):
