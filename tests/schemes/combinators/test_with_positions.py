@@ -91,12 +91,23 @@ def test_coordinates_without_axes_are_read_unchanged():
     np.testing.assert_allclose(attend(wrapped, {}, *ARRAYS), attend(rope, {}, *ARRAYS), atol=1e-6)
 
 
+class Attending(pe.ALiBi):
+    """Calls attention itself, as a user's scheme may."""
+
+    def attend(self, params, q, k, v, q_coordinates, k_coordinates, *features_and_call):
+        return features_and_call[-1](q, k, v, self.rules(params))
+
+
 def test_a_promise_about_coordinates_is_none_about_others():
     """Without it, attention reads distances from slots."""
-    scheme = pe.with_positions(pe.ALiBi(num_heads=6), Times(3))
     outs = [
-        attend(scheme, {}, *ARRAYS, is_causal=True, window=(5, 0), implementation=name, **promise)
-        for name, promise in (("xla", {"contiguous": True}), ("reference", {}))
+        attend(
+            pe.with_positions(scheme(num_heads=6), Times(3)), {}, *ARRAYS, is_causal=True, **more
+        )
+        for scheme, more in (
+            (Attending, {"implementation": "xla", "contiguous": True}),
+            (pe.ALiBi, {"implementation": "reference"}),
+        )
     ]
     np.testing.assert_allclose(*outs, atol=1e-5)
 
