@@ -20,7 +20,7 @@ from experiments.study.catalogue import screen_numbers
 from experiments.study.numbers import numbers
 from experiments.study.page import Block, Context
 from experiments.study.plan import Study, load
-from experiments.study.rows import Row, Rows, rows_of
+from experiments.study.rows import Row, rows_of
 
 _EPILOG = """\
 python -m experiments study                          the page with what is known so far
@@ -77,7 +77,6 @@ BLOCKS: dict[str, Block] = {
     "progress": page.progress,
     "criterion": page.criterion,
     "differences": page.differences,
-    "repetition": page.repetition,
     "tables": page.tables,
     "pictures": page.pictures,
     "so_far": page.so_far,
@@ -106,7 +105,6 @@ def pages(study: Study, file: Path, folder: Path, target: Path) -> dict[Path, st
         rows=rows,
         results=results,
         clock=times,
-        earlier=earlier(study, folder.parent),
         file=str(file),
         numbers=f"{target.stem}.csv",
         methods=os.path.relpath("docs/methods.md", target.parent),
@@ -160,14 +158,3 @@ def _stages(study: Study, folder: Path) -> Iterator[list[Run]]:
         say(f"{len(ended)} runs have ended, {len(stage)} of {size} are next.")
         yield stage
         failed |= {run.name for run in stage if not results(run)}
-
-
-def earlier(study: Study, folder: Path) -> Rows:
-    """Returns the rows of the study that a study repeats, by size; none if it repeats none."""
-    if (other := study.repeated) is None:
-        return {}
-    results = known(folder / other.name)
-    return {
-        size: rows_of(other.cells[size], other.about.baseline, results, None)
-        for size in study.cells
-    }

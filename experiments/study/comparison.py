@@ -1,4 +1,4 @@
-"""Differences of a study side by side: at its sizes, on its corpora, and in a repeated study."""
+"""Differences of a study side by side: at its sizes, and on its corpora."""
 
 import math
 from collections.abc import Mapping

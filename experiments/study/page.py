@@ -15,7 +15,7 @@ from experiments.pages.page import table
 from experiments.runs.results import mixture
 from experiments.runs.run import Lookup, duration
 from experiments.runs.scores import UNSTABLE
-from experiments.stats import Bounds, in_cell, ordered, sign
+from experiments.stats import Bounds, in_cell, ordered
 from experiments.study import comparison
 from experiments.study.cell import Cell
 from experiments.study.clock import Clock
@@ -33,7 +33,6 @@ class Context:
       rows: of `rows_of`, by size.
       results: of its runs.
       clock: the times of steps, None before they are measured.
-      earlier: the rows of the study that this one repeats, if it does.
       file, numbers, methods: of the study, and for links.
       name: of the files of pictures, without their ends; "" leaves these out.
       pictures: drawn by blocks, by file.
@@ -43,7 +42,6 @@ class Context:
     rows: Rows
     results: Lookup
     clock: Clock | None
-    earlier: Rows
     file: str
     numbers: str
     methods: str
@@ -118,50 +116,9 @@ def _side_by_side(page: Context) -> bool:
     return comparable and all(page.reported.values())
 
 
-def repetition(page: Context) -> Iterator[str]:
-    """Yields the differences here and in the study that this one repeats."""
-    study, repeats = page.study, page.study.about.repeats
-    if not repeats or not any(page.rows.values()):
-        return
-    heads = ["scheme", "rate here", "difference here"]
-    heads += [f"rate in {repeats}", f"difference in {repeats}"]
-    resolved: dict[str, list[str]] = {"both": [], "here": [], "there": []}
-    same: list[str] = []
-    compared = False
-    for size, of_size in page.rows.items():
-        lines = []
-        for scheme, row in of_size.items():
-            if (other := page.earlier.get(size, {}).get(scheme)) is None:
-                continue
-            name = label(scheme) + (f" ({size})" if len(page.rows) > 1 else "")
-            same += [name] if row.runs[0] == other.runs[0] else []
-            lines.append([label(scheme)])
-            for each in (row, other):
-                difference = "" if scheme == study.about.baseline else each.difference_in_words()
-                lines[-1] += [each.rate_in_words(), difference]
-            signs = [sign(each.difference) for each in (row, other)]
-            if scheme != study.about.baseline and signs[0] != signs[1]:
-                resolved["both" if all(signs) else "here" if signs[0] else "there"].append(name)
-        if lines:
-            compared = True
-            yield table(heads, lines)
-    if not compared:
-        yield f"There are no results of {repeats}."
-        return
-    both = ", ".join(resolved["both"])
-    outcomes = {
-        f"**The criterion fails**: resolved with both signs: {both}": resolved["both"],
-        "The criterion holds: no difference is resolved with both signs": not both,
-        f"Resolved here alone: {', '.join(resolved['here'])}": resolved["here"],
-        f"Resolved in {repeats} alone: {', '.join(resolved['there'])}": resolved["there"],
-        f"Settings are the same, and so are the reported runs, for {', '.join(same)}": same,
-    }
-    yield "\n".join(f"{words}." for words, true in outcomes.items() if true)
-
-
 def tables(page: Context) -> Iterator[str]:
     """Yields a table for each size, unless another block has its numbers, and notes on them."""
-    study, shown = page.study, not page.study.about.repeats and not _side_by_side(page)
+    study, shown = page.study, not _side_by_side(page)
     for size, rows in page.reported.items():
         if rows and shown:
             if len(page.reported) > 1:

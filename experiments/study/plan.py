@@ -49,7 +49,7 @@ from experiments.study.selection import Size, variant
 
 _OfSteps = Literal["steps_picture", "steps", "claims"]
 BlockName = (
-    Literal["remark", "progress", "criterion", "differences", "repetition", "tables", "pictures"]
+    Literal["remark", "progress", "criterion", "differences", "tables", "pictures"]
     | Literal["so_far", "settings", "screen", "summary", "finalists", "origin"]
     | _OfSteps
 )
@@ -93,16 +93,14 @@ class _File:
     title: str = "Which position encoding has the lowest loss? A study"
     """The heading of the page."""
     blocks: tuple[BlockName, ...] = (
-        *("remark", "progress", "criterion", "differences", "repetition", "tables", "pictures"),
-        *("so_far", "settings"),
+        *("remark", "progress", "criterion", "differences", "tables", "pictures", "so_far"),
+        "settings",
     )
     """The blocks of the page in their order; see `experiments.study.command.BLOCKS`."""
     criterion: str = ""
     """What decides the study's question, written before the runs."""
     first_selection_seed: NonNegativeInt = 100
     """The seed of the grid, above all that are reported."""
-    repeats: str = ""
-    """The file, beside this one, of a study that this one repeats with other selection seeds."""
     variants_of_baseline: tuple[str, ...] = ()
     """Changes of the baseline without training; each reported seed runs once more for them, unless
     the variants of the task have them all."""
@@ -119,12 +117,11 @@ class _File:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """A study: its cells by size and scheme, and the study that it repeats, if it does."""
+    """A study: its cells by size and scheme."""
 
     name: str
     about: _File
     cells: Mapping[str, Mapping[str, Cell]]
-    repeated: "Study | None" = None
 
     @property
     def reported(self) -> dict[str, Mapping[str, Cell]]:
@@ -203,10 +200,9 @@ def load(path: Path, also: Sequence[str] = ()) -> Study:
         for size, table in about.sizes.items():
             cells[size] = _cells(size, table, about, common, cells)
         check(about.claims, functools.partial(_without_lead, about, cells))
-        repeated = _repeated(path, about) if about.repeats else None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    return Study(path.stem, about, cells, repeated)
+    return Study(path.stem, about, cells)
 
 
 def _without_lead(
@@ -220,19 +216,6 @@ def _without_lead(
         return f"{name} is not compared{near(name, known)}"
     lengths = [of_size[about.baseline].task.train.steps for of_size in cells.values()]
     return "" if steps in lengths else f"no size has {steps} steps, only {lengths}"
-
-
-def _repeated(path: Path, about: _File) -> Study:
-    """Returns the study that the file at `path` repeats."""
-    other = path.with_name(about.repeats)
-    if "repeats" in read_toml(other):
-        raise ConfigError(f"repeats: {other} repeats a study itself")
-    study = load(other)
-    if missing := [size for size in about.sizes if size not in study.cells]:
-        raise ConfigError(f"repeats: {other} has no size {missing[0]}")
-    if study.about.baseline != about.baseline:
-        raise ConfigError(f"repeats: {other} has another baseline, {study.about.baseline}")
-    return study
 
 
 def _cells(

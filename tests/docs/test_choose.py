@@ -361,7 +361,6 @@ def test_the_evidence_is_that_of_the_results():
     corpora = pages.read("docs/study_corpora.md")
     assert "| t5 | on speeches, wordings, tunes |" in corpora
     assert "| alibi | depends on the corpus |" in corpora
-    assert "The criterion holds: no difference" in pages.read("docs/study_repeat.md")
     others = "transformer_xl", "inkling", "stick_breaking", "dape"
     assert CONTEXT["rope", "rope + window of 512 2048"] < 0
     answer = pages.read("docs/study_context.md")

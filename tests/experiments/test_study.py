@@ -21,7 +21,7 @@ from experiments.pages import plots
 from experiments.runs.accelerators import Devices
 from experiments.runs.results import packed
 from experiments.runs.run import Result, Run, known
-from experiments.stats import holm, interval, t_tests
+from experiments.stats import holm, interval, sign, t_tests
 from experiments.study import clock, plan
 from experiments.study.catalogue import catalogue_picture, screen_numbers
 from experiments.study.clock import Clock
@@ -124,15 +124,15 @@ def rows_by_size(study, results, times=None):
     return rows, table
 
 
-def context_of(study, rows, results, times=None, repeated=None, name=""):
+def context_of(study, rows, results, times=None, name=""):
     """What a page is made of, without pictures where they have no name."""
-    return Context(study, rows, results, times, repeated or {}, name=name, **PLACES)
+    return Context(study, rows, results, times, name=name, **PLACES)
 
 
-def page_of(study, results, times=None, repeated=None, rows=None):
+def page_of(study, results, times=None, rows=None):
     """The text of a page, in one line."""
     rows = rows_by_size(study, results, times)[0] if rows is None else rows
-    return " ".join(text_of(context_of(study, rows, results, times, repeated)).split())
+    return " ".join(text_of(context_of(study, rows, results, times)).split())
 
 
 def rates(runs):
@@ -552,23 +552,6 @@ def test_rows_of_other_bases_and_scales_differ_in_these_alone(request):
         assert layer.scale == pytest.approx(scale[name])
 
 
-def test_a_study_that_repeats_another(study_of, tmp_path):
-    (tmp_path / "first.toml").write_text(STUDY)
-    study = study_of('repeats = "first.toml"\nfirst_selection_seed = 200\n' + STUDY)
-    results = answers()
-    assert "There are no results of first.toml." in page_of(study, results)
-    assert {run.seed for run in study.runs(results, None)} == {0, 1, *range(200, 203)}
-    before = rows_by_size(study.repeated, results)[0]
-    text = page_of(study, results, None, before)
-    assert "The criterion holds: no difference is resolved with both signs. " in text
-    section = text.partition("difference in first.toml")[2].partition("##")[0]
-    assert "| kerple | 0.008 (10 x) | -0.4" in section and "alone" not in section
-    assert "so are the reported runs, for rope, kerple," in section
-    results = answers(lambda run: measured(run) + 1.0 * (run.scheme == "none" and run.seed < 2))
-    text = page_of(study, results, None, before)
-    assert "**The criterion fails**: resolved with both signs: none. " in text
-
-
 def test_a_catalogue_is_one_table(study_of):
     """RoPE is best; times are relative to none, and the rises are a third."""
     study, results = study_of(CATALOGUE), answers()
@@ -933,8 +916,6 @@ def test_a_scheme_is_added_with_one_command(call, monkeypatch, tmp_path):
             "kback.rates: a",
         ),
         (("[0.5, 2.0]", "[0.5, 1.0]"), "sizes.small: budgets: must grow, without 1"),
-        (('task = "kback"', 'repeats = "wrong.toml"'), "wrong.toml repeats a study itself"),
-        (('task = "kback"', 'repeats = "absent.toml"'), "absent.toml"),
         (('"kerple"]', '"kerple"]\nvariants_of_baseline = ["pi"]'), "task kback has no variants"),
         (("[kback.train]", "[kback.trian]"), "kback.trian: unknown setting"),
         (('schemes = ["none", ', 'schemes = ["nnoe", '), "unknown scheme"),
@@ -951,7 +932,7 @@ def test_wrong_files_are_one_line(tmp_path, change, message):
 @pytest.mark.parametrize(
     "name",
     ["study", "study_catalogue", "study_context", "study_steps"]
-    + [pytest.param(f"study_{name}", marks=slow) for name in ("corpora", "repeat", "sizes")],
+    + [pytest.param(f"study_{name}", marks=slow) for name in ("corpora", "sizes")],
 )
 def test_the_committed_page_is_that_of_the_committed_results(request, name, monkeypatch):
     root, folder = request.config.rootpath, f"results/{name}"
@@ -970,3 +951,17 @@ def test_the_committed_page_is_that_of_the_committed_results(request, name, monk
     assert (
         packed(root / folder).keys() <= names
     )  # A result that no run has any more would never be read.
+
+
+def test_other_selection_seeds_change_what_the_page_of_the_study_says(request):
+    root, rows = request.config.rootpath, []
+    for name in ("study", "study_repeat"):
+        cells = plan.load(root / f"configs/{name}.toml").cells["small"]
+        rows.append(rows_of(cells, "rope", known(root / "results" / name), None))
+    first, second = rows
+    assert len(first) == len(second) == 10
+    assert sum(first[name].runs[0] != second[name].runs[0] for name in first) == 4
+    signs = [sign(first[name].difference) * sign(second[name].difference) for name in first]
+    assert -1 not in signs and 1 in signs
+    text = " ".join(docs.read("docs/study.md").split())
+    assert "four schemes have other settings, and no resolved difference has the other sign" in text
