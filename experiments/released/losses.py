@@ -45,10 +45,9 @@ class Program:
 
     def __call__(self, tokens: np.ndarray, scored: np.ndarray | bool = True) -> Scores:
         """Returns the scores of tokens [T], at least at the places `scored` (bool, [T - 1])."""
-        scored = jnp.broadcast_to(scored, len(tokens) - 1)
-        return Scores(
-            *map(np.asarray, self.run(self.state, jnp.asarray(tokens, jnp.int32), scored))
-        )
+        places = jnp.broadcast_to(scored, len(tokens) - 1)
+        scores = self.run(self.state, jnp.asarray(tokens, jnp.int32), places)
+        return Scores(*map(np.asarray, scores))
 
     @property
     def temporary_bytes(self) -> int:
@@ -71,11 +70,9 @@ def compiled(model: Decoder, count: int) -> Program:
     """Returns the pass of a model, as it is now, over texts of `count` tokens."""
     began = time.process_time()
     graph, state = nnx.split(model)
-    tokens, scored = (
-        jax.ShapeDtypeStruct((count,), jnp.int32),
-        jax.ShapeDtypeStruct((count - 1,), bool),
-    )
-    run = _scores.lower(graph, state, tokens, scored).compile()
+    tokens, scored = ((count,), jnp.int32), ((count - 1,), bool)
+    shapes = (jax.ShapeDtypeStruct(*x) for x in (tokens, scored))
+    run = _scores.lower(graph, state, *shapes).compile()
     return Program(run, state, time.process_time() - began)
 
 
