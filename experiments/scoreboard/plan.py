@@ -122,9 +122,4 @@ def _without_score(runs: Mapping[str, Run], name: str, view: str | None, length:
     """Returns why there is no score, or ""."""
     if name not in runs:
         return f"no run is named {name}{near(name, runs)}"
-    task = runs[name].task
-    if view is not None and view not in task.views:
-        return f"unknown view{near(view, task.views)}"
-    if length not in task.test_lengths:
-        return f"length {length} is not among {list(task.test_lengths)}"
-    return ""
+    return runs[name].task.without_score(view, length)

@@ -15,7 +15,7 @@ from experiments.runs.run_queue import (
     say,
 )
 from experiments.settings.config_io import Parser, names
-from experiments.study import catalogue, clock, page, steps
+from experiments.study import catalogue, clock, outcomes, page, steps
 from experiments.study.catalogue import screen_numbers
 from experiments.study.numbers import numbers
 from experiments.study.page import Block, Context
@@ -87,7 +87,7 @@ BLOCKS: dict[str, Block] = {
     "origin": page.origin,
     "steps_picture": steps.picture,
     "steps": steps.differences,
-    "claims": steps.claims,
+    "claims": outcomes.claims,
 }
 """Blocks by their names in files of studies, `experiments.study.plan.BlockName`."""
 

@@ -47,9 +47,9 @@ from experiments.study.cell import Cell
 from experiments.study.clock import Clock
 from experiments.study.selection import Size, variant
 
-_OfSteps = Literal["steps_picture", "steps", "claims"]
+_OfSteps = Literal["steps_picture", "steps"]
 BlockName = (
-    Literal["remark", "progress", "criterion", "differences", "tables", "pictures"]
+    Literal["remark", "progress", "criterion", "differences", "tables", "claims", "pictures"]
     | Literal["so_far", "settings", "screen", "summary", "finalists", "origin"]
     | _OfSteps
 )
@@ -93,8 +93,8 @@ class _File:
     title: str = "Which position encoding has the lowest loss? A study"
     """The heading of the page."""
     blocks: tuple[BlockName, ...] = (
-        *("remark", "progress", "criterion", "differences", "tables", "pictures", "so_far"),
-        "settings",
+        *("remark", "progress", "criterion", "differences", "tables", "claims", "pictures"),
+        *("so_far", "settings"),
     )
     """The blocks of the page in their order; see `experiments.study.command.BLOCKS`."""
     criterion: str = ""
@@ -109,8 +109,9 @@ class _File:
     notes: dict[str, str] = dataclasses.field(default_factory=dict)
     """Words on schemes by their short names."""
     claims: tuple[Claim, ...] = ()
-    """With `reference`: conditions on `scheme.lead[steps]`, the difference to the best reference
-    that is another scheme."""
+    """Conditions on `scheme[length]` and `scheme.view[length]`, paired by seed at each size that is
+    reported; with `reference` on `scheme.lead[steps]`, the difference to the best reference that is
+    another scheme."""
     remark: str = ""
     """A change of the protocol after the first run, shown on the page."""
 
@@ -199,23 +200,26 @@ def load(path: Path, also: Sequence[str] = ()) -> Study:
         cells: dict[str, dict[str, Cell]] = {}
         for size, table in about.sizes.items():
             cells[size] = _cells(size, table, about, common, cells)
-        check(about.claims, functools.partial(_without_lead, about, cells))
+        check(about.claims, functools.partial(_without_score, about, cells))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return Study(path.stem, about, cells)
 
 
-def _without_lead(
-    about: _File, cells: Mapping[str, Mapping[str, Cell]], name: str, view: str | None, steps: int
+def _without_score(
+    about: _File, cells: Mapping[str, Mapping[str, Cell]], name: str, view: str | None, length: int
 ) -> str:
     """Returns why a study has no score of a claim, or ""."""
     known = [*map(short, about.schemes)]
-    if about.reference is None or view != "lead":
-        return "claims are on scheme.lead[steps] of a study with a reference"
     if name not in known:
         return f"{name} is not compared{near(name, known)}"
-    lengths = [of_size[about.baseline].task.train.steps for of_size in cells.values()]
-    return "" if steps in lengths else f"no size has {steps} steps, only {lengths}"
+    tasks = [of_size[about.baseline].task for of_size in cells.values()]
+    if about.reference is None:
+        return next(filter(None, (task.without_score(view, length) for task in tasks)), "")
+    if view != "lead":
+        return "claims of a study with a reference are on scheme.lead[steps]"
+    steps = [task.train.steps for task in tasks]
+    return "" if length in steps else f"no size has {length} steps, only {steps}"
 
 
 def _cells(

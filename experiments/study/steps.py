@@ -6,11 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 
 import matplotlib as mpl
 
-from experiments.claims import Condition, Margin, estimated, judge
 from experiments.models.schemes import label, short
 from experiments.pages import plots
 from experiments.pages.page import table
-from experiments.stats import Bounds, Estimate, in_cell, mean, sign, signed, t_tests
+from experiments.stats import Bounds, Estimate, in_cell, mean, sign, t_tests
 from experiments.study.page import Context
 from experiments.study.plan import Reference, Study
 from experiments.study.rows import Row, Rows
@@ -133,32 +132,6 @@ def differences(page: Context) -> Iterator[str]:
         if narrowest > close
         else ""
     )
-
-
-def claims(page: Context) -> Iterator[str]:
-    """Yields the claims of the file with their outcomes."""
-    if lines := [f"* {claim}: {word}." for claim, word in _claims(page.study, page.rows)]:
-        yield "\n".join(lines)
-
-
-def _claims(study: Study, rows: Rows) -> Iterator[tuple[str, str]]:
-    """Yields claims with outcomes and margins, except where a score is missing."""
-    reference = _reference(study)
-    by_steps = {
-        row.task.train.steps: leads(of_size, reference.schemes)[1]
-        for of_size in rows.values()
-        for row in [*of_size.values()][:1]
-    }
-
-    def margin(condition: Condition) -> Margin:
-        return estimated(condition, lambda name, _, steps: by_steps[steps][name])
-
-    for claim in study.about.claims:
-        conditions = claim.gates + claim.conditions
-        if all(s in by_steps and x in by_steps[s] for c in conditions for x, _, s in c.scores()):
-            judged = judge(claim, margin)
-            margins = ", ".join(signed(each.bounds) for each in judged.criteria)
-            yield claim.claim, f"{judged.word}: {margins}"
 
 
 def steps_picture(study: Study, rows: Rows) -> str:

@@ -18,7 +18,7 @@ import posenc_jax as pe
 from experiments.errors import ConfigError
 from experiments.models.model import Position
 from experiments.settings.common import Model, Rates, Train
-from experiments.settings.config_io import STRICT
+from experiments.settings.config_io import STRICT, near
 
 Length = Annotated[int, Field(ge=2)]
 PLACES = 16
@@ -153,6 +153,14 @@ class Task:
     def views(self) -> tuple[str, ...]:
         """The names of the scores at each length, modes and variants; the main score is first."""
         return ("plain",)
+
+    def without_score(self, view: str | None, length: int) -> str:
+        """Returns why there is no score of a view (None: the main one) at a length, or ""."""
+        if view is not None and view not in self.views:
+            return f"unknown view{near(view, self.views)}"
+        if length not in self.test_lengths:
+            return f"length {length} is not among {list(self.test_lengths)}"
+        return ""
 
     def at_rates_of(self, scheme: str) -> Self:
         """Returns the task with the learning rates in `rates` of a scheme."""

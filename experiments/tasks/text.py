@@ -7,7 +7,7 @@ longest test length, spread evenly over the held-out text, after a context of th
                       the window as context (0 to length - 1)
     sliding           windows of the length that end every `stride` bytes; only the last
                       `stride` bytes of each count, so all have nearly the full context
-    copied a-b        sliding, those bytes alone that end an n-gram whose last earlier use is more
+    copied_a_b        sliding, those bytes alone that end an n-gram whose last earlier use is more
                       than a and at most b bytes back: at length a the window has no such use, at
                       length b it has all but some of the farthest
 """
@@ -107,7 +107,7 @@ class Text(Task):
     def copies(self) -> dict[str, tuple[int, int]]:
         """Distances a and b between sliding lengths, by the names of views."""
         lengths = sorted(self.sliding_lengths) if self.ngram else []
-        return {f"copied {a}-{b}": (a, b) for a, b in itertools.pairwise(lengths)}
+        return {f"copied_{a}_{b}": (a, b) for a, b in itertools.pairwise(lengths)}
 
     @property
     def zero_shot(self):

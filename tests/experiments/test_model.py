@@ -302,7 +302,7 @@ def test_text_evaluation_equals_a_loop_over_bytes():
     evaluations = task.evaluate(scheme, params, 0, data)
     assert evaluations[0].in_distribution
     assert {(e.mode, e.variant) for e in evaluations if e.length == 4} == {
-        (mode, None) for mode in ("sliding", "repeated", "new", "copied 4-8")
+        (mode, None) for mode in ("sliding", "repeated", "new", "copied_4_8")
     }
     starts = task.block_starts(held_out)
     graphdef = structure(SIZES, scheme, 256)
@@ -330,7 +330,7 @@ def test_text_evaluation_equals_a_loop_over_bytes():
         assert len(bits) == 32 and 0 < sum(again) < 32
         scored = {"repeated": np.array(again), "new": ~np.array(again)}.get(e.mode, slice(None))
         if e.mode.startswith("copied"):
-            a, b = map(int, e.mode.split()[1].split("-"))
+            a, b = map(int, e.mode.split("_")[1:])
             scored = (np.array(back) > a) & (np.array(back) <= b)
             assert 0 < sum(scored) < 32 and e.length >= a
         assert e.value == pytest.approx(np.array(bits)[scored].mean() / np.log(2), abs=2e-4)
@@ -340,7 +340,7 @@ def test_text_evaluation_equals_a_loop_over_bytes():
             np.testing.assert_allclose(e.places[: e.length], by_place, atol=2e-4)
         else:
             assert e.places is None
-    modes = {"nonoverlapping", "sliding", "repeated", "new", "copied 4-8", "copied 8-16"}
+    modes = {"nonoverlapping", "sliding", "repeated", "new", "copied_4_8", "copied_8_16"}
     assert {e.mode for e in evaluations} == modes
     changed = {(e.variant, e.length): e.value for e in evaluations if e.mode == "nonoverlapping"}
     assert changed["ntk", 16] != changed[None, 16] != changed["pi", 16]

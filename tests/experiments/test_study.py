@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -538,6 +539,24 @@ def test_leads_of_speed_and_of_the_limit(study_of):
     assert ">2.550<" in svg and ">2.100<" in svg  # Of the best RoPE after 100 and 1,600 steps.
 
 
+def test_claims_are_paired_by_seed_at_each_size(study_of):
+    study = study_of(
+        """claims = [
+          {claim = "Ahead", criteria = ["rope.plain[32] - kerple[32] >= 0.4"]},
+          {claim = "Longer", gate = ["rope[32] > 0"], criteria = ["rope[48] >= rope[32]"]},
+        ]"""
+        + STUDY
+        + LARGE
+    )
+    text = page_of(study, answers())
+    half = stats.t.ppf(0.975, 1) * 0.002 / 2  # RoPE's second seed is 0.002 better.
+    ahead = f"+0.092 [{0.092 - half:+.3f}, {0.092 + half:+.3f}]"  # 0.901 - 0.409 - 0.4.
+    assert f"* Ahead: small, holds: {ahead}; large, holds: +0.180 [+0.180, +0.180]. * L" in text
+    assert "* Longer: small, fails: -0.3" in text
+    waits = answers(lambda run: measured(run) if run.scheme == "rope" else math.nan)
+    assert "* Longer: " in page_of(study, waits) and "* Ahead: " not in page_of(study, waits)
+
+
 def test_rows_of_other_bases_and_scales_differ_in_these_alone(request):
     configs = request.config.rootpath / "configs"
     steps, more = (plan.load(configs / f"study_{name}.toml") for name in ("steps", "catalogue"))
@@ -874,6 +893,12 @@ def test_a_scheme_is_added_with_one_command(call, monkeypatch, tmp_path):
     assert row["score"].startswith("0.500")
 
 
+def _claim(condition):
+    """A change of the file: a claim with a condition."""
+    task = 'task = "kback"'
+    return task, f'{task}\nclaims = [{{claim = "A", criteria = ["{condition}"]}}]'
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -919,6 +944,9 @@ def test_a_scheme_is_added_with_one_command(call, monkeypatch, tmp_path):
         (('"kerple"]', '"kerple"]\nvariants_of_baseline = ["pi"]'), "task kback has no variants"),
         (("[kback.train]", "[kback.trian]"), "kback.trian: unknown setting"),
         (('schemes = ["none", ', 'schemes = ["nnoe", '), "unknown scheme"),
+        (_claim("rope.slid[32] > 0"), "unknown view"),
+        (_claim("rope[64] > 0"), "length 64 is not among [32, 48]"),
+        (_claim("nnoe[32] > 0"), "nnoe is not compared; did you mean 'none'?"),
     ],
 )
 def test_wrong_files_are_one_line(tmp_path, change, message):
