@@ -36,18 +36,13 @@ def of_folder(folder: Path) -> Files:
 
 
 LIBRARY = Files(Path("configs/scoreboard"), Path("results/scoreboard"), Path("docs/results.md"))
-
-
-_LEFT = (
-    "Seventeen other claims have left the page: four were not reproduced, one was not resolved,\n"
-    "four were not fitted, two are part of R01 and six never ran ([which](methods.md#claims))."
-)
 _UNDECIDED = GATE_FAILED, NOT_RUN
 """Outcomes that say nothing about the claim."""
 
 
 def page(outcomes: Sequence[Outcome], files: Files = LIBRARY) -> str:
-    """Returns the page for the outcomes of all claims of a folder."""
+    """Returns the page for the outcomes of all claims of a folder, with its remark.md."""
+    remark = files.folder / "remark.md"
     numbers = files.page.with_suffix(".csv").name
     methods = os.path.relpath("docs/methods.md", files.page.parent)
     claims = [
@@ -62,7 +57,7 @@ def page(outcomes: Sequence[Outcome], files: Files = LIBRARY) -> str:
         f"[{numbers}]({numbers}) has all gates, criteria with\ntheir intervals, and scores; the "
         f"file behind a name has source, protocol and remarks;\n[methods]({methods}#claims) "
         "explains outcomes.",
-        *([_LEFT] if files == LIBRARY else []),
+        *([remark.read_text(encoding="utf-8").strip()] if remark.exists() else []),
         *([table(["", "claim", "outcome"], claims, 3)] if claims else []),
         "\n".join(f"* {line}." for line in _remarks(outcomes, files)),
     ]

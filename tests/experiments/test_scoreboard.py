@@ -113,10 +113,12 @@ def test_claims_of_another_folder_have_their_own_page_and_results(call, tmp_path
     assert "[T1](../configs/scoreboard/T1.toml)" in library
     (tmp_path / "my claims").mkdir()
     (tmp_path / "my claims" / "Z1.toml").write_text(CLAIM)
+    (tmp_path / "my claims" / "remark.md").write_text("Two others never ran.\n")
     status, out, _ = call("--folder", "my claims", "Z1")
     assert status == 0 and "Page: my claims/results.md" in out and call.page() == library
     page = (tmp_path / "my claims" / "results.md").read_text()
     assert "[Z1](Z1.toml)" in page and "T1" not in page
+    assert "\n\nTwo others never ran.\n\n" in page and "never ran" not in library
     assert "scoreboard --folder 'my claims' NAME --run`" in page and "`my claims/results/`" in page
     assert "[methods](../docs/methods.md#claims)" in page
 
@@ -137,8 +139,9 @@ def test_runs_in_processes_of_their_own(call, monkeypatch):
         assert after["scores"] == before["scores"] and after["curve"] == before["curve"]
 
 
-def test_the_committed_page_is_that_of_the_committed_results(request):
+def test_the_committed_page_is_that_of_the_committed_results(request, monkeypatch):
     root = request.config.rootpath
+    monkeypatch.chdir(root)
     claims = plan.load_all(root / "configs" / "scoreboard")
     decided = [x for each in claims for x in outcomes(each, root / "results" / "scoreboard")]
     assert (root / "docs" / "results.md").read_text() == page(decided)
