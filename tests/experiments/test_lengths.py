@@ -532,3 +532,10 @@ def test_the_committed_page_is_that_of_the_committed_results(monkeypatch):
             assert path.read_text() == text, "run python -m experiments lengths"
     words = re.sub(r"(?m)^\|.*", "", target.read_text()).split()
     assert len(words) <= 820
+
+
+@pytest.mark.parametrize("name", ["lengths", "lengths_gemma3"])
+def test_committed_results_are_of_cells_of_the_plan(name):
+    cells = {x.name: x.settings for x in plans.load(docs.ROOT / f"configs/{name}.toml").cells()}
+    known = results.read(docs.ROOT / "results" / name, CELLS)
+    assert known and all(cells[key] == result.settings for key, result in known.items())
