@@ -154,12 +154,16 @@ class Task:
         """The names of the scores at each length, modes and variants; the main score is first."""
         return ("plain",)
 
+    def lengths_of(self, view: str) -> tuple[int, ...]:
+        """Returns the lengths at which a view has scores."""
+        return self.test_lengths
+
     def without_score(self, view: str | None, length: int) -> str:
         """Returns why there is no score of a view (None: the main one) at a length, or ""."""
         if view is not None and view not in self.views:
             return f"unknown view{near(view, self.views)}"
-        if length not in self.test_lengths:
-            return f"length {length} is not among {list(self.test_lengths)}"
+        if length not in (lengths := self.lengths_of(view or self.views[0])):
+            return f"length {length} is not among {list(lengths)}"
         return ""
 
     def at_rates_of(self, scheme: str) -> Self:

@@ -109,6 +109,17 @@ class Text(Task):
         lengths = sorted(self.sliding_lengths) if self.ngram else []
         return {f"copied_{a}_{b}": (a, b) for a, b in itertools.pairwise(lengths)}
 
+    def lengths_of(self, view):
+        """Returns the test lengths, or those of sliding windows and of the validation text."""
+        if view == "validation":
+            return (self.train_length,) if self.validation else ()
+        if view in ("repeated", "new") and not self.ngram:
+            return ()
+        if view in ("sliding", "repeated", "new", *self.copies):
+            shortest = self.copies.get(view, (0, 0))[0]
+            return tuple(n for n in self.sliding_lengths if n >= shortest)
+        return self.test_lengths
+
     @property
     def zero_shot(self):
         """The variants."""

@@ -342,6 +342,9 @@ def test_text_evaluation_equals_a_loop_over_bytes():
             assert e.places is None
     modes = {"nonoverlapping", "sliding", "repeated", "new", "copied_4_8", "copied_8_16"}
     assert {e.mode for e in evaluations} == modes
+    for mode in task.views[: -len(task.variants)]:
+        lengths = {e.length for e in evaluations if (e.mode, e.variant) == (mode, None)}
+        assert lengths == {*task.lengths_of(mode)}
     changed = {(e.variant, e.length): e.value for e in evaluations if e.mode == "nonoverlapping"}
     assert changed["ntk", 16] != changed[None, 16] != changed["pi", 16]
     assert ("ntk", 8) not in changed
