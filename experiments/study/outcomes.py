@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from experiments.claims import Condition, Margin, estimated, judge, paired
+from experiments.claims import NOT_RUN, Condition, Margin, estimated, judge, paired
 from experiments.models.schemes import short
 from experiments.stats import signed
 from experiments.study.page import Context
@@ -25,11 +25,17 @@ class Scores(NamedTuple):
 
 
 def claims(page: Context) -> Iterator[str]:
-    """Yields the claims whose scores are known with their outcomes, one for each size."""
+    """Yields the claims with their outcomes, one for each size."""
+    if not page.study.about.claims:
+        return
     if reference := page.study.about.reference:
         scores = {"": of_leads(page.rows, {*reference.schemes})}
     else:
-        scores = {f"{size}, ": of_seeds(rows) for size, rows in page.reported.items() if rows}
+        scores = {f"{size}, ": of_seeds(rows) for size, rows in page.reported.items()}
+        yield (
+            "Claims, by seeds in pairs. Numbers are the left minus the right side of criteria in\n"
+            f"`{page.file}`, and their intervals leave out the choice of settings:"
+        )
     lines = []
     for claim in page.study.about.claims:
         keys = [key for condition in claim.gates + claim.conditions for key in condition.scores()]
@@ -39,10 +45,10 @@ def claims(page: Context) -> Iterator[str]:
                 judged = judge(claim, each.margin)
                 margins = ", ".join(signed(x.bounds) for x in judged.criteria)
                 words.append(f"{size}{judged.word}: {margins}")
-        if words:
-            lines.append(f"* {claim.claim}: {'; '.join(words)}.")
-    if lines:
-        yield "\n".join(lines)
+            else:
+                words.append(f"{size}{NOT_RUN}")
+        lines.append(f"* {claim.claim}: {'; '.join(words)}.")
+    yield "\n".join(lines)
 
 
 def of_leads(rows: Rows, references: set[str]) -> Scores:
@@ -59,7 +65,10 @@ def of_leads(rows: Rows, references: set[str]) -> Scores:
 
 
 def of_seeds(rows: Mapping[str, Row]) -> Scores:
-    """Returns the scores of schemes at one size, as `scheme.view[length]`, paired by seed."""
+    """Returns the scores of schemes at one size, as `scheme.view[length]`, paired by seed.
+
+    None are known of one seed, which has no interval.
+    """
     by_name = {short(scheme): row for scheme, row in rows.items()}
 
     def values(name: str, view: str | None, length: int) -> list[float]:
@@ -67,7 +76,8 @@ def of_seeds(rows: Mapping[str, Row]) -> Scores:
         return row.values(view or row.task.views[0], length)
 
     def known(name: str, view: str | None, length: int) -> bool:
-        return name in by_name and all(map(math.isfinite, values(name, view, length)))
+        scores = values(name, view, length) if name in by_name else []
+        return len(scores) > 1 and all(map(math.isfinite, scores))
 
     def margin(condition: Condition) -> Margin:
         seeds = range(len(next(iter(by_name.values())).results))

@@ -524,7 +524,8 @@ def test_leads_of_speed_and_of_the_limit(study_of):
         of_spread = rows_by_size(study, spread)[0]
         page = page_of(study, spread, rows=of_spread)
         assert f"above 0.1: {name} (" in page
-        assert ("half as large" in page, "ahead at last" in page) == (name != "t5", name == "t5")
+        assert ("(half the first minus the last): not run" in page) == (name == "t5")
+        assert ("ahead at last (0.02 minus its lead): not run" in page) == (name != "t5")
         assert steps_picture(study, of_spread)
     svg = steps_picture(study, rows)
     assert svg.count(">rope, best theta<") == 1 and ">none<" not in svg
@@ -551,10 +552,10 @@ def test_claims_are_paired_by_seed_at_each_size(study_of):
     text = page_of(study, answers())
     half = stats.t.ppf(0.975, 1) * 0.002 / 2  # RoPE's second seed is 0.002 better.
     ahead = f"+0.092 [{0.092 - half:+.3f}, {0.092 + half:+.3f}]"  # 0.901 - 0.409 - 0.4.
-    assert f"* Ahead: small, holds: {ahead}; large, holds: +0.180 [+0.180, +0.180]. * L" in text
+    assert f"* Ahead: small, holds: {ahead}; large, not run. * Longer:" in text
     assert "* Longer: small, fails: -0.3" in text
     waits = answers(lambda run: measured(run) if run.scheme == "rope" else math.nan)
-    assert "* Longer: " in page_of(study, waits) and "* Ahead: " not in page_of(study, waits)
+    assert "* Ahead: small, not run; large, not run. * Longer: small, f" in page_of(study, waits)
 
 
 def test_rows_of_other_bases_and_scales_differ_in_these_alone(request):
@@ -946,6 +947,7 @@ def _claim(condition):
         (('schemes = ["none", ', 'schemes = ["nnoe", '), "unknown scheme"),
         (_claim("rope.slid[32] > 0"), "unknown view"),
         (_claim("rope[64] > 0"), "length 64 is not among [32, 48]"),
+        (_claim("rope.validation[32] > 0"), "unknown view"),
         (_claim("nnoe[32] > 0"), "nnoe is not compared; did you mean 'none'?"),
     ],
 )
