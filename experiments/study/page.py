@@ -118,7 +118,8 @@ def _side_by_side(page: Context) -> bool:
 
 def tables(page: Context) -> Iterator[str]:
     """Yields a table for each size, unless another block has its numbers, and notes on them."""
-    study, shown = page.study, not _side_by_side(page)
+    study, tasks = page.study, [row.task for rows in page.rows.values() for row in rows.values()]
+    shown = not _side_by_side(page) or any(map(comparison.is_of_context, tasks))
     for size, rows in page.reported.items():
         if rows and shown:
             if len(page.reported) > 1:

@@ -470,6 +470,12 @@ seeds = 2
     assert ",sliding 32,sliding 128,sliding 512," in written[tmp_path / "mine.csv"].splitlines()[0]
     picture = written[tmp_path / "mine-lengths.svg"]
     assert "against length, sliding" in picture and "window of 64" not in picture
+    other = text.partition("[sizes.all]")[2]
+    answer = page_of(
+        study_of(f'{text}text.corpus = "sotu"\n[sizes.other]{other}text.corpus = "stdlib"\n'),
+        results,
+    )
+    assert "| scheme | resolved | all | other |" in answer and answer.count("| sliding 32 |") == 2
 
 
 def test_leads_of_speed_and_of_the_limit(study_of):
