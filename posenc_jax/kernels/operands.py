@@ -309,11 +309,13 @@ def prepare(
     if mask_by_distance and visibility.ordered:
         visibility = dataclasses.replace(visibility, mask_in_bias=True)
     spec = dataclasses.replace(spec, visibility=visibility)
+    # Where no key is after its query, distances start at 0.
     first = 0 if p.is_causal and p.prefix_length is None else 1 - p.keys
     products, per_key = _products(p, lowered, spec, first)
     reads_coordinates = any(element.reads_coordinates for element in elements)
     columns = _token_scalars(spec, k_tokens, reads_coordinates)
     if columns.segments is not None:
+        # Padding has negative segments; padding of keys gets one that no query has.
         least, ids = jnp.iinfo(jnp.int32).min, columns.segments
         columns = columns._replace(segments=jnp.where(ids < 0, least, ids))
     dropped = None
@@ -394,6 +396,8 @@ def _product(
       features: [B, T, N or K, F].
       first, stop: the distances, of integers first to stop - 1.
     """
+    # Beyond the ends of a table all distances have one vector. Without it vectors are 0 there, and
+    # tiles plain; its product with the features is a scalar per key.
     vectors, scalars = term.factor * strip(first, stop), None
     if term.interior is not None:
         far = term.factor * term.interior.heads[:, None]

@@ -61,6 +61,7 @@ def backward(
     d_bias = None
     if x.bias is not None:
         d_bias = jnp.zeros_like(x.bias)
+        # A bias of masks alone is constant.
         if spec.rules_in_bias:
             d_bias = bias_grads(spec, x, x.bias, cotangents)
     elements = map(_element, x.elements, sums_of_q, sums_of_k)
@@ -82,6 +83,7 @@ def _element(element: Element, of_q: list[jax.Array], of_k: list[jax.Array]) -> 
     count = len(element.scalars)
 
     def by_key_head(d, like):
+        # Query heads that share a scalar are neighbours.
         return d.reshape(d.shape[0], like.shape[1], -1, 1, d.shape[2]).sum(2)
 
     return dataclasses.replace(
@@ -151,6 +153,7 @@ class QueryGrads(ByQuery):
         sums, d_q, d_features = pl.run_scoped(over_tiles, acc, *self.bands.accumulators)
         for d, out_ref in zip(d_features, wg.out_refs["features"], strict=True):
             out_ref.at[b, head, pl.ds(q0, ROWS)][...] = d
+        # Through the memory of the queries, which are not read any more.
         q[...] = (d_q * self.spec.scale).astype(self.x.q.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q, wg.out_refs["q"].at[of_head])
@@ -190,9 +193,11 @@ class QueryGrads(ByQuery):
         ds = d_logits(p, d_p, delta, slope)
         sums = tile.add_element_grads(ds, sums)
         wg.product(d_q, ds.astype(self.x.q.dtype), keys["k"])
+        # Until here the tensor cores read the keys.
         plgpu.wgmma_wait(0)
         wg.scratch["keys"].release(n)
         self.release_bias(wg, n)
+        # The next products are of float16: see `d_logits_scale`.
         if d_features:
             ds = ds * wg.refs["cotangents"].scale[0]
         self.bands.add_feature_grads(wg, d_features, ds, tile, ruled)
@@ -313,6 +318,7 @@ class KeyGrads(Refilled):
         self.bands.copy_rows(wg, b, kv_head * spec.group, k0)
         filled = self.start(wg)
         plgpu.barrier_wait(ready)
+        # The second warpgroup has the later keys, at lesser distances.
         bias = pl.ds(pl.multiple_of((1 - wg.number) * ROWS, ROWS), ROWS + self.blocks.q)
 
         def over_tiles(*accs):
@@ -321,6 +327,7 @@ class KeyGrads(Refilled):
                 ruled, filled = carry
 
                 def step(n, carry):
+                    # Pipes go on from one query head to the next.
                     t = g * count + n
                     carry, filled = carry
 
@@ -335,6 +342,7 @@ class KeyGrads(Refilled):
                 (ruled, sums), filled = jax.lax.fori_loop(
                     jnp.int32(0), count, step, ((ruled, start), filled)
                 )
+                # Scalars may be of a query head; dk and dv are sums over all that share the keys.
                 wg.write_rows(sums, wg.out_refs.get("sums", []), "sums", b, head, k0)
                 return ruled, filled
 
@@ -389,6 +397,7 @@ class KeyGrads(Refilled):
         pairs = [(wg.part("k"), queries["q"]), (wg.part("v"), d_outs["d_out"])]
         lse = columns_to_tile(queries["lse"], tile.shape)
         p, slope, d_p = tile.weights(lse, *pairs[: 2 if self.k or self.features else 1])
+        # Tiles are [keys, queries]: weights are the left operand without a transposition.
         if self.v:
             wg.product(accs[-1], p.astype(dtype), d_outs["d_out"])
         ds = p  # Without dk and features, there is no cotangent of the logits.

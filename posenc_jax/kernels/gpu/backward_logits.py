@@ -84,6 +84,7 @@ class LogitGrads(TiledKernel):
         keys, values = wg.scratch["keys"].wait(t), wg.scratch["values"].wait(t)
         bias = pl.ds(rows, ROWS + self.blocks.k)
         tile = self.part(wg, b, head, q0 + rows, k0, kind, keys, bias)
+        # All tiles of lists by distance have rules, so that t numbers the steps of bands too.
         self.bands.prepare(wg, tile, t)
         lse_and_delta = wg.refs["cotangents"].rows(b, head, q0 + rows)
         q, d_out = (y.at[pl.ds(rows, ROWS)] for y in (keys["q"], values["d_out"]))
@@ -271,6 +272,7 @@ class DistanceSums(LogitGrads):
 
     def _place(self, wg: Warpgroup, entry: jax.Array) -> tuple[Int, Int, Int, jax.Array]:
         """Returns the head, the first query, the first key and the kind of a tile."""
+        # The first key follows from the block of queries and the offset.
         q0 = column_of(entry) * self.spec.backward.q
         k0 = q0 - (self.spec.offsets[0] + wg.grid["o"] * self.spec.backward.k)
         return wg.grid["head"], q0, k0, kind_of(entry)
@@ -324,6 +326,7 @@ def sum_diagonals(tiles: jax.Array) -> jax.Array:
       [N, L]; the first is of K below the distance of the first pair of the first tile.
     """
     heads, offsets, q, k = tiles.shape
+    # Reversed, the distances of a row ascend; each row starts one further than the row above.
     rows = jnp.pad(tiles[..., ::-1], ((0, 0), (0, 0), (0, 0), (0, q)))
     # Rows that are read one element shorter start one element later each.
     flat = rows.reshape(heads, offsets, q * (q + k))[..., : q * (q + k - 1)]

@@ -61,7 +61,9 @@ def d_logits_scale(x: Operands, d_out: jax.Array, delta: jax.Array) -> jax.Array
         norms = jnp.linalg.norm(y.astype(jnp.float32), axis=-1)
         return jnp.max(jnp.where(jnp.isfinite(norms), norms, 0.0))
 
+    # A cotangent is p (d_p - delta), and p is at most 1.
     bound = largest(d_out) * largest(x.v) + largest(delta[..., None])
+    # The bound becomes less than 2 ** 15, where float16 ends at 65,504.
     exponent = jnp.minimum(15 - jnp.frexp(bound)[1], 126)
     return jnp.ldexp(jnp.float32(1.0), exponent)[None]
 
@@ -71,8 +73,10 @@ def feature_grads(
 ) -> jax.Array:
     """Returns the cotangent of features from the kernels' sums, [B, N or K, T or S, F]."""
     shape = product.features.shape
+    # The kernels summed scaled cotangents times the vectors of `Bands.inputs`.
     factor = spec.unit * scale[0] * balance_of(product)
     d = jnp.swapaxes(d_features[..., : shape[2]], 2, 3) / factor
+    # Query heads that share features are neighbours.
     d = d.reshape(*shape[:2], -1, *d.shape[2:]).sum(2)
     return d.astype(product.features.dtype)
 
@@ -170,6 +174,7 @@ class Band:
           vectors: [128, F].
           unskewed: the destination.
         """
+        # All threads must have read the band before this one; after the loop, all have written.
         warpgroup_barrier(self.interpret)
         for start in range(0, ROWS, _CHUNK):
             parts = (vectors.at[pl.ds(start + n, _CHUNK)] for n in (0, ROWS))
@@ -183,6 +188,7 @@ class Band:
         """Returns the logits that the product adds to a tile."""
 
         def index(*place):
+            # The last bits are the distance modulo 64, of negative ones too.
             distance = place[self.q_axis] - place[1 - self.q_axis]
             return place[self.axis], distance & (ROWS - 1)
 
@@ -197,6 +203,7 @@ class Band:
         """
 
         def index(*place):
+            # x = 64 + query - key, solved for the other token modulo 64.
             token, x = place[axis], place[1 - axis]
             other = (token + x if self.of_keys else token - x) & (ROWS - 1)
             return (token, other) if self.axis == 0 else (other, token)
@@ -208,6 +215,8 @@ class Band:
 
     def _is_upper(self, token: jax.Array, x: jax.Array, first: int = 0) -> jax.Array:
         """Returns whether elements of `unskewed` are of the upper half of the band."""
+        # With keys 0 .. 63, query t has x = 1 + t .. 64 + t, the upper half from 64 on: after the
+        # remainder, 0 .. t. With queries 0 .. 63, key t has 0 .. 63 - t there.
         return token + x < ROWS - first if self.of_keys else x + first <= token
 
 
@@ -387,6 +396,7 @@ class Bands:
             ds_ref = self._write_cotangent(wg, ds)
             for band, acc in zip(self.of_rows, accs, strict=True):
                 _, vectors = self._operands(wg, step, band)
+                # The lower half meets vectors 0 .. 63, the upper half 64 .. 127.
                 for n, half in enumerate(band.half_cotangents(ds_ref, 0)):
                     part = vectors.at[pl.ds(n * ROWS, ROWS)]
                     wg.product(acc, half.astype(self.dtype), part, "halves")
@@ -404,6 +414,7 @@ class Bands:
 
     def _write_cotangent(self, wg: Warpgroup, ds: jax.Array) -> Ref:
         """Writes the cotangent of the logits over the first unskewed band."""
+        # The logits in it have been read, by all threads after the first barrier.
         ds_ref = wg.scratch["unskewed"].at[wg.number, 0]
         warpgroup_barrier(self.spec.interpret)
         store(ds_ref, ds, 0, self.spec.interpret)
@@ -418,6 +429,7 @@ class Bands:
             zero = opaque_zero(self.spec.interpret)
             features = wg.scratch[band.features].at[wg.number + zero]
         else:
+            # Both warpgroups have all columns; rows are divided between them.
             features = blocks[band.features]
             features = features.at[pl.ds(before, ROWS)] if band.axis == 0 else features
         # The second warpgroup has greater distances where rows are queries, else lesser ones.

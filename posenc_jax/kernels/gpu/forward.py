@@ -255,6 +255,7 @@ class ByQuery(Refilled):
         The last queries, which see most keys, come first.
         """
         i = self.grid["i"] - 1 - wg.grid["i"]
+        # Where masks do not depend on the row of the batch, there is one list for all.
         row = wg.grid["b"] if self.tiles[0].shape[0] > 1 else 0
         entries = wg.refs["entries"]
         return i * self.blocks.q, wg.refs["counts"][row, i], lambda n: entries[row, i, n]
@@ -364,6 +365,7 @@ class Forward(ByQuery):
         types = {
             "q": matrix(spec, 2, ROWS, spec.dim, dtype=dtype),
             **dict.fromkeys(LogSumExp._fields, vector(2, ROWS)),
+            # `ready` waits for the queries and for features of rows, `turn` for both warpgroups.
             "ready": plgpu.Barrier(num_arrivals=1 + len(self.bands.resident), num_barriers=2),
             "turn": plgpu.Barrier(num_arrivals=2),
         }
@@ -389,6 +391,8 @@ class Forward(ByQuery):
         plgpu.copy_gmem_to_smem(wg.refs["x"].q.at[of_head], wg.part("q"), wg.part("ready"))
         self.bands.copy_rows(wg, b, head, q0)
         plgpu.barrier_wait(wg.part("ready"))
+        # The second warpgroup starts when the first has issued its products of queries and keys,
+        # and stays half a tile behind. The last turn below is for its last arrival.
         pl.when(wg.number == 1)(lambda: _next_turn(wg))
         lowest = plgpu.layout_cast(jnp.full((ROWS,), LEAST_LOGIT, jnp.float32), ROW)
         empty = [zeros((ROWS, part.size), TILE) for part in self.parts]
@@ -403,7 +407,9 @@ class Forward(ByQuery):
 
         (_, softmax), _ = jax.lax.fori_loop(jnp.int32(0), count, step, start)
         pl.when(wg.number == 0)(lambda: _next_turn(wg))
+        # A query that sees no key has no weight, and the output 0.
         share = 1.0 / jnp.where(softmax.weight == 0.0, 1.0, softmax.weight)
+        # The queries are not read any more, so that their memory takes an output of their size.
         out = wg.part("out" if "out" in wg.scratch else "q")
         for part, total in zip(self.parts, softmax.out, strict=True):
             total = total * rows_to_tile(share, total.shape)
@@ -430,6 +436,7 @@ class Forward(ByQuery):
         keys = wg.scratch["keys"].blocks(n)
 
         def scores(acc):
+            # Products are issued here, and waited for where the accumulator is read.
             plgpu.wgmma(acc, wg.part("q"), keys["k"].transpose((1, 0)))
             _next_turn(wg)
             return acc[...]
@@ -438,11 +445,14 @@ class Forward(ByQuery):
         wg.scratch["keys"].release(n)
         s, _ = tile.logits(s)
         top = jnp.maximum(softmax.top, s.max(axis=1))
+        # `top` starts at the least finite number: -inf minus -inf would be NaN.
         decay = jnp.exp2(softmax.top - top)
         p = jnp.exp2(s - rows_to_tile(top, s.shape))
         out = [total * rows_to_tile(decay, total.shape) for total in softmax.out]
         weight = softmax.weight * decay + p.sum(axis=1)
         p = p.astype(self.x.q.dtype)
+        # The other warpgroup may issue its products now. This one waits for its values, and then
+        # for its turn, which has no wait for copies.
         plgpu.barrier_arrive(wg.scratch["turn"])
         values = wg.scratch["values"].wait(n)
         plgpu.barrier_wait(wg.scratch["turn"])
@@ -450,6 +460,7 @@ class Forward(ByQuery):
 
             def add(acc, i=i, part=part):
                 wg.product(acc, p, values["v"].at[:, part], "p")
+                # While the tensor cores are busy.
                 if i == len(self.parts) - 1:
                     _wait_for_keys(wg, n + 1, count)
                 plgpu.wgmma_wait(0)

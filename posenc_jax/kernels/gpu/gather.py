@@ -56,6 +56,7 @@ def gather(ref: Ref, shape: tuple[int, int], index: Callable, interpret: Any) ->
     tile = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout=TILE)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=tile)
+    # The first argument is Mosaic's launch context.
     def read(_, source):
         def element(*place):
             x = memref.load(source, [i.value for i in index(*map(_Index, place))])
@@ -131,6 +132,7 @@ def _from_indices(shape: tuple[int, int], element: Callable, is_signed: bool | N
 
     def next_element(*_):
         step = next(steps)
+        # Registers in order: two columns, both again eight rows below, then the next columns.
         offsets = step // 2 % 2 * 8, step // 4 * 8 + step % 2
         constants = (mgpu.c(n, ir.IndexType.get()) for n in offsets)
         return element(*map(arith.addi, first, constants))

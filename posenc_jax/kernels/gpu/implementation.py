@@ -64,6 +64,7 @@ class PallasGPU(Kernels):
 
     def device_refusal(self, problem: Problem) -> str | None:
         p = problem
+        # The tensor cores multiply float32 as tf32, of 11 digits; the interpreter has all 24.
         dtypes = [jnp.bfloat16, jnp.float16] + [jnp.float32] * bool(self.interpret)
         if p.q.dtype not in dtypes or not p.q.dtype == p.k.dtype == p.v.dtype:
             return "on GPUs, q, k and v must all be bfloat16 or all float16"
@@ -103,6 +104,8 @@ class PallasGPU(Kernels):
             **fields,
             length=padded(problem.length, 128),
             keys=padded(problem.keys, 128),
+            # Two warpgroups have 64 queries each. With the sums of wide heads there are registers
+            # for the logits of 32 keys.
             forward=Blocks(128, 32 if wide else narrow_keys),
             backward=Blocks(128, 32 if wide else 64),
             moves_registers=MOVES_REGISTERS,

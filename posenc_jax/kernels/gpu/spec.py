@@ -132,6 +132,7 @@ def tiles(kinds: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     column = jax.lax.broadcasted_iota(jnp.int32, kinds.shape, 2)
     live = kinds != EMPTY
+    # Live ones first and, as the sort is stable, in order: sums have one order in every run.
     order = jnp.argsort(~live, axis=2, stable=True)
     entries = jnp.take_along_axis((column << _KIND) + kinds, order, 2)
     return entries, live.sum(2, dtype=jnp.int32)
@@ -169,6 +170,8 @@ def line(
       blocks: queries and keys per tile.
       fill: the value at other distances.
     """
+    # Pairs of a tile are up to blocks.k - 1 below the distance of its first pair, and up to
+    # blocks.q - 1 above.
     low, high = spec.reach(blocks)
     before = first - (low - blocks.k)
     after = high - low + blocks.q + blocks.k - before - values.shape[1]

@@ -129,6 +129,7 @@ class Tile:
         branches = [functools.partial(function, kind != PLAIN, kind == MASKED) for kind in possible]
         if len(branches) == 1:
             return branches[0](operand)
+        # Kinds ascend, so this is the place of the tile's kind among the possible ones.
         index = sum((self.kind > kind).astype(jnp.int32) for kind in possible[:-1])
         return jax.lax.switch(index, branches, operand)
 
@@ -148,6 +149,7 @@ class Tile:
             s = s + in_units(tile, self.spec.unit * self.x.pairs[0].factor)
             s = jnp.where(tile == MASK_VALUE, MASK_VALUE, s)  # Also where s is NaN.
         for element in self.x.elements:
+            # Beyond the horizon `scalar_per_key` is the only term.
             if not (ruled or element.everywhere):
                 continue
             term = inlined(lambda *x, e=element: evaluate(e, self.shape, *x)[0])
@@ -171,6 +173,7 @@ class Tile:
         return (
             [y[self.head] for y in element.scalars],
             [self._of_q(y, self.head) for y in element.q_scalars],
+            # Per key head, or per query head.
             [self._of_k(y, self.head // (heads // y.shape[1])) for y in element.k_scalars],
             *coordinates,
         )
@@ -205,6 +208,7 @@ class Tile:
                     tests.append(k <= q + after)
                 if before >= 0:
                     tests.append(q <= k + before)
+            # Sums of positions and windows stay at the ends of int32, where they would wrap around.
             for name, before, after in () if spec.by_slot else spec.comparisons:
                 q = self._of_q(getattr(x.rows, name), wide=False)
                 k = self._of_k(getattr(x.columns, name), wide=False)
@@ -215,8 +219,10 @@ class Tile:
                     latest = self._wide(add_saturated(k, before), k_axis)
                     tests.append(self._wide(q, q_axis) <= latest)
             if spec.prefix:
+                # All queries of a row see its prefix, whatever the order says.
                 seen = functools.reduce(jnp.logical_and, tests)
                 tests = [seen | (self._of_k(x.columns.positions) < x.prefix[self.b])]
+        # Queries at this position of a key and later do not see it.
         if spec.visibility.until:
             tests.append(self._of_q(x.rows.positions) < self._of_k(x.columns.until))
         if spec.mask_mod is not None:
@@ -369,6 +375,7 @@ class Pairs:
         if self.q_axis == 0:
             return lambda: load(slots[PAIRS].at[rows], TILE).astype(jnp.float32)
 
+        # In memory the tile is [queries, keys], and here rows are keys.
         def read():
             shape = ROWS, self.blocks.q
             part = slots[PAIRS].at[:, rows]

@@ -315,6 +315,7 @@ def _kernel(
     kind, i, j = entry.kind, entry.column, entry.row
     offset = i * spec.backward.q - j * spec.backward.k
     limit = prefix_ref[b] if spec.prefix else None
+    # Sums over all tokens go on through the batch, unless they are written for each row.
     head_starts, head_ends = t == 0, t == grid.tiles - 1
     sums_start, sums_end = head_starts, head_ends
     if not grid.sums_per_row:
@@ -452,6 +453,7 @@ class BackwardStep:
         logits = self._logits(q, ruled, masked)
         p = jnp.exp2(logits.s - refs["lse"][...])
         if logits.see is not None:
+            # Hidden logits are as they came, and may be infinite or NaN.
             p = jnp.where(logits.see, p, 0.0)
         keep = None
         if "dropped" in refs:
@@ -551,6 +553,7 @@ class BackwardStep:
         """Adds the cotangents of element e on the tile to its sums."""
         out_refs = self.out_refs["elements"][e]
         for out_ref, d in zip(out_refs["per_head"], d_scalars, strict=True):
+            # Down to a register of [8, 128]; its numbers are summed outside.
             out_ref[...] += _fold(d.reshape(-1, 8, d.shape[1]).sum(0))
         for out_ref, d in zip(out_refs["q_scalars"], d_q_scalars, strict=True):
             out_ref[:, self.queries] += jnp.sum(d, 0, keepdims=True)
@@ -574,6 +577,7 @@ class BackwardStep:
 
     def write_query_grads(self, t: Any) -> None:
         """Writes dq of a block of queries whose last tile is tile t."""
+        # The last block of keys has a tile for each block of queries, in their order.
         start = (t - self.grid.first_of_last_keys) * self.spec.backward.q
         done = pl.ds(pl.multiple_of(start, LANES), self.spec.backward.q)
         out_ref = self.out_refs["q"]

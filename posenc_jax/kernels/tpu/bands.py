@@ -128,14 +128,17 @@ def _arrays(
     if dtype != jnp.bfloat16:
         return arrays | {"features": features, "vectors": vectors}
     norms = jnp.linalg.norm(features, axis=2, keepdims=True)
+    # By Cauchy and Schwarz no product is beyond 2 ** 15 steps, with room for the rounding of parts.
     step = norms * (jnp.linalg.norm(vectors, axis=1).max() * 1.02 / 2**15)
     # A power of two, so that features keep their digits.
     bits = jax.lax.bitcast_convert_type(step, jnp.int32) & 0x7F800000
     step = jnp.where(step < 2.0**-100, 1.0, 2 * jax.lax.bitcast_convert_type(bits, jnp.float32))
     features, vectors = _two_parts(features / step), _two_parts(vectors)
+    # Products of the greater parts, and of each with the other lesser one, while rows last.
     most = max(LANES // product.features.shape[2], 1)
     arrays["features"] = _stacked([features[0], features[0], features[1]][:most], 2)
     arrays["vectors"] = _stacked([vectors[0], vectors[1], vectors[0]][:most], 1)
+    # The integers come in the upper 16 bits of an int32.
     return arrays | {"steps": step / 2**16}
 
 

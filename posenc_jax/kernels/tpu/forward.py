@@ -256,6 +256,7 @@ def _kernel(
     offset = i * spec.forward.q - j * spec.forward.k
     limit = prefix_ref[b] if spec.prefix else None
     step = ForwardStep(grid, bands, refs, scratch, h, offset, limit)
+    # The strip of a head stays in VMEM, for all rows of the batch.
     if "line" in refs:
         pl.when((b == 0) & (t == 0))(step.start_head)
 
@@ -307,6 +308,7 @@ class ForwardStep:
     def start_queries(self) -> None:
         """Prepares a block of queries."""
         refs, scratch = self.refs, self.scratch
+        # Scaled once for all tiles of the block.
         q = refs["q"][...].astype(jnp.float32) * (self.spec.scale * self.spec.unit)
         scratch["q"][...] = q.astype(refs["q"].dtype)
         rows = zip(*map(jax.tree.leaves, (refs["rows"], scratch["rows"])), strict=True)
