@@ -84,6 +84,30 @@ def test_a_third_warpgroup_copies_or_the_second(moves_registers, case, monkeypat
     assert_equals_the_reference(case, KERNELS, arrays_of_case(case))
 
 
+@gpu_lowered
+def test_entries_are_read_where_there_are_some():
+    """Of blocks without tiles too: the second warpgroup copies, and counts tiles with rules."""
+    from posenc_jax.engine.blocks import Visibility
+    from posenc_jax.kernels.gpu.backward import KeyGrads
+    from posenc_jax.kernels.gpu.forward import Refilled
+
+    flags = {field.name: False for field in dataclasses.fields(Visibility)}
+    see = Visibility(**flags | {"window": None, "horizon": None})
+    wg, read = types.SimpleNamespace(number=1), []
+    for count, t in ((0, 0), (3, 2), (3, 7)):
+        kernel = types.SimpleNamespace(
+            spec=types.SimpleNamespace(visibility=see),
+            count=lambda wg, count=count: jnp.int32(count),
+            entry=lambda wg, t: read.append(int(t)) or jnp.int32(1),
+            fill=lambda wg, t, ruled: None,
+        )
+        Refilled._fill_if(kernel, wg, jnp.int32(t), jnp.int32(0))
+    assert read == [0, 2, 2]
+    group = types.SimpleNamespace(group=4)  # Dividing by 0 may return any number.
+    kernel = types.SimpleNamespace(spec=group, _tiles=lambda wg: (jnp.int32(0), None))
+    assert KeyGrads._split(kernel, wg, jnp.int32(0)) == (0, 0)
+
+
 def _values(x, thread):
     """Evaluates integer arithmetic of MLIR for the numbers of threads."""
     operation = x.owner.operation if hasattr(x.owner, "operation") else x.owner

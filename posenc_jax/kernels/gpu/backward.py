@@ -429,8 +429,10 @@ class KeyGrads(Refilled):
 
     def _split(self, wg: Warpgroup, t: Int) -> tuple[Int, Int]:
         """Returns the numbers of a query head and of a tile of it."""
-        count = self._tiles(wg)[0]
-        return (0, t) if self.spec.group == 1 else (jax.lax.div(t, count), jax.lax.rem(t, count))
+        if self.spec.group == 1:
+            return 0, t
+        count = jnp.maximum(self._tiles(wg)[0], 1)  # Without tiles `entry` reads the first one.
+        return jax.lax.div(t, count), jax.lax.rem(t, count)
 
     def copy(self, wg: Warpgroup) -> None:
         count, entry = self._tiles(wg)

@@ -224,7 +224,8 @@ class Refilled(TiledKernel):
         pl.when((wg.number == COMPUTE - 1) & (t < count))(lambda: self.fill(wg, t, ruled))
         if ruled is None:
             return None
-        kind = kind_of(self.entry(wg, jnp.minimum(t, count - 1)))
+        # Beyond the last tile the number is not used, but an entry is read: one that there is.
+        kind = kind_of(self.entry(wg, jnp.maximum(jnp.minimum(t, count - 1), 0)))
         return next_step(ruled, has_rules(self.spec, kind))
 
 
