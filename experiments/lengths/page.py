@@ -26,27 +26,26 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
     cells, scores = [*plan.cells()], Table(plan, known)
     done = [known[cell.name] for cell in cells if cell.name in known]
     outcomes = [scores.judge(claim) for claim in plan.claims]
-    svg, picture = drawing(scores), f"{target.stem}.svg"
+    pictures = {f"{target.stem}{end}.svg": svg for end, svg in drawings(scores).items() if svg}
     part = "" if len(done) == len(cells) else ": others are left out, and numbers may change"
     about, link = plan.checkpoint, os.path.relpath(file, target.parent)
     text = "\n\n".join(
         [
             f"# {plan.title}",
             *_words(scores, "answer"),
-            f"Made by `python -m experiments lengths {file}` from results in `{folder}`, not "
-            f"edited by hand; [{target.stem}.csv]({target.stem}.csv) has all\nnumbers. "
+            f"Made by `python -m experiments lengths {file}` from results in `{folder}`; "
+            f"[{target.stem}.csv]({target.stem}.csv) has all\nnumbers. "
             f"**{len(done)} of {len(cells)} passes have run**{part}.",
             f"{about.name} was trained with RoPE on {about.trained:,} tokens. Here it reads longer "
-            "documents by methods that need\nno training, with settings of their authors "
+            "documents by methods\nwithout training, with settings of their authors "
             f"([methods](../experiments/models/methods.py)).{_windows(about.layers)}",
-            *(_pictured(scores, picture) if svg else ()),
+            *_pictured(scores, [*pictures]),
             *_table(scores),
             *_words(scores, "remark"),
             *_claims(plan, outcomes, link),
             *_protocol(plan, done, link),
         ]
     )
-    pictures = {picture: svg} if svg else {}
     return files_of(target, folder, text + "\n", as_csv([*numbers(scores, outcomes)]), pictures)
 
 
@@ -73,14 +72,18 @@ def _documents(scores: Table) -> str:
     )
 
 
-def _pictured(scores: Table, picture: str) -> Iterator[str]:
-    """Yields the picture with its legend."""
-    plan = scores.plan
-    yield f"![{plan.picture.caption}]({picture})"
-    yield (
-        f"{plan.picture.legend.strip()} Scalings are for {plan.shortest // 1024}k. "
-        f"Mean of {_documents(scores)} of {len(plan.all_documents)} documents."
-    )
+def _pictured(scores: Table, pictures: Sequence[str]) -> Iterator[str]:
+    """Yields the pictures with their legends."""
+    plan, context = scores.plan, scores.plan.probe.contexts[-1] // 1024
+    for file in pictures:
+        if "-answers" in file:
+            yield f"![Nats of an answer by distance, of {context}k tokens]({file})"
+            continue
+        yield f"![{plan.picture.caption}]({file})"
+        yield (
+            f"{plan.picture.legend.strip()} Scalings are for {plan.shortest // 1024}k. "
+            f"Mean of {_documents(scores)} of {len(plan.all_documents)} documents."
+        )
 
 
 def _table(scores: Table) -> Iterator[str]:
@@ -270,8 +273,8 @@ def numbers(table: Table, outcomes: list[Outcome]) -> Iterator[dict[str, str]]:
             }
 
 
-def drawing(table: Table) -> str:
-    """Returns the plot of losses by place minus the loss in a window with sinks; "" without any."""
+def drawings(table: Table) -> dict[str, str]:
+    """Returns the plots of answers by distance and of losses by place; "" without results."""
     plan, lines = table.plan, {}
     for method in plan.picture.methods:
         pairs = [
@@ -285,4 +288,9 @@ def drawing(table: Table) -> str:
                 mean(ours[i] - base[i] for ours, base in pairs) for i in range(len(pairs[0][0]))
             ]
     trained, minus = plan.checkpoint.trained, plan.picture.minus
-    return plots.by_place(lines, BIN, trained, minus, "lengths") if lines else ""
+    answers = table.answers(plan.picture.answers)
+    names = ordered([*plan.picture.methods, *plan.picture.answers])
+    return {
+        "-answers": plots.answers(answers, names, trained, "answers") if answers else "",
+        "": plots.by_place(lines, BIN, trained, minus, "lengths") if lines else "",
+    }

@@ -27,6 +27,7 @@
     minus = "sinks_4_window_2044"
     caption = "a sentence"
     legend = "a sentence"
+    answers = ["rope", "yarn"]              whose answers by distance are drawn
 
     title = "a question"                    words of the page that hold for this study alone
     answer = "a paragraph"                  first on the page
@@ -172,7 +173,7 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """The methods whose losses by place are drawn, and the one that is subtracted, in words too."""
+    """The methods whose losses and answers are drawn, and the one that losses are minus."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
@@ -180,6 +181,7 @@ class Picture:
     minus: str
     caption: str
     legend: str
+    answers: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,7 +302,8 @@ def load(path: Path) -> Plan:
     """Returns the plan of a file."""
     try:
         plan = convert(Plan, read_toml(path), "")
-        for name in (*plan.methods, *plan.picture.methods, plan.picture.minus):
+        picture = plan.picture
+        for name in (*plan.methods, *picture.methods, picture.minus, *picture.answers):
             if name not in METHODS and window_of(name) is None:
                 raise ConfigError(f"methods: unknown method {name!r}{near(name, METHODS)}")
         if "rope" not in plan.methods:

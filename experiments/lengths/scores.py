@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from experiments.claims import NOT_RUN, Claim, Condition, Outcome, Score, judge, paired
 from experiments.lengths.plan import WIDTH, Cell, Document, Plan
@@ -49,14 +49,36 @@ class Table:
                 return mean(losses[: plan.checkpoint.trained // BIN])
             return mean(losses[(length - WIDTH) // BIN : length // BIN])
         task = "probe_within" if view == "copied_within" else "probe"
-        cell = self.cell(task, document, method, getattr(plan, task).contexts[-1])
-        result = self.results.get(cell.name)
-        if result is None:
+        if (result := self.probed(task, document, method)) is None:
             return math.nan
         if view.startswith("copied"):
             return mean(second - first for d, first, second in result.copies if d == length)
         column = {"answer": 3, "found": 4}[view]
         return mean(row[column] for row in result.questions if row[0] == length)
+
+    def probed(self, task: str, document: Document, method: str) -> CellResult | None:
+        """Returns the result of a probe, None before its cell has run."""
+        context = getattr(self.plan, task).contexts[-1]
+        return self.results.get(self.cell(task, document, method, context).name)
+
+    def answers(self, methods: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
+        """Returns the distance of facts and the loss of answers by depth in the longest context.
+
+        Both are means over the documents in which all methods were probed; nothing without any.
+        """
+        rows: dict[str, dict[float, list[tuple[float, float]]]] = {name: {} for name in methods}
+        for document in self.plan.all_documents:
+            results = {name: self.probed("probe", document, name) for name in methods}
+            for name, result in results.items() if all(results.values()) else ():
+                for context, depth, distance, loss, _ in result.questions:
+                    if context == self.plan.probe.contexts[-1]:
+                        rows[name].setdefault(depth, []).append((distance, loss))
+        answers = {}
+        for name, of_depth in rows.items():
+            columns = [zip(*of_depth[depth], strict=True) for depth in sorted(of_depth)]
+            if columns:
+                answers[name] = [(mean(distances), mean(losses)) for distances, losses in columns]
+        return answers
 
     def values(self, method: str, view: str, length: int, base: str | None = None) -> list[float]:
         """Returns a score on all documents that have it, or its difference to `base`."""

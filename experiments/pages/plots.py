@@ -28,6 +28,7 @@ BASELINE = "#8c8c8c"
 MARKERS = "osD^vP*X"
 INK = "#010203"  # replaced by the page's own text colour
 _CUT = -0.3, 1.0  # Differences of losses by place, in nats.
+_MOST, _CHANCE = 14.0, 5 * math.log(10)  # Of the loss of five digits.
 _MAP = mpl.colormaps["viridis"].resampled(32)
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -283,6 +284,42 @@ def by_place(
         label_ends(axes, ends)
         title = "Loss by place" + (f" minus that of {minus}" if minus else "")
         return drawing(figure, name, title)
+
+
+def answers(
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    names: Sequence[str],
+    trained: int,
+    name: str,
+) -> str:
+    """Returns the plot of losses of five-digit answers by the distance of their facts, as <svg>.
+
+    Args:
+      lines: distances in tokens and losses in nats by method; greater losses are cut.
+      names: of all methods of the page, for their colours.
+      trained: the trained length.
+      name: of the file.
+    """
+    with mpl.rc_context({**STYLE, "svg.hashsalt": name, "lines.linewidth": 1.5}):
+        figure, axes = new_figure(right=1.85)
+        styles, ends = looks(names, baseline="rope"), []
+        for method, points in lines.items():
+            x, y = [distance / 1024 for distance, _ in points], [loss for _, loss in points]
+            colour, marker = styles[method]
+            axes.plot(x, y, color=colour, marker=marker, markersize=4.0)
+            far = max(points)[1]
+            ends.append((max(x), min(far, _MOST), colour, 1.0, method))
+        axes.axhline(_CHANCE, color=INK, linewidth=0.8, linestyle="--", alpha=0.6)
+        where = ("axes fraction", "data")
+        axes.annotate("chance", (0.01, _CHANCE - 0.1), xycoords=where, va="top", fontsize=9.0)
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, _MOST)
+        if trained / 1024 < axes.get_xlim()[1]:
+            mark_trained(axes, trained / 1024)
+        axes.set_xlabel("distance of the fact, thousand tokens")
+        axes.set_ylabel("nats of the answer")
+        label_ends(axes, ends)
+        return drawing(figure, name, "Nats of an answer by the distance of its fact")
 
 
 def new_figure(height: float = 3.7, left: float = 0.65, bottom: float = 0.7, right: float = 1.8):

@@ -247,6 +247,7 @@ methods = ["rope", "ntk"]
 minus = "sinks_4_window_1020"
 caption = "Losses"
 legend = "Below zero."
+answers = ["rope", "ntk"]
 [[stages]]
 document = 0
 targets = [8192]
@@ -402,13 +403,29 @@ def test_the_page_says_what_is_known(plan, passes, tmp_path):
     assert "NTK has -0.500 ± 0.000 more." in page and "more." not in empty
     assert "1 of 5 have too few" in page
     assert "score,ntk,at,8192,4,3.6500,-0.5000,-0.5000,-0.5000" in text[target.with_suffix(".csv")]
-    assert text[target.with_name("x.svg")].startswith("<svg")
+    assert all(text[target.with_name(f"x{n}.svg")].startswith("<svg") for n in ("", "-answers"))
 
 
 def test_the_middle_column_is_halfway_to_the_target():
     for name, heads in (("lengths", "10-12k 14-16k 22-24k"), ("lengths_gemma3", "36-38k 42-44k")):
         (_, *beyond) = columns(plans.load(Path(f"configs/{name}.toml")))
         assert [head for head, _, _ in beyond] == heads.split()
+
+
+def test_answers_by_distance_are_of_documents_that_all_methods_read(plan):
+    table = Table(plan, {cell.name: made(cell) for cell in plan.cells()})
+    a, c = (x for x in plan.all_documents if x.title in "AC")
+    first = table.cell("probe", a, "rope", 8192).name
+    rows = [
+        [8192.0, 0.75, 3.0, 1.0, 1.0],
+        [8192.0, 0.25, 7.0, 5.0, 0.0],
+        [4096.0, 0.5, 9.0, 8.0, 0.0],
+    ]
+    table.results[first] = dataclasses.replace(table.results[first], questions=rows)
+    (middle,) = table.answers(["ntk"])["ntk"]
+    assert table.answers(["rope", "ntk"])["rope"] == [(7.0, 5.0), middle, (3.0, 1.0)]
+    del table.results[table.cell("probe", c, "ntk", 8192).name]
+    assert table.answers(["rope", "ntk"]) == {"rope": [(7.0, 5.0), (3.0, 1.0)], "ntk": [middle]}
 
 
 def test_differences_are_paired_by_document(plan, tmp_path):
@@ -522,16 +539,29 @@ def test_methods_change_the_whole_layers_of_a_mixture():
     assert cells["nope"].layers[5].scheme == pe.NoPE()
 
 
-def test_the_committed_page_is_that_of_the_committed_results(monkeypatch):
+@pytest.mark.parametrize("name", ["lengths"])
+def test_the_committed_page_is_that_of_the_committed_results(name, monkeypatch):
     monkeypatch.chdir(docs.ROOT)
-    file, folder = (plans.Path(x) for x in ("configs/lengths.toml", "results/lengths"))
-    target = plans.Path("docs/lengths.md")
+    file, folder, target = map(Path, (f"configs/{name}.toml", f"results/{name}", f"docs/{name}.md"))
     monkeypatch.setattr(plots, "drawing", lambda *_: "<svg/>")
     for path, text in pages(plans.load(file), file, folder, target).items():
         if path.suffix in (".md", ".csv"):
-            assert path.read_text() == text, "run python -m experiments lengths"
+            assert path.read_text() == text, f"run python -m experiments lengths {file}"
     words = re.sub(r"(?m)^\|.*", "", target.read_text()).split()
     assert len(words) <= 820
+
+
+def test_facts_are_seen_as_far_back_as_the_page_says():
+    """Answers of less than 9 nats, where 11.5 is chance."""
+    plan = plans.load(docs.ROOT / "configs/lengths.toml")
+    known = results.read(docs.ROOT / "results/lengths", CELLS)
+    answers = Table(plan, known).answers(plan.picture.answers)
+    seen = {name: max((d for d, loss in x if loss < 9), default=0) for name, x in answers.items()}
+    assert "NTK finds facts to 10k back, YaRN to 12k, windows within themselves" in plan.remark
+    assert (seen["rope"], round(seen["ntk"], -3), round(seen["yarn"], -3)) == (0, 10000, 12000)
+    assert seen["sinks_4_window_2044"] < 2048 and 6144 < seen["sinks_4_window_8188"] < 8192
+    farthest = max(distance for distance, _ in answers["rope"])
+    assert {seen[name] for name in ("rerope", "self_extend", "dual_chunk")} == {farthest}
 
 
 @pytest.mark.parametrize("name", ["lengths", "lengths_gemma3"])
