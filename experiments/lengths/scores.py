@@ -68,8 +68,8 @@ class Table:
         """
         rows: dict[str, dict[float, list[tuple[float, float]]]] = {name: {} for name in methods}
         for document in self.plan.all_documents:
-            results = {name: self.probed("probe", document, name) for name in methods}
-            for name, result in results.items() if all(results.values()) else ():
+            known = {name: x for name in methods if (x := self.probed("probe", document, name))}
+            for name, result in known.items() if len(known) == len(rows) else ():
                 for context, depth, distance, loss, _ in result.questions:
                     if context == self.plan.probe.contexts[-1]:
                         rows[name].setdefault(depth, []).append((distance, loss))

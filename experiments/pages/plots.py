@@ -8,7 +8,7 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -265,7 +265,7 @@ def by_place(
       name: of the file.
     """
     with mpl.rc_context({**STYLE, "svg.hashsalt": name, "lines.linewidth": 1.5}):
-        figure, axes = new_figure(right=1.3)
+        figure, axes = new_figure(right=_room_for(lines))
         styles, ends, count = looks([*lines], baseline="rope"), [], 0
         for method, values in lines.items():
             count = len(values)
@@ -301,7 +301,7 @@ def answers(
       name: of the file.
     """
     with mpl.rc_context({**STYLE, "svg.hashsalt": name, "lines.linewidth": 1.5}):
-        figure, axes = new_figure(right=1.85)
+        figure, axes = new_figure(right=_room_for(lines))
         styles, ends = looks(names, baseline="rope"), []
         for method, points in lines.items():
             x, y = [distance / 1024 for distance, _ in points], [loss for _, loss in points]
@@ -320,6 +320,11 @@ def answers(
         axes.set_ylabel("nats of the answer")
         label_ends(axes, ends)
         return drawing(figure, name, "Nats of an answer by the distance of its fact")
+
+
+def _room_for(names: Iterable[str]) -> float:
+    """The inches that labels of lines need at the right."""
+    return max(1.3, 0.25 + 0.085 * max(map(len, names)))
 
 
 def new_figure(height: float = 3.7, left: float = 0.65, bottom: float = 0.7, right: float = 1.8):
