@@ -539,7 +539,7 @@ def test_methods_change_the_whole_layers_of_a_mixture():
     assert cells["nope"].layers[5].scheme == pe.NoPE()
 
 
-@pytest.mark.parametrize("name", ["lengths"])
+@pytest.mark.parametrize("name", ["lengths", "lengths_gemma3"])
 def test_the_committed_page_is_that_of_the_committed_results(name, monkeypatch):
     monkeypatch.chdir(docs.ROOT)
     file, folder, target = map(Path, (f"configs/{name}.toml", f"results/{name}", f"docs/{name}.md"))
