@@ -76,7 +76,7 @@ def _pictured(scores: Table, pictures: Sequence[str]) -> Iterator[str]:
     """Yields the pictures with their legends."""
     plan, context = scores.plan, scores.plan.probe.contexts[-1] // 1024
     for file in pictures:
-        if "-answers" in file:
+        if file.endswith("-answers.svg"):
             yield f"![Nats of an answer by distance, of {context}k tokens]({file})"
             continue
         yield f"![{plan.picture.caption}]({file})"

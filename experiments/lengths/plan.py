@@ -302,12 +302,16 @@ def load(path: Path) -> Plan:
     """Returns the plan of a file."""
     try:
         plan = convert(Plan, read_toml(path), "")
-        picture = plan.picture
-        for name in (*plan.methods, *picture.methods, picture.minus, *picture.answers):
+        for name in plan.methods:
             if name not in METHODS and window_of(name) is None:
                 raise ConfigError(f"methods: unknown method {name!r}{near(name, METHODS)}")
         if "rope" not in plan.methods:
             raise ConfigError("methods: must have rope, to which others are compared")
+        picture = plan.picture
+        for name in (*picture.methods, picture.minus, *picture.answers):
+            if name not in plan.methods:
+                hint = near(name, plan.methods)
+                raise ConfigError(f"picture: has {name!r}, which is not in methods{hint}")
         count = min(len(kind.documents) for kind in plan.kinds.values())
         for kind in plan.kinds.values():
             if kind.corpus not in SOURCES:

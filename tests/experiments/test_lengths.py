@@ -470,6 +470,7 @@ def test_a_wrong_plan_is_one_line(tmp_path, capsys):
         ("rope.answer[8192] >=", "rope.anser[8192] >=", "no view 'anser'"),
         ('corpus = "sympy"', 'corpus = "simpy"', "unknown corpus 'simpy'"),
         ("document = 1", 'document = 1\nwithout = ["nkt"]', "has 'nkt', which is not in methods"),
+        ('answers = ["rope", "ntk"]', 'answers = ["yarn"]', "picture: has 'yarn', which is not"),
         ("facts = 2", "fact = 2", "fact"),
         ("facts = 2", "facts = 30", "at most 40 facts"),
         ("targets = [8192]", "targets = [8000]", "multiples of 2048 from the trained length on"),
