@@ -110,7 +110,7 @@ class Text(Task):
         return {f"copied_{a}_{b}": (a, b) for a, b in itertools.pairwise(lengths)}
 
     def lengths_of(self, view):
-        """Returns the test lengths, or those of sliding windows and of the validation text."""
+        """Returns the lengths at which a view has scores."""
         if view == "validation":
             return (self.train_length,) if self.validation else ()
         if view in ("repeated", "new") and not self.ngram:

@@ -224,7 +224,7 @@ class Refilled(TiledKernel):
         pl.when((wg.number == COMPUTE - 1) & (t < count))(lambda: self.fill(wg, t, ruled))
         if ruled is None:
             return None
-        # Beyond the last tile the number is not used, but an entry is read: one that there is.
+        # Beyond the last tile the number is not used, but the entry is read and must exist.
         kind = kind_of(self.entry(wg, jnp.maximum(jnp.minimum(t, count - 1), 0)))
         return next_step(ruled, has_rules(self.spec, kind))
 
@@ -485,7 +485,7 @@ class Forward(ByQuery):
 
 
 def _wait_for_keys(wg: Warpgroup, n: Int, count: Int) -> None:
-    """Waits for the keys of tile n, if there are as many tiles."""
+    """Waits for the keys of tile n, if n is less than `count`."""
 
     @pl.when(n < count)
     def _():

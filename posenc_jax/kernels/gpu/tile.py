@@ -149,7 +149,7 @@ class Tile:
             s = s + in_units(tile, self.spec.unit * self.x.pairs[0].factor)
             s = jnp.where(tile == MASK_VALUE, MASK_VALUE, s)  # Also where s is NaN.
         for element in self.x.elements:
-            # Beyond the horizon `scalar_per_key` is the only term.
+            # Only `scalar_per_key` adds to tiles beyond the horizon.
             if not (ruled or element.everywhere):
                 continue
             term = inlined(lambda *x, e=element: evaluate(e, self.shape, *x)[0])

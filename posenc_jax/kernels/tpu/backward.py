@@ -453,7 +453,7 @@ class BackwardStep:
         logits = self._logits(q, ruled, masked)
         p = jnp.exp2(logits.s - refs["lse"][...])
         if logits.see is not None:
-            # Hidden logits are as they came, and may be infinite or NaN.
+            # Hidden logits are not masked, and may be infinite or NaN.
             p = jnp.where(logits.see, p, 0.0)
         keep = None
         if "dropped" in refs:

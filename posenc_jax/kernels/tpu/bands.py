@@ -134,7 +134,7 @@ def _arrays(
     bits = jax.lax.bitcast_convert_type(step, jnp.int32) & 0x7F800000
     step = jnp.where(step < 2.0**-100, 1.0, 2 * jax.lax.bitcast_convert_type(bits, jnp.float32))
     features, vectors = _two_parts(features / step), _two_parts(vectors)
-    # Products of the greater parts, and of each with the other lesser one, while rows last.
+    # High times high, then each high part times the other low part, as far as there are rows.
     most = max(LANES // product.features.shape[2], 1)
     arrays["features"] = _stacked([features[0], features[0], features[1]][:most], 2)
     arrays["vectors"] = _stacked([vectors[0], vectors[1], vectors[0]][:most], 1)
