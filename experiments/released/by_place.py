@@ -94,10 +94,10 @@ class ByPlace:
         yield "This is one text, without an interval: small differences may be chance."
 
     def picture(self) -> str:
-        """Returns the plot of losses by place, as <svg>; a window with sinks is subtracted."""
+        """Returns the plot of losses by place, as <svg>, minus a window with sinks among others."""
         starts = range(0, self.count - self.smooth + 1, self.smooth)
         sinks = (name for name in self.losses if (window_of(name) or (0,))[0])
-        minus = next(sinks, "")
+        minus = next(sinks, "") if len(self.losses) > 1 else ""
         base = self.losses.get(minus, np.zeros(self.count))
         lines = {
             name: [float((x - base)[start : start + self.smooth].mean()) for start in starts]

@@ -18,6 +18,7 @@ from examples import checkpoints, families
 from experiments.__main__ import main
 from experiments.models.methods import changed
 from experiments.released import equality, plan
+from experiments.released.by_place import ByPlace
 from experiments.released.losses import compiled, set_method
 from tests.models import gguf_files
 from tests.support import slow
@@ -52,6 +53,13 @@ def write(path, skip="", tokenizer=TOKENIZER, **changes):
     state.pop(skip, None)
     about = {"general__name": "Tiny", "general__license": "cc0-1.0"}
     gguf_files.write(path, CONFIG, state, tokenizer=tokenizer, **about, **changes)
+
+
+def test_a_window_with_sinks_is_subtracted_from_others_alone():
+    losses = {"sinks_4_window_8": np.linspace(3.0, 2.0, TOKENS)}
+    assert ">nats per token<" in ByPlace("text", LENGTH, losses).picture()
+    losses |= {"rope": np.full(TOKENS, 2.5)}
+    assert ">nats per token, minus sinks_4_window_8<" in ByPlace("text", LENGTH, losses).picture()
 
 
 @pytest.fixture
