@@ -77,7 +77,9 @@ def _pictured(scores: Table, pictures: Sequence[str]) -> Iterator[str]:
     plan, context = scores.plan, scores.plan.probe.contexts[-1] // 1024
     for file in pictures:
         if file.endswith("-answers.svg"):
-            yield f"![Nats of an answer by distance, of {context}k tokens]({file})"
+            yield f"![Answers by distance]({file})"
+            documents = len(scores.probed_by(plan.picture.answers))
+            yield f"In {context}k tokens; mean of {documents} documents."
             continue
         yield f"![{plan.picture.caption}]({file})"
         yield (

@@ -61,15 +61,22 @@ class Table:
         context = getattr(self.plan, task).contexts[-1]
         return self.results.get(self.cell(task, document, method, context).name)
 
+    def probed_by(self, methods: Sequence[str]) -> list[dict[str, CellResult]]:
+        """Returns the results of probes by method, of each document in which all methods ran."""
+        of_documents = (
+            {name: x for name in methods if (x := self.probed("probe", document, name))}
+            for document in self.plan.all_documents
+        )
+        return [results for results in of_documents if len(results) == len({*methods})]
+
     def answers(self, methods: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
         """Returns the distance of facts and the loss of answers by depth in the longest context.
 
         Both are means over the documents in which all methods were probed; nothing without any.
         """
         rows: dict[str, dict[float, list[tuple[float, float]]]] = {name: {} for name in methods}
-        for document in self.plan.all_documents:
-            known = {name: x for name in methods if (x := self.probed("probe", document, name))}
-            for name, result in known.items() if len(known) == len(rows) else ():
+        for results in self.probed_by(methods):
+            for name, result in results.items():
                 for context, depth, distance, loss, _ in result.questions:
                     if context == self.plan.probe.contexts[-1]:
                         rows[name].setdefault(depth, []).append((distance, loss))

@@ -310,14 +310,14 @@ def answers(
             far = max(points)[1]
             ends.append((max(x), min(far, _MOST), colour, 1.0, method))
         axes.axhline(_CHANCE, color=INK, linewidth=0.8, linestyle="--", alpha=0.6)
-        where = ("axes fraction", "data")
-        axes.annotate("chance", (0.01, _CHANCE - 0.1), xycoords=where, va="top", fontsize=9.0)
+        place = dict(xy=(0.01, _CHANCE - 0.1), xycoords=("axes fraction", "data"), va="top")
+        axes.annotate("chance", **place, fontsize=9.0)
         axes.set_xlim(left=0)
         axes.set_ylim(0, _MOST)
         if trained / 1024 < axes.get_xlim()[1]:
             mark_trained(axes, trained / 1024)
         axes.set_xlabel("distance of the fact, thousand tokens")
-        axes.set_ylabel("nats of the answer")
+        axes.set_ylabel(f"nats of the answer, up to {_MOST:g}")
         label_ends(axes, ends)
         return drawing(figure, name, "Nats of an answer by the distance of its fact")
 

@@ -558,8 +558,12 @@ def test_facts_are_seen_as_far_back_as_the_page_says():
     known = results.read(docs.ROOT / "results/lengths", CELLS)
     answers = Table(plan, known).answers(plan.picture.answers)
     seen = {name: max((d for d, loss in x if loss < 9), default=0) for name, x in answers.items()}
-    assert "NTK finds facts to 10k back, YaRN to 12k, windows within themselves" in plan.remark
-    assert (seen["rope"], round(seen["ntk"], -3), round(seen["yarn"], -3)) == (0, 10000, 12000)
+    ntk, yarn = (round(seen[name] / 1024) for name in ("ntk", "yarn"))
+    assert f"NTK finds facts to {ntk}k back, YaRN to {yarn}k, windows within" in plan.remark
+    assert f"which finds facts to {yarn}k back, 1.4 times the length" in docs.read("docs/choose.md")
+    times = f"{seen['yarn'] / 8192:.1f} times the length"
+    assert f"YaRN those more than {times} back" in docs.read("README.md")
+    assert seen["rope"] == 0 and times == "1.4 times the length"
     assert seen["sinks_4_window_2044"] < 2048 and 6144 < seen["sinks_4_window_8188"] < 8192
     farthest = max(distance for distance, _ in answers["rope"])
     assert {seen[name] for name in ("rerope", "self_extend", "dual_chunk")} == {farthest}
