@@ -268,7 +268,8 @@ class Queue:
         words = ended.result.summary if ended.result else f"failed: {ended.error}"
         took = duration(ended.seconds)
         if waiting := self._count - self._ended:
-            remaining = (time.monotonic() - self._began) / self._ended * waiting
+            passed = time.monotonic() - self._began
+            remaining = time_left(passed, self._ended, waiting, self.workers)
             took += f" (about {duration(remaining)} left)"
         say(f"[{self._ended}/{self._count}] {self._titles[ended.run]}: {words:.200}; {took}")
 
@@ -295,6 +296,18 @@ class Queue:
         if event.result is None:
             self.errors[event.run] = event.error
         self.finish(event)
+
+
+def time_left(passed: float, ended: int, waiting: int, workers: int) -> float:
+    """Returns the seconds that a queue still takes when a run ends.
+
+    The other workers are, in the mean, half through theirs.
+
+    >>> time_left(60.0, 1, 9, workers=1), time_left(60.0, 1, 9, workers=2)
+    (540.0, 340.0)
+    """
+    half = min(workers - 1, waiting) / 2
+    return passed / (ended + half) * (waiting - half)
 
 
 def grouped(runs: Iterable[Work], workers: int) -> list[list[Work]]:
