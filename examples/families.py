@@ -196,10 +196,10 @@ def model_config(config: Mapping[str, Any], family: Family | None = None) -> Mod
             raise ValueError(f"model_config: the {kind} config must have {name!r}.")
         return default[0]
 
-    def check(name, wanted, is_right, *default):
+    def check(name, valid, is_right, *default):
         value = read(name, *default)
         if not is_right(value):
-            raise ValueError(f"model_config: {name} must be {wanted}, got {value!r}.")
+            raise ValueError(f"model_config: {name} must be {valid}, got {value!r}.")
         return value
 
     def size(name, *default):

@@ -51,13 +51,13 @@ class Option:
 
     Attributes:
       value: it must give other numbers than the default.
-      given: other settings, which both sides of the comparison have.
+      settings: other settings, which both sides of the comparison have.
       sinks: compares attention with a sink, where adding a constant to all logits shows.
       initial: compares new parameters, for settings of the initialisation.
     """
 
     value: object
-    given: dict = dataclasses.field(default_factory=dict)
+    settings: dict = dataclasses.field(default_factory=dict)
     sinks: bool = False
     initial: bool = False
 
@@ -68,9 +68,9 @@ initial = functools.partial(Option, initial=True)
 def _seen_by_modules(cls):
     """What a module does for a scheme; of schemes that need the same, one is tested."""
     hooks = ("init", "embed", "mix", "features", "value", "attend", "output")
-    own = tuple(getattr(cls, hook) is not getattr(pe.Scheme, hook) for hook in hooks)
+    overridden = tuple(getattr(cls, hook) is not getattr(pe.Scheme, hook) for hook in hooks)
     traits = build(cls).traits
-    return *own, traits.reads_x, traits.cache_transformed_keys, traits.shared_over_layers
+    return *overridden, traits.reads_x, traits.cache_transformed_keys, traits.shared_over_layers
 
 
 KINDS = list({_seen_by_modules(cls): name for name, cls in reversed(pe.SCHEMES.items())}.values())

@@ -105,7 +105,7 @@ def computed(*call):
 
 def calls_of(cls, field):
     option = option_of(cls, field)
-    schemes = build(cls, **option.given), build(cls, **option.given | {field: option.value})
+    schemes = build(cls, **option.settings), build(cls, **option.settings | {field: option.value})
     return [(scheme, option.sinks, option.initial) for scheme in schemes]
 
 
@@ -132,7 +132,7 @@ def test_setting_of_a_scheme_changes_the_output(cls, field):
 @pytest.mark.parametrize("cls, field", settings(MAPS))
 def test_setting_of_a_frequency_map_changes_the_frequencies(cls, field):
     option = option_of(cls, field)
-    maps = cls(**option.given), cls(**(option.given | {field: option.value}))
+    maps = cls(**option.settings), cls(**(option.settings | {field: option.value}))
     (a, factor), (b, other_factor) = (pe.rope_frequencies(64, scaling=m) for m in maps)
     assert np.abs(a - b).max() + abs(factor - other_factor) > 1e-4
 

@@ -84,7 +84,7 @@ def is_quick(kind, name):
     if name in ALONE or name not in NEEDS:
         return kind in ALONE.get(name, {kind})
     needs = NEEDS[name]
-    own = {x for x in OF_TOKENS if getattr(cls, x) is not getattr(pe.Scheme, x)}
+    hooks = {x for x in OF_TOKENS if getattr(cls, x) is not getattr(pe.Scheme, x)}
     if "contrib" in cls.__module__ and needs >= IN_TILES:  # Only their authors use these schemes.
         return False
     if kind == "path" and needs == IN_TILES:  # Whole rows of its logits depend on each other.
@@ -93,7 +93,7 @@ def is_quick(kind, name):
         return False
     if name == "every_parameter_has_a_gradient" and cls.init is not pe.Scheme.init:
         return True
-    return bool(own & needs) or (kind in WHOLE and needs != IN_TILES)
+    return bool(hooks & needs) or (kind in WHOLE and needs != IN_TILES)
 
 
 @functools.lru_cache(2)

@@ -74,18 +74,18 @@ def test_a_norm_is_its_formula_in_float64(kind, over, scale):
         lambda p: (p + linspace(-1.0, 1.0, p.size).reshape(p.shape)).astype(jnp.bfloat16),
         norm.init(N, H),
     )
-    wanted = np.empty(shape)
+    expected = np.empty(shape)
     gain, bias = (np.broadcast_to(np.float64(params[n]), (N, H)) for n in ("scale", "bias"))
     for b, t in np.ndindex(2, 5):
         for n in range(N):
             part = np.float64(x[b, t] if over == "projection" else x[b, t, n])
             mean = part.mean() if kind == "layer" else 0.0
             root = np.sqrt(((part - mean) ** 2).mean() + 0.1)
-            wanted[b, t, n] = (x[b, t, n] - mean) / root * (gain[n] + 1) + bias[n]
+            expected[b, t, n] = (x[b, t, n] - mean) / root * (gain[n] + 1) + bias[n]
     out, half = jax.jit(lambda *x: [norm(params, y) for y in x])(x, x.astype(jnp.bfloat16))
-    np.testing.assert_allclose(out, wanted, atol=2e-6)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
     assert half.dtype == jnp.bfloat16
-    np.testing.assert_allclose(half.astype(np.float32), wanted, atol=0.05)
+    np.testing.assert_allclose(half.astype(np.float32), expected, atol=0.05)
 
 
 def linspace(start, end, count):
@@ -110,9 +110,9 @@ def compare(layer, module, by_hand):
         steps = jnp.concatenate([first, layer(x[:, 6:], cache=cache)[0]], 1)
         return by_hand(layer, x), layer(x), steps, module.apply(params, x)
 
-    wanted, *outs = run(X)
+    expected, *outs = run(X)
     for out in outs:
-        np.testing.assert_allclose(out, wanted, atol=1e-5)
+        np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def projected(layer, x):

@@ -25,8 +25,8 @@ class Files:
     @property
     def command(self) -> str:
         """The command that writes the page."""
-        own = self.folder != LIBRARY.folder
-        options = f" --folder {shlex.quote(str(self.folder))}" if own else ""
+        is_other = self.folder != LIBRARY.folder
+        options = f" --folder {shlex.quote(str(self.folder))}" if is_other else ""
         return f"python -m experiments scoreboard{options}"
 
 

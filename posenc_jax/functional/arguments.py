@@ -151,11 +151,11 @@ def scheme_coordinates(
     if coordinates.ndim != 3:
         return jnp.broadcast_to(coordinates, shape)
     axes = scheme.traits.num_axes
-    wanted = f"[B, T] = {shape}"
+    shapes = f"[B, T] = {shape}"
     if axes > 1:
-        wanted = f"{axes} axes, [A, B, T] = {(axes, *shape)} or [B, T]"
+        shapes = f"{axes} axes, [A, B, T] = {(axes, *shape)} or [B, T]"
     require(
         not scheme.acts or len(coordinates) == axes > 1,
-        f"{caller}: {scheme!r} reads coordinates of {wanted}, got {coordinates.shape}.",
+        f"{caller}: {scheme!r} reads coordinates of {shapes}, got {coordinates.shape}.",
     )
     return coordinates

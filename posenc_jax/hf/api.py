@@ -88,8 +88,8 @@ def _layers(tracked: TrackedConfig) -> tuple[LayerSpec, ...]:
     for key, values in model_type.only.items():
         tracked.only(key, *values)
     for key, other in model_type.same.items():
-        value, wanted = tracked.explicit(key), tracked.get(other)
-        tracked.check(value in (None, wanted), f"{key}={value} and {other}={wanted}")
+        value, expected = tracked.explicit(key), tracked.get(other)
+        tracked.check(value in (None, expected), f"{key}={value} and {other}={expected}")
     layers = with_attention_settings(tracked, model_type.layers(tracked))
     tracked.finish()
     return layers

@@ -278,12 +278,12 @@ def _gpt_neox(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeSet
     usual = config.explicit("rotary_pct")
     usual = config.defaults.get("partial_rotary_factor", 1.0) if usual is None else usual
     config.implied("partial_rotary_factor", usual)
-    theta, own = config.explicit("rope_theta"), config.get("rotary_emb_base")
-    own = rope.get("rope_theta", own)
+    theta, used = config.explicit("rope_theta"), config.get("rotary_emb_base")
+    used = rope.get("rope_theta", used)
     config.check(
-        theta in (None, own),
+        theta in (None, used),
         f"rope_theta={theta}, which transformers ignores for its type; the base is "
-        f"rotary_emb_base={own}",
+        f"rotary_emb_base={used}",
     )
     return read_rope(config, rope, "rotary_emb_base")
 

@@ -60,8 +60,8 @@ def _striped(b, h, q_idx, kv_idx):
 
 def _of_rows(b, h, q_idx, kv_idx, groups):
     """Groups see others by head and row, and within them every other token."""
-    own, other = groups[q_idx], groups[kv_idx]
-    return ((own + h) % 4 == other) | ((own == other) & ((q_idx + kv_idx + b) % 2 == 0))
+    group, other = groups[q_idx], groups[kv_idx]
+    return ((group + h) % 4 == other) | ((group == other) & ((q_idx + kv_idx + b) % 2 == 0))
 
 
 FEATURES = {
@@ -270,9 +270,9 @@ def _inputs(length, seed=0):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _results(implementation, options, arrays, rule, sinks, d_out, d_lse, segments=None):
     def attend(arrays, rule, sinks):
-        given = {"rules": rule, "sinks": sinks, "q_segment_ids": segments}
-        given |= {"implementation": implementation, "return_lse": True}
-        out, lse = pe.attention(*arrays, **given, **dict(options))
+        arguments = {"rules": rule, "sinks": sinks, "q_segment_ids": segments}
+        arguments |= {"implementation": implementation, "return_lse": True}
+        out, lse = pe.attention(*arrays, **arguments, **dict(options))
         return (out, jnp.where(jnp.isneginf(lse), 0.0, lse)), lse
 
     (out, _), pull, lse = jax.vjp(attend, arrays, rule, sinks, has_aux=True)
@@ -304,7 +304,7 @@ def test_equals_float64(implementation):
     segments = np.array([0] * 7 + [1] * 6 + [-1] + [1] * 5, np.int32)
     sinks, real = np.random.default_rng(3).normal(size=(length, HEADS)), (segments >= 0)[:, None]
     sinks[:, 4] = -np.inf  # None; those of padding are not read.
-    sinks, given = np.where(real, sinks, 0.0), np.where(real, sinks, np.nan)[None].astype("f4")
+    sinks, with_nan = np.where(real, sinks, 0.0), np.where(real, sinks, np.nan)[None].astype("f4")
     rule = pe.ALiBi(num_heads=HEADS).rules({})
     positions = np.r_[range(7), range(6), 0, range(6, 11)]  # Padding does not count.
     distances = positions[:, None] - positions
@@ -314,7 +314,7 @@ def test_equals_float64(implementation):
     want = list(oracle.attention(arrays, added, seen, d_out, d_lse, sinks=sinks, **numbers))
     want[6] = np.where(real, want[6], 0.0)[None]
     options = tuple({"is_causal": True, "window": 3, **numbers}.items())
-    got = _results(implementation, options, arrays, rule, given, d_out, d_lse, segments[None])
+    got = _results(implementation, options, arrays, rule, with_nan, d_out, d_lse, segments[None])
     _compare(got, want, implementation, lambda ds: -np.einsum("nts,ts->n", ds, distances))
 
 

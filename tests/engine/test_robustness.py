@@ -320,8 +320,8 @@ def test_rules_of_any_numbers_equal_the_reference(implementation, rules, options
     @functools.partial(jax.jit, static_argnums=0)
     def gradient(implementation, q):
         def loss(q):
-            given = options | {"is_causal": True, "implementation": implementation}
-            out = pe.attention(q, k, v, rules=rules, **given)
+            settings = options | {"is_causal": True, "implementation": implementation}
+            out = pe.attention(q, k, v, rules=rules, **settings)
             return (out**2).sum(), out
 
         return jax.grad(loss, has_aux=True)(q)

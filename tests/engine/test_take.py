@@ -13,8 +13,8 @@ def test_product_equals_index():
 
     def rows(take):
         def loss(table):
-            made = jax.vmap(take, (None, 0))(table, index)
-            return jnp.sum(made**2), made
+            taken = jax.vmap(take, (None, 0))(table, index)
+            return jnp.sum(taken**2), taken
 
         return jax.grad(loss, has_aux=True)(table)
 

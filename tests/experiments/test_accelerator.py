@@ -195,10 +195,10 @@ def test_parts_run_in_order_and_share_the_time(run, capsys):
     # What the steps leave is for the others.
     shares = np.cumsum([*accelerator.PARTS.values()])[1:]
     assert [seconds for _, seconds, _ in parts] == pytest.approx(60 * shares, abs=5)
-    said = capsys.readouterr().out
-    assert said == (out / "log.txt").read_text() and "schemes: {'right': 1}" in said
-    assert "posenc_jax/engine/chips.py: Chip(device_kind='NVIDIA H100', jax='0.11.2'" in said
-    assert "--parts times --minutes 3 --lengths 8192" in said.splitlines()[-1]
+    printed = capsys.readouterr().out
+    assert printed == (out / "log.txt").read_text() and "schemes: {'right': 1}" in printed
+    assert "posenc_jax/engine/chips.py: Chip(device_kind='NVIDIA H100', jax='0.11.2'" in printed
+    assert "--parts times --minutes 3 --lengths 8192" in printed.splitlines()[-1]
 
 
 def test_a_wrong_step_is_the_next_to_look_at(run, capsys):

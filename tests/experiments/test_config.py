@@ -270,9 +270,9 @@ def test_partials_are_factories(file):
 
 
 def test_chain_parts_have_their_own_options(file):
-    given = ["--schemes", "rope + t5", "--schemes.rope.theta", "100"]
+    flags = ["--schemes", "rope + t5", "--schemes.rope.theta", "100"]
     path = file(T5 + "[kback.schemes.t5]\nnum_buckets = 8\n")
-    rope, t5 = load(path, given).scheme("kback", "rope + t5").schemes
+    rope, t5 = load(path, flags).scheme("kback", "rope + t5").schemes
     assert (rope.theta, t5.num_buckets, t5.max_distance) == (100.0, 8, 32)
 
 

@@ -92,18 +92,18 @@ def test_methods_are_those_of_a_config(name, model):
         scaling = scaling | {"original_max_position_embeddings": LENGTH}
     (expected,) = pe.from_hf(CONFIG | {"rope_scaling": scaling})
     layer, tokens = changed(ROPE, name, LENGTH, TOKENS), draws(TOKENS)
-    out, wanted = (logits(model, x, tokens) for x in (layer, expected))
-    np.testing.assert_allclose(out, wanted, atol=1e-4 * np.abs(wanted).max())
+    out, expected_logits = (logits(model, x, tokens) for x in (layer, expected))
+    np.testing.assert_allclose(out, expected_logits, atol=1e-4 * np.abs(expected_logits).max())
 
 
 def test_dynamic_ntk_by_length_is_ntk_for_the_length_of_the_text(model):
     tokens = draws(TOKENS)
-    out, wanted, rope = (
+    out, expected_logits, rope = (
         logits(model, changed(ROPE, name, LENGTH, TOKENS), tokens)
         for name in ("rope_by_length", "ntk", "rope")
     )
-    np.testing.assert_allclose(out, wanted, atol=1e-4 * np.abs(wanted).max())
-    assert np.abs(rope - wanted).max() > 0.01
+    np.testing.assert_allclose(out, expected_logits, atol=1e-4 * np.abs(expected_logits).max())
+    assert np.abs(rope - expected_logits).max() > 0.01
 
 
 @pytest.mark.parametrize("name, first", [("window_8", 0), ("sinks_4_window_4", 4)])
@@ -284,7 +284,7 @@ def plan(tmp_path):
     return plans.load(tmp_path / "plan.toml")
 
 
-def made(cell):
+def result_of(cell):
     """A result whose losses follow from the cell."""
     i = "abcd".index(cell.document.name[0])
     rope = [3.0] * 4 + [4.0 + i / 10] * 8
@@ -321,7 +321,7 @@ def passes(monkeypatch):
         if len(passes.cells) == passes.stop:
             raise KeyboardInterrupt
         passes.cells.append(cell)
-        return made(cell)
+        return result_of(cell)
 
     passes = types.SimpleNamespace(cells=[], stop=None)
     monkeypatch.setattr(plans.Cell, "measured", measured)
@@ -353,7 +353,7 @@ def test_a_stopped_study_continues_with_what_is_left(plan, passes, tmp_path, cap
 
 def test_results_of_other_versions_are_refused(plan, tmp_path, capsys):
     cell = next(plan.cells())
-    old = dataclasses.replace(made(cell), environment=here() | {"jax": "0.1"})
+    old = dataclasses.replace(result_of(cell), environment=here() | {"jax": "0.1"})
     results.write(tmp_path, cell.name, old)
     words = ["lengths", str(tmp_path / "plan.toml"), "--results", str(tmp_path), "--run"]
     assert __main__.main(words) == 2
@@ -413,7 +413,7 @@ def test_the_middle_column_is_halfway_to_the_target():
 
 
 def test_answers_by_distance_are_of_documents_that_all_methods_read(plan):
-    table = Table(plan, {cell.name: made(cell) for cell in plan.cells()})
+    table = Table(plan, {cell.name: result_of(cell) for cell in plan.cells()})
     a, c = (x for x in plan.all_documents if x.title in "AC")
     first = table.cell("probe", a, "rope", 8192).name
     rows = [
@@ -430,7 +430,7 @@ def test_answers_by_distance_are_of_documents_that_all_methods_read(plan):
 
 def test_differences_are_paired_by_document(plan, tmp_path):
     cells = [cell for cell in plan.cells() if cell.document.title != "D"]
-    table = Table(plan, {cell.name: made(cell) for cell in cells})
+    table = Table(plan, {cell.name: result_of(cell) for cell in cells})
     assert table.values("ntk", "at", 8192, "rope") == [-0.5] * 3
     assert table.values("rope", "at", 4096) == [3.0] * 3 != table.values("rope", "at", 6144)
     lacking = {k: v for k, v in table.results.items() if "RoPE(head" not in v.settings["layer"]}
@@ -438,7 +438,7 @@ def test_differences_are_paired_by_document(plan, tmp_path):
 
 
 def test_times_of_two_processors_are_not_compared(plan):
-    known = {cell.name: made(cell) for cell in plan.cells()}
+    known = {cell.name: result_of(cell) for cell in plan.cells()}
     assert Table(plan, known).ratio("ntk") == 1.0
     for cell in plan.cells():
         if cell.method == "ntk":
@@ -455,7 +455,7 @@ def test_gates_read_copies_of_rope_within_the_length(tmp_path):
     near = [cell for cell in plan.cells() if cell.count == 4096]
     assert [(x.document.title, x.method) for x in near] == [("A", "rope"), ("C", "rope")]
     assert {x.probe for x in near} == {plan.probe_within} != {plan.probe}
-    known = {cell.name: made(cell) for cell in plan.cells()}
+    known = {cell.name: result_of(cell) for cell in plan.cells()}
     for cell in near:
         known[cell.name] = dataclasses.replace(known[cell.name], copies=[[1024.0, 3.0, 2.5]])
     assert Table(plan, known).values("rope", "copied_within", 1024) == [-0.5] * 2

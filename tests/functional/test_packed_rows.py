@@ -144,8 +144,8 @@ def test_a_cache_counts_in_each_segment(name):
         outs, start = [], 0
         for size in chunks:
             part = slice(start, start + size)
-            given = {} if start == 11 else {"segment_ids": ids[:, part]}
-            out, cache = forward(scheme, params, tokens[:, part], cache=cache, **given)
+            segments = {} if start == 11 else {"segment_ids": ids[:, part]}
+            out, cache = forward(scheme, params, tokens[:, part], cache=cache, **segments)
             outs.append(out)
             start += size
         whole, _ = forward(scheme, params, tokens[:, :25], positions=positions, segment_ids=ids)

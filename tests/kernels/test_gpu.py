@@ -318,8 +318,8 @@ def test_lowers_for_gpus(case, sinks, kernels):
 def test_what_the_driver_refuses_is_found(change, fault):
     """By the documentation of cuTensorMapEncodeTiled; a copy of 16 x 64 numbers of 16 bits."""
     right = {"sizes": [1, 128, 64], "strides": [8192, 64, 1], "box": [1, 16, 64]}
-    said = tma.faults(**right | {"item": 2, "swizzle": 128} | change)
-    assert any(fault in rule for rule in said) if fault else not said
+    broken = tma.faults(**right | {"item": 2, "swizzle": 128} | change)
+    assert any(fault in rule for rule in broken) if fault else not broken
 
 
 def _operations(shared, head, q, k):

@@ -146,14 +146,14 @@ def rope(folder):
     emb = np.concatenate([emb, emb], -1)[:, None]
     half, _ = neox.apply_rotary_pos_emb_torch(rotary, rotary, np.cos(emb), np.sin(emb))
     interleaved = gptj.apply_rotary_pos_emb(rotary, (sin, cos))
-    made = {"half": half, "interleaved": interleaved}
-    made = {name: np.concatenate([y, x[..., 8:]], -1) for name, y in made.items()}
+    rotations = {"half": half, "interleaved": interleaved}
+    rotations = {name: np.concatenate([y, x[..., 8:]], -1) for name, y in rotations.items()}
     return {
         "origin": {"half": origin("neox"), "interleaved": origin("gptj")},
         "layout": "[T, N, H]",
         "rotary_dim": 8,
         "x": rounded(x),
-    } | {name: rounded(y) for name, y in made.items()}
+    } | {name: rounded(y) for name, y in rotations.items()}
 
 
 def main(argv):

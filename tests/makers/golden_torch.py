@@ -56,21 +56,21 @@ def attention(module, x):
 
 
 def swin(folder):
-    made = authors(folder, "swin", "WindowAttention")
+    cls = authors(folder, "swin", "WindowAttention")
     torch.manual_seed(0)
-    module = made(24, (2, 3), 6, qkv_bias=False)
+    module = cls(24, (2, 3), 6, qkv_bias=False)
     module.relative_position_bias_table.data = waves(15, 6)
     case = attention(module, torch.randn(1, 6, 24))
-    index = made(24, (3, 4), 6).relative_position_index
+    index = cls(24, (3, 4), 6).relative_position_index
     return {"origin": origin("swin"), "window": [2, 3], "index_3_4": index.tolist(), **case}
 
 
 def swin_v2(folder):
-    made = authors(folder, "swin_v2", "WindowAttention")
+    cls = authors(folder, "swin_v2", "WindowAttention")
     cases = []
     for window, pretrained in [((2, 3), (0, 0)), ((3, 2), (4, 5))]:
         torch.manual_seed(0)
-        module = made(24, window, 6, qkv_bias=False, pretrained_window_size=pretrained)
+        module = cls(24, window, 6, qkv_bias=False, pretrained_window_size=pretrained)
         module.logit_scale.data = torch.tensor([0.5, 1.0, 2.0, 3.0, 4.0, 5.0]).reshape(6, 1, 1)
         first, _, last = module.cpb_mlp
         first.weight.data, first.bias.data = waves(512, 2), waves(512)
@@ -93,7 +93,7 @@ class Layer(torch.nn.Module):
 
 
 def tupe(folder):
-    made = authors(
+    cls = authors(
         folder,
         "tupe",
         "TransformerSentenceEncoder",
@@ -105,7 +105,7 @@ def tupe(folder):
     for relative in (False, True):
         sizes = {"embedding_dim": 24, "num_attention_heads": 6, "max_seq_len": 12}
         buckets = {"rel_pos": relative, "rel_pos_bins": 8, "max_rel_pos": 10}
-        module = made(0, 5, 1, **sizes, **buckets)
+        module = cls(0, 5, 1, **sizes, **buckets)
         module.pos.weight.data = waves(13, 24)
         weights, biases = waves(2, 24, 24) / 4, waves(2, 24) / 4
         for n, linear in enumerate((module.pos_q_linear, module.pos_k_linear)):
@@ -124,18 +124,18 @@ def sinusoidal_2d(folder):
     from transformers.models.detr.modeling_detr import DetrSinePositionEmbedding
 
     np.float = float  # Gone from NumPy, and used by the authors.
-    made = authors(folder, "mae", "get_2d_sincos_pos_embed")
+    codes_of = authors(folder, "mae", "get_2d_sincos_pos_embed")
     detr = {}
     for normalize in (False, True):
         module = DetrSinePositionEmbedding(8, normalize=normalize)
         codes = module(torch.Size((1, 1, 4, 5)), "cpu", torch.float64)[0]
         detr[f"detr_{normalize}"] = rounded(codes.reshape(16, -1).T)
-    return {"origin": origin("mae"), "mae": rounded(made(12, 3)), **detr}
+    return {"origin": origin("mae"), "mae": rounded(codes_of(12, 3)), **detr}
 
 
 def fourier(folder):
-    made = authors(folder, "fourier", "LearnableFourierPositionalEncoding")
-    module = made(1, 2, 12, 5, 8, 10.0)
+    cls = authors(folder, "fourier", "LearnableFourierPositionalEncoding")
+    module = cls(1, 2, 12, 5, 8, 10.0)
     module.Wr.weight.data = waves(6, 2)
     first, _, last = module.mlp
     first.weight.data, first.bias.data = waves(5, 12), waves(5)
@@ -165,11 +165,11 @@ def short_conv(folder):
     def rearrange(x, how):
         return x[:, 0] if how == "d 1 w -> d w" else x.transpose(1, 2)
 
-    wanted = {"rearrange": rearrange, "causal_conv1d_fn": None, "ACT2FN": {"silu": F.silu}}
-    wanted |= {"warnings": warnings}
+    names = {"rearrange": rearrange, "causal_conv1d_fn": None, "ACT2FN": {"silu": F.silu}}
+    names |= {"warnings": warnings}
     cases = []
     for width, silu, residual in [(4, False, True), (3, True, False), (1, False, True)]:
-        layer = authors(folder, "canon", "ShortConvolution", (), **wanted)(
+        layer = authors(folder, "canon", "ShortConvolution", (), **names)(
             10, width, activation="silu" if silu else None, use_fast_conv1d=False
         )
         layer._zeyuan_residual = residual
@@ -200,18 +200,18 @@ def partial_key_offset(folder):
             ).transpose(0, 1)
         return out
 
-    wanted = {
+    names = {
         "AttnArgs": types.SimpleNamespace,
         "flash_attn_interface": types.SimpleNamespace(flash_attn_varlen_func=plain),
         "device": "cpu",
     }
-    yarn = authors(folder, "modded_nanogpt", "Yarn", (), **wanted)(dim, length)
+    yarn = authors(folder, "modded_nanogpt", "Yarn", (), **names)(dim, length)
     # The tables are in bfloat16 there.
     angles = torch.outer(torch.arange(2.0 * length), yarn.angular_freq)
     yarn.factor1, yarn.factor2 = angles.cos(), angles.sin()
     yarn.factor2[:, 1::2] *= -1
-    made = authors(folder, "modded_nanogpt", "CausalSelfAttention", ("norm",), **wanted)
-    module = made(heads * dim, dim, heads).train()
+    cls = authors(folder, "modded_nanogpt", "CausalSelfAttention", ("norm",), **names)
+    module = cls(heads * dim, dim, heads).train()
     torch.manual_seed(0)
     x, weights = torch.randn(1, length, heads * dim), torch.eye(heads * dim).repeat(4, 1)
     weights[: 3 * heads * dim] = torch.randn(3 * heads * dim, heads * dim) / 4
@@ -260,8 +260,8 @@ def bam(folder):
     arguments.train_shape = arguments.train_scale = arguments.train_loc = True
     out = {}
     for name in ("bam", "bam_inference"):
-        wanted = {"BATModelArgs": None, "print0": print}
-        module = authors(folder, name, "AttentionPrior", ("get_slopes",), **wanted)(arguments)
+        names = {"BATModelArgs": None, "print0": print}
+        module = authors(folder, name, "AttentionPrior", ("get_slopes",), **names)(arguments)
         case = {"origin": origin(name), "initial": rounded(module(9)[0, :, -1])}
         module.shape.data = torch.tensor([0.0, 0.2, 0.5, 1.0, 1.5, -0.3]).view(1, 6, 1, 1)
         module.scale.data = waves(1, 6, 1, 1)
@@ -273,5 +273,5 @@ def bam(folder):
 
 def main(argv):
     torch.set_grad_enabled(False)
-    made = swin, swin_v2, tupe, sinusoidal_2d, fourier, grids, short_conv, partial_key_offset
-    make_files(argv, *made, cable, bam)
+    makers = swin, swin_v2, tupe, sinusoidal_2d, fourier, grids, short_conv, partial_key_offset
+    make_files(argv, *makers, cable, bam)

@@ -224,10 +224,10 @@ def completed(model_type, raw):
     dropped = sorted(
         n for n, x in known.items() if n in keys_of(model_type) and x is not None and n not in full
     )
-    made = {"raw": raw, "filled": filled, "dropped": dropped}
+    case = {"raw": raw, "filled": filled, "dropped": dropped}
     if hasattr(config, "num_hidden_layers") and not hasattr(config, "depths"):
-        made["windows"], made["chunks"] = windows(config)
-    return made
+        case["windows"], case["chunks"] = windows(config)
+    return case
 
 
 def golden(added=()):
@@ -238,19 +238,19 @@ def golden(added=()):
         for config in added:
             if config["model_type"] == name:
                 raws.append({key: x for key, x in config.items() if key != "model_type"})
-        out[name] = [made for raw in raws if (made := completed(name, raw))]
+        out[name] = [case for raw in raws if (case := completed(name, raw))]
     return {"origin": ORIGIN, "model_types": out}
 
 
-def write(path, made):
+def write(path, content):
     """One line for each entry."""
     lines = []
-    for name, value in made["model_types"].items():
+    for name, value in content["model_types"].items():
         text = json.dumps(value, sort_keys=not isinstance(value, list))
         if isinstance(value, list):
             text = "[\n" + ",\n".join(f"    {json.dumps(x)}" for x in value) + "\n  ]"
         lines.append(f"  {json.dumps(name)}: {text}")
-    head = json.dumps(made["origin"])
+    head = json.dumps(content["origin"])
     path.write_text(f'{{"origin": {head}, "model_types": {{\n' + ",\n".join(lines) + "\n}}\n")
 
 

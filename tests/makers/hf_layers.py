@@ -202,7 +202,7 @@ def make(config):
                 continue
             recorded.add(specs[index])
             values = hf_models.layer_arrays(specs[index], layer, model.config)
-            want = numbers(hf_models.wanted(layer))
+            want = numbers(hf_models.expected_output(layer))
             values = {n: x for n, x in values.items() if n != "x"}
             if isinstance(specs[index].scheme, pe.DeBERTa):
                 params = hf_models.scheme_params(specs[index].scheme, layer, {})

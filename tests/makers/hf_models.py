@@ -50,23 +50,23 @@ ROLES = {
 
 @contextlib.contextmanager
 def in_double():
-    kept = torch.float, torch.float32, torch.Tensor.float
+    originals = torch.float, torch.float32, torch.Tensor.float
     torch.float = torch.float32 = torch.float64
     torch.Tensor.float = torch.Tensor.double
     torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
-        torch.float, torch.float32, torch.Tensor.float = kept
+        torch.float, torch.float32, torch.Tensor.float = originals
         torch.set_default_dtype(torch.float32)
 
 
 def randomize(module, seed=0):
-    made = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     for parameter in module.parameters():
         if not parameter.requires_grad:  # A fixed table.
             continue
-        values = torch.randn(parameter.shape, generator=made, dtype=torch.float64)
+        values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         parameter.data = values * (parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 0.5)
     return module.eval()
 
@@ -289,7 +289,7 @@ def compare(specs, options, layers, tables, model, offset):
             return f"{len(specs)} layers, and there is layer {index}"
         if options and (text := option_error(options[index], layer, model.config)):
             messages.append(f"layer {index}: {text}")
-        want = wanted(layer)
+        want = expected_output(layer)
         out = output(specs[index], layer, model.config, positions, seen)
         error = np.abs(np.asarray(out).reshape(want.shape) - want).max() / np.abs(want).max()
         if not error <= TOLERANCE:
@@ -349,7 +349,7 @@ def layer_arrays(spec, layer, config):
     return arrays
 
 
-def wanted(layer):
+def expected_output(layer):
     """The output of attention by transformers."""
     if hasattr(layer["module"], "kv_norm"):
         query, key = (layer["given"][n].transpose(1, 2) for n in ("query", "key"))

@@ -160,13 +160,15 @@ def layers(events, places):
     for module, attended in calls.values():
         children = dict(module.named_children())
         names = ("query", "key", "value", "attention_mask", "scaling")
-        given = [dict(zip(names, a[1:], strict=False)) | o for a, o, _ in attended]
+        arguments = [dict(zip(names, a[1:], strict=False)) | o for a, o, _ in attended]
         length, index = 0, 0
-        while index < len(given) and length < given[0]["query"].shape[0] * ROWS * COLUMNS:
-            length += given[index]["query"].shape[2]
+        while index < len(arguments) and length < arguments[0]["query"].shape[0] * ROWS * COLUMNS:
+            length += arguments[index]["query"].shape[2]
             index += 1
-        given, results = given[:index], [r for _, _, r in attended[:index]]
-        query, key, value = (torch.cat([g[n] for g in given], 2) for n in ("query", "key", "value"))
+        arguments, results = arguments[:index], [r for _, _, r in attended[:index]]
+        query, key, value = (
+            torch.cat([g[n] for g in arguments], 2) for n in ("query", "key", "value")
+        )
         heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[3]
         if "qkv" in children:
             x = parts[id(children["qkv"])]
@@ -177,7 +179,10 @@ def layers(events, places):
                 for n in "qk"
             )
         batch, tokens = query.shape[0], query.shape[2]
-        about = {"lengths": [g["query"].shape[2] for g in given], "scale": given[0]["scaling"]}
+        about = {
+            "lengths": [g["query"].shape[2] for g in arguments],
+            "scale": arguments[0]["scaling"],
+        }
         arrays = {
             "q": q.reshape(batch, tokens, heads, dim),
             "k": k.reshape(batch, tokens, kv_heads, dim),
@@ -208,10 +213,10 @@ def error(kind, raw):
     """The greatest error of rotated queries and keys and of outputs, over all layers."""
     specs = pe.from_hf({"model_type": kind} | raw)
     specs = [spec for spec in specs if spec.mixer == "attention"]
-    made = run(kind, raw)
-    assert len(made) == len(specs), (kind, len(made), len(specs))
+    results = run(kind, raw)
+    assert len(results) == len(specs), (kind, len(results), len(specs))
     return max(
-        compared(spec, about, arrays) for spec, (about, arrays) in zip(specs, made, strict=True)
+        compared(spec, about, arrays) for spec, (about, arrays) in zip(specs, results, strict=True)
     )
 
 

@@ -86,12 +86,15 @@ def main(argv):
     parser.add_argument("file", type=pathlib.Path, help="to write")
     parser.add_argument("before", type=pathlib.Path, nargs="?", help="to compare with")
     options = parser.parse_args(argv)
-    made = {s.name: digests(s) for s in steps.steps() if s.implementation == "pallas"}
-    options.file.write_text(json.dumps(made, indent=1) + "\n")
-    print(f"{sum(map(len, made.values()))} kernels of {len(made)} steps, jax {jax.__version__}")
+    programs = {s.name: digests(s) for s in steps.steps() if s.implementation == "pallas"}
+    options.file.write_text(json.dumps(programs, indent=1) + "\n")
+    count = sum(map(len, programs.values()))
+    print(f"{count} kernels of {len(programs)} steps, jax {jax.__version__}")
     if options.before is None:
         return 0
     before = json.loads(options.before.read_text())
-    others = sorted(name for name in made.keys() | before if made.get(name) != before.get(name))
+    others = sorted(
+        name for name in programs.keys() | before if programs.get(name) != before.get(name)
+    )
     print(f"Other kernels: {', '.join(others) or 'none'}.")
     return int(bool(others))

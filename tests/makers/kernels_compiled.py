@@ -91,14 +91,14 @@ def compile_step(step, kernels, device):
     x = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=place), shapes)
     function = cases.program(step.case, kernels(step.case), **step.options)
     jax.jit(function, out_shardings=place).lower(x).compile()
-    said, advice = {}, []
+    usage, advice = {}, []
     for path in sorted(DUMP.glob("*.ptxas")):
         text = path.read_text(errors="replace")
         advice += re.findall(ADVICE, text)
         patterns = (r"Used (\d+) registers", r"(\d+) bytes spill stores")
         numbers = [int(re.search(pattern, text)[1]) for pattern in patterns]
-        said[re.match(r"attention_(\w+)_\d+\.", path.name)[1]] = numbers
-    return said, advice
+        usage[re.match(r"attention_(\w+)_\d+\.", path.name)[1]] = numbers
+    return usage, advice
 
 
 def main(argv):
@@ -118,11 +118,11 @@ def main(argv):
                 continue
             began = time.monotonic()
             try:
-                said, advice = compile_step(step, kernels, device)
+                usage, advice = compile_step(step, kernels, device)
                 failed |= bool(advice)
-                parts = (f"{name} {x}" for name, x in said.items())
+                parts = (f"{name} {x}" for name, x in usage.items())
                 outcome = ", ".join([*parts, *advice]) or "compiled"
-                for name, (_, stored) in said.items():
+                for name, (_, stored) in usage.items():
                     key = f"{step.name}: {name}"
                     spilled |= {key: stored} if stored else {}
                     if known is not None and stored > known.get(key, 0) + MORE:

@@ -122,13 +122,13 @@ def test_input_positions_of_stock_nnx_attention_reach_the_scheme():
 
     @jax.jit
     def run(x):
-        given = direct(x, is_causal=True, input_positions=coordinates) if known else None
-        return layer(x, positions=coordinates), bound(x, is_causal=True), given
+        by_argument = direct(x, is_causal=True, input_positions=coordinates) if known else None
+        return layer(x, positions=coordinates), bound(x, is_causal=True), by_argument
 
-    expected, out, given = run(x)
+    expected, out, by_argument = run(x)
     np.testing.assert_allclose(out, expected, atol=1e-5)
     if known:
-        np.testing.assert_allclose(given, expected, atol=1e-5)
+        np.testing.assert_allclose(by_argument, expected, atol=1e-5)
         direct.init_cache((2, 9, 20))
         with pytest.raises(ValueError, match="input_positions in a decode step"):
             nnx.eval_shape(

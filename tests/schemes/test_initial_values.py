@@ -112,12 +112,12 @@ CASES: list[tuple[Scheme, dict]] = [
 def test_initial_values(scheme, expected):
     params = jax.device_get(jax.jit(scheme.init)(KEY))
     drawn = []
-    for name, wanted in expected.items():
-        if callable(wanted):
-            wanted(params[name])
+    for name, initial in expected.items():
+        if callable(initial):
+            initial(params[name])
             drawn.append(params[name].ravel())
-        elif wanted is not None:
-            np.testing.assert_allclose(params[name], wanted, rtol=1e-6)
+        elif initial is not None:
+            np.testing.assert_allclose(params[name], initial, rtol=1e-6)
     for n, x in enumerate(drawn):  # Each has its own key.
         size = min(map(np.size, drawn))
         assert all(np.abs(np.corrcoef(x[:size], y[:size])[0, 1]) < 0.5 for y in drawn[:n])

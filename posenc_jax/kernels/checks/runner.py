@@ -268,8 +268,8 @@ def _commit() -> str:
 def line(row: dict[str, Any]) -> str:
     """Returns a row of the table."""
     seconds = f"{row['seconds']:5.1f} s" if "seconds" in row else " " * 7
-    said = f"{row['outcome']}: {row['place']}" if row.get("place") else row["outcome"]
-    return f"{row['implementation']:7s} {row['step']:50s} {seconds}  {said}"
+    outcome = f"{row['outcome']}: {row['place']}" if row.get("place") else row["outcome"]
+    return f"{row['implementation']:7s} {row['step']:50s} {seconds}  {outcome}"
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:

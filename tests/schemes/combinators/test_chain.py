@@ -140,8 +140,8 @@ def test_transformed_positions_equal_given_coordinates(scheme):
     wrapped = pe.with_positions(scheme, Times(3))
     for positions in (np.arange(21), np.arange(21) + 7):  # Order follows positions.
         out = attend(wrapped, positions=positions)
-        given = attend(scheme, coordinates=3 * positions)
-        np.testing.assert_allclose(out, given, atol=1e-5)
+        expected = attend(scheme, coordinates=3 * positions)
+        np.testing.assert_allclose(out, expected, atol=1e-5)
         assert np.abs(out - attend(scheme, coordinates=positions)).max() > 1e-4
 
 

@@ -22,7 +22,7 @@ def reference(x, positions, bias, theta=1e4, dim=None):
     return np.concatenate([magnitude * np.cos(phase), magnitude * np.sin(phase), x[..., dim:]], -1)
 
 
-def wanted(q, k, v, positions, delta, **options):
+def expected_output(q, k, v, positions, delta, **options):
     """Attention with the bias on keys, which are repeated for the heads that share them."""
     heads = q.shape[2]
     k, v = (np.repeat(x, heads // k.shape[2], 2) for x in (k, v))
@@ -43,7 +43,7 @@ def test_attention_matches_the_reference(heads, options):
     params["delta"][0, :2] = 1.0, -9.0
     arrays = qkv(length=21, heads=heads)
     out = attend(scheme, params, *arrays, is_causal=True)
-    expected = wanted(*arrays, np.arange(21), params["delta"], **options)
+    expected = expected_output(*arrays, np.arange(21), params["delta"], **options)
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
@@ -52,7 +52,7 @@ def test_only_the_leading_dimensions_are_mapped():
     params = {"delta": -jnp.arange(18.0).reshape(6, 3) / 6}
     arrays = qkv(length=21)
     out = attend(scheme, params, *arrays, is_causal=True)
-    expected = wanted(*arrays, np.arange(21), params["delta"], dim=3)
+    expected = expected_output(*arrays, np.arange(21), params["delta"], dim=3)
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 

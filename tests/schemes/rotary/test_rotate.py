@@ -63,7 +63,7 @@ def test_all_forms_of_the_rotation_agree(layout, dtype, rows):
     if layout != "half":
         pair = np.s_[..., 2:10:2], np.s_[..., 3:10:2]
 
-    def wanted(x, s, c=c):
+    def expected_rotation(x, s, c=c):
         x = np.array(x, np.float64)
         a, b = x[pair[0]].copy(), x[pair[1]].copy()
         x[pair[0]], x[pair[1]] = a * c - b * s, b * c + a * s
@@ -82,15 +82,15 @@ def test_all_forms_of_the_rotation_agree(layout, dtype, rows):
 
     out, dx, dcos, dsin, tangent = rotated_and_derived(g, ways, x, *tables)
     near = {"rtol": 2**-8, "atol": 1e-6} if dtype == jnp.bfloat16 else {"atol": 2e-6}
-    rotated, (a, b) = wanted(x, s)
-    back, (ga, gb) = wanted(g, -s)
+    rotated, (a, b) = expected_rotation(x, s)
+    back, (ga, gb) = expected_rotation(g, -s)
     np.testing.assert_allclose(np.float64(out), rotated, **near)
     np.testing.assert_allclose(np.float64(dx), back, **near)
     dc, ds = (way[:, :, None] for way in ways)
-    turned = wanted(x, -ds if "negative" in layout else ds, dc)[0]
+    turned = expected_rotation(x, -ds if "negative" in layout else ds, dc)[0]
     turned[..., [0, 1, -2, -1]] = 0.0
     near_sum = {"rtol": 2**-7, "atol": 0.03} if dtype == jnp.bfloat16 else {"atol": 4e-6}
-    np.testing.assert_allclose(np.float64(tangent), wanted(g, s)[0] + turned, **near_sum)
+    np.testing.assert_allclose(np.float64(tangent), expected_rotation(g, s)[0] + turned, **near_sum)
     rotation = (gb * a - ga * b).sum(2)
     np.testing.assert_allclose(dcos, (ga * a + gb * b).sum(2), atol=1e-5)
     np.testing.assert_allclose(dsin, -rotation if "negative" in layout else rotation, atol=1e-5)
@@ -128,8 +128,8 @@ def test_curvature_in_both_modes_where_the_cotangent_is_zero_too():
 
         def loss(*point):
             out = rotated(*point)
-            wanted = jnp.where(reached[:, None, None], jax.lax.stop_gradient(out), target)
-            return ((out - wanted) ** 2).sum() / 2
+            goal = jnp.where(reached[:, None, None], jax.lax.stop_gradient(out), target)
+            return ((out - goal) ** 2).sum() / 2
 
         gradient = jax.grad(loss, (0, 1, 2))
 
