@@ -258,10 +258,38 @@ class KVCache:
             ),
             *(self.state, state),
         )
+        arrays = k, v, positions, segment_ids, coordinates, k_features, state, past_states
+        new, is_full = dataclasses.replace(self, scheme=None)._append(
+            *arrays, visible_until, window=window, in_order=reads_order(self.scheme)
+        )
+        self._check_room(new.length, is_full)
+        return dataclasses.replace(new, scheme=self.scheme)
+
+    @functools.partial(jax.jit, static_argnames=("window", "in_order"), inline=True)
+    def _append(
+        self,
+        k: jax.Array,
+        v: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array,
+        coordinates: jax.Array | None,
+        k_features: Any,
+        state: Any,
+        past_states: Any,
+        visible_until: jax.Array | None,
+        *,
+        window: Window,
+        in_order: bool,
+    ) -> tuple[Self, jax.Array]:
+        """Returns the cache of `append`, and whether a row has more tokens than slots.
+
+        It is one program: outside of `jit` every operation would be one, some forty to compile.
+        """
+        count, sinks = k.shape[1], self.storage.num_sink_tokens
         tokens = segment_ids >= 0
         added = tokens.sum(1, dtype=jnp.int32)
         length = self.length + added
-        self._check_room(length)
+        is_full = self.storage.overflowed(length, self.capacity).any()
         index = self.length[:, None] + jnp.cumsum(tokens, 1, dtype=jnp.int32) - 1
         slots = self.storage.slots(index, self.capacity)
         # Tokens that are not stored have different slots past the end, which are not written.
@@ -299,7 +327,7 @@ class KVCache:
             next_segment_ids=last,
         )
         if window is None or isinstance(self.storage, Slots):
-            return new
+            return new, is_full
         # A donated cache is not copied if it is read after the write only. As many tokens as slots
         # overwrite the last one.
         before = self if count == self.capacity - sinks else new
@@ -312,8 +340,8 @@ class KVCache:
         counts = self.length, new.written, self.tied
         lost, tied = self.storage.loses_visible(cached, newest, appended, *counts, window)
         # Keys at one position are in the order of slots, in which a ring turns.
-        lost |= tied & reads_order(self.scheme)
-        return dataclasses.replace(new, tied=tied, lost=new.lost | lost)
+        lost |= tied & in_order
+        return dataclasses.replace(new, tied=tied, lost=new.lost | lost), is_full
 
     def take(self, rows: jax.Array) -> Self:
         """Returns the cache whose row i is row `rows[i]` of this one, as in beam search.
@@ -553,10 +581,9 @@ class KVCache:
         """
         return self.lost | self.storage.overflowed(self.length, self.capacity)
 
-    def _check_room(self, length: jax.Array) -> None:
+    def _check_room(self, length: jax.Array, is_full: jax.Array) -> None:
         """Raises `ValueError` if rows of these lengths are known not to fit."""
-        overflowed = self.storage.overflowed(length, self.capacity)
-        if isinstance(overflowed, Tracer) or not overflowed.any():
+        if isinstance(is_full, Tracer) or not is_full:
             return
         row = int(length.argmax())
         used = int(self.length[row])

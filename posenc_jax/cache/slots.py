@@ -1,5 +1,6 @@
 """Writes and reshards arrays of a cache: slots for tokens, and states before the last tokens."""
 
+import functools
 from typing import Any
 
 import jax
@@ -37,6 +38,7 @@ def write_slots(
     return jax.lax.optimization_barrier(write(old, new.astype(old.dtype), slots))
 
 
+@functools.partial(jax.jit, inline=True)
 def finite_values(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns k and v for a cache, with zeros and NaN keys where k or v is not finite.
 

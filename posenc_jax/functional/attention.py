@@ -1,6 +1,7 @@
 """Embedding and attention with a scheme as pure functions, which the Flax layers call."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Unpack, overload
 
@@ -376,9 +377,13 @@ def _with_cache(
         tables=None,
     )
     out = pipeline.attend(queries, pipeline.loaded(keys), call)
-    # Overflow cannot raise under jit: the rows concerned become NaN.
-    overflowed = cache.overflowed[:, None, None, None]
-    return jnp.where(overflowed, jnp.nan, out).astype(out.dtype), cache
+    return _nan_in_rows(out, cache.overflowed), cache
+
+
+@functools.partial(jax.jit, inline=True)
+def _nan_in_rows(out: jax.Array, overflowed: jax.Array) -> jax.Array:
+    """Returns NaN for rows that have overflowed: under `jit` they cannot raise."""
+    return jnp.where(overflowed[:, None, None, None], jnp.nan, out).astype(out.dtype)
 
 
 def _read(pipeline: Pipeline, tokens: Projections, call: AttentionCall) -> Projections:

@@ -9,6 +9,7 @@ Flax's `attention_fn`, the shapes of a new cache, and `posenc_jax.testing`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -193,4 +194,9 @@ def _got(result: Any) -> str:
 
 def zero_padding(tree: Any, segment_ids: jax.Array | None) -> Any:
     """Sets padding to zero: hooks would have NaN gradients where it holds NaN."""
-    return tree if segment_ids is None else zero_where(segment_ids < 0, tree)
+    return tree if segment_ids is None else _without_padding(tree, segment_ids)
+
+
+@functools.partial(jax.jit, inline=True)
+def _without_padding(tree: Any, segment_ids: jax.Array) -> Any:
+    return zero_where(segment_ids < 0, tree)

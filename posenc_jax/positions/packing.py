@@ -12,6 +12,7 @@ He et al. Two Stones Hit One Bird: Bilevel Positional Encoding for Better Length
 Reference code: mcleish7/arithmetic, abacus.py; zhenyuhe00/BiPE, my_modeling_llama_bipe_rope.py.
 """
 
+import functools
 import weakref
 from typing import Any
 
@@ -31,6 +32,11 @@ def count_up(batch: int, length: int, start: jax.Array | int = 0) -> jax.Array:
            [10, 11, 12]], dtype=int32)
     """
     start = jnp.broadcast_to(integer_positions("count_up", start, "start"), (batch,))
+    return _counted_up(start, length)
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _counted_up(start: jax.Array, length: int) -> jax.Array:
     return start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
 
 
@@ -54,7 +60,7 @@ def from_segment_ids(segment_ids: jax.Array) -> jax.Array:
 
 def restarting(ids: jax.Array) -> jax.Array:
     """Returns `from_segment_ids` of int32 [B, T]."""
-    grouped, in_runs = are_grouped(ids), since(changes(ids))
+    grouped, in_runs = are_grouped(ids), _in_runs(ids)
     if not isinstance(grouped, Tracer):
         return in_runs if grouped else _ranks(ids)
     return jax.lax.cond(grouped, lambda: in_runs, lambda: _ranks(ids))
@@ -152,6 +158,12 @@ def segment_ids_from_positions(positions: jax.Array) -> jax.Array:
     restarts = positions <= jnp.roll(positions, 1, axis=1)
     first = jnp.arange(positions.shape[1])[None] == 0
     return jnp.cumsum(restarts & ~first, axis=1, dtype=jnp.int32)
+
+
+@functools.partial(jax.jit, inline=True)
+def _in_runs(ids: jax.Array) -> jax.Array:
+    """Returns int32 [B, T]: the number of tokens since the id changed."""
+    return since(changes(ids))
 
 
 def changes(ids: jax.Array) -> jax.Array:

@@ -195,3 +195,14 @@ def test_decoding_without_a_cache_is_refused():
     with pytest.raises(ValueError, match="9 of 9 slots of row 0 are used and 1 more tokens do not"):
         layer.kv_cache.set_value(dataclasses.replace(layer.new_cache(BATCH, T), length=full))
         layer(X[:, :1])
+
+
+def test_a_step_outside_of_jit_is_a_few_programs(caplog):
+    """Each operation would be one to compile: 54 in this step."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 7, 20)), jnp.float32)
+    layer = pn.Attention(20, 2, position=pe.RoPE(10), is_causal=True, rngs=nnx.Rngs(0))
+    _, cache = layer(x[:, :6], cache=layer.new_cache(3, 11))
+    with jax.log_compiles():
+        layer(x[:, 6:], cache=cache)
+    programs = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Compiling")]
+    assert 5 < len(programs) <= 18, programs

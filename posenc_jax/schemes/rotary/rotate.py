@@ -69,6 +69,7 @@ def materialize(cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
     return both[0], both[1]
 
 
+@functools.partial(jax.jit, static_argnames=("layout", "start"), inline=True)
 def rotate_pairs(
     x: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str, start: int
 ) -> jax.Array:
