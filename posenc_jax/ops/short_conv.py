@@ -1,5 +1,7 @@
 """The tokens of a segment before each token, and a convolution over them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -9,6 +11,7 @@ State = tuple[jax.Array, jax.Array]
 """The last tokens [B, count, ...], and 1 + their segment, int32 [B, count]; zeros at the start."""
 
 
+@functools.partial(jax.jit, static_argnums=3, inline=True)
 def preceding_tokens(
     x: jax.Array, segment_ids: jax.Array | None, state: State | None, count: int
 ) -> tuple[list[tuple[jax.Array, jax.Array]], State]:
@@ -118,7 +121,15 @@ def short_convolution(
     )
     if segment_ids is not None:
         segment_ids = segments(name, segment_ids, x.shape[:2])
-    past, state = preceding_tokens(x, segment_ids, state, width[0] - 1)
+    return _convolved(x, taps, segment_ids, state)
+
+
+@functools.partial(jax.jit, inline=True)
+def _convolved(
+    x: jax.Array, taps: jax.Array, segment_ids: jax.Array | None, state: State | None
+) -> tuple[jax.Array, State]:
+    """Returns `short_convolution` for taps [B or 1, T or 1, W, F or 1], or with more axes."""
+    past, state = preceding_tokens(x, segment_ids, state, taps.shape[2] - 1)
     taps = jnp.moveaxis(taps.astype(jnp.float32), 2, 0)
     out = x.astype(jnp.float32) * taps[-1]
     for tap, (token, _) in zip(taps[:-1][::-1], past, strict=True):
