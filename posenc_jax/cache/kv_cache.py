@@ -24,7 +24,7 @@ from posenc_jax.cache.slots import (
 )
 from posenc_jax.cache.storage import Ring, Slots, order
 from posenc_jax.checks import array_of_rank, integer_positions, integers_from, require
-from posenc_jax.engine.mask import Window, add_saturated
+from posenc_jax.engine.mask import SlidingWindow, Window, add_saturated, window_sides
 from posenc_jax.positions.packing import restarting
 from posenc_jax.schemes.combinators.chain import reads_order
 from posenc_jax.schemes.scheme import Scheme
@@ -259,6 +259,7 @@ class KVCache:
             *(self.state, state),
         )
         arrays = k, v, positions, segment_ids, coordinates, k_features, state, past_states
+        window = None if isinstance(self.storage, Slots) else _with_pairs(window)
         new, is_full = dataclasses.replace(self, scheme=None)._append(
             *arrays, visible_until, window=window, in_order=reads_order(self.scheme)
         )
@@ -326,7 +327,7 @@ class KVCache:
             next_positions=jnp.where(length > 0, after, self.next_positions),
             next_segment_ids=last,
         )
-        if window is None or isinstance(self.storage, Slots):
+        if window is None:
             return new, is_full
         # A donated cache is not copied if it is read after the write only. As many tokens as slots
         # overwrite the last one.
@@ -674,6 +675,14 @@ class KVCache:
             raise ValueError(
                 f"KVCache.insert: arrays must be {expected} per key and per row, got {actual}."
             )
+
+
+def _with_pairs(window: Window) -> Window:
+    """Returns a window with pairs for lists, which have no hash; raises as `window_sides` does."""
+    window_sides(window)
+    if isinstance(window, SlidingWindow):
+        return dataclasses.replace(window, window=_with_pairs(window.window))
+    return tuple(window) if isinstance(window, list) else window
 
 
 def _as(old: Any, new: Any) -> Any:

@@ -32,11 +32,6 @@ def count_up(batch: int, length: int, start: jax.Array | int = 0) -> jax.Array:
            [10, 11, 12]], dtype=int32)
     """
     start = jnp.broadcast_to(integer_positions("count_up", start, "start"), (batch,))
-    return _counted_up(start, length)
-
-
-@functools.partial(jax.jit, static_argnums=1, inline=True)
-def _counted_up(start: jax.Array, length: int) -> jax.Array:
     return start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
 
 

@@ -196,3 +196,18 @@ def test_windows_that_do_not_fit_are_refused():
         pe.attention(*ARRAYS, q_coordinates=np.zeros((2, 1, 63), int), **away)
     with pytest.raises(ValueError, match="num_sink_tokens needs ring=True"):
         pe.new_cache(pe.NoPE(), 1, 20, num_sink_tokens=2, **sizes)
+
+
+@pytest.mark.parametrize("window", [[3, 0], pe.SlidingWindow([3, 0])], ids=str)
+def test_a_ring_takes_the_lists_of_a_config_for_pairs(window):
+    """JSON has no pairs. An array is refused in the words of attention, not in those of `jit`."""
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 6, 2, 8)).astype(np.float32)
+    cache = pe.new_cache(pe.RoPE(8), 1, 9, num_heads=2, head_dim=8, ring=True)
+
+    def prompt(window):
+        options = {"is_causal": True, "cache": cache, "window": window}
+        return pe.scheme_attention(pe.RoPE(8), {}, q, k, v, **options)[0]
+
+    np.testing.assert_array_equal(prompt(window), prompt((3, 0)))
+    with pytest.raises(TypeError, match="window must be an integer, a pair or a SlidingWindow"):
+        prompt(np.array([3, 0]))
