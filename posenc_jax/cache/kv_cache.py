@@ -327,7 +327,7 @@ class KVCache:
             next_positions=jnp.where(length > 0, after, self.next_positions),
             next_segment_ids=last,
         )
-        if window is None:
+        if window is None or isinstance(self.storage, Slots):
             return new, is_full
         # A donated cache is not copied if it is read after the write only. As many tokens as slots
         # overwrite the last one.
@@ -679,10 +679,10 @@ class KVCache:
 
 def _with_pairs(window: Window) -> Window:
     """Returns a window with pairs for lists, which have no hash; raises as `window_sides` does."""
-    window_sides(window)
-    if isinstance(window, SlidingWindow):
-        return dataclasses.replace(window, window=_with_pairs(window.window))
-    return tuple(window) if isinstance(window, list) else window
+    sides = window_sides(window)
+    if isinstance(window, SlidingWindow) and not isinstance(window.window, int):
+        return dataclasses.replace(window, window=window.sides)
+    return sides if isinstance(window, list) else window
 
 
 def _as(old: Any, new: Any) -> Any:
