@@ -23,7 +23,8 @@ def mean(values: Iterable[float | None]) -> float:
     (1.5, nan)
     """
     numbers = [math.nan if x is None or not math.isfinite(x) else float(x) for x in values]
-    return sum(numbers) / len(numbers) if numbers else math.nan
+    # Of `sum` the last digit depends on the version of Python, and with it that of a page.
+    return math.fsum(numbers) / len(numbers) if numbers else math.nan
 
 
 def interval(values: Sequence[float], shifts: Sequence[float] = (0.0,)) -> Bounds:

@@ -236,4 +236,4 @@ class Selection:
 
 def _mean(values: Sequence[float]) -> float:
     """Returns the mean, infinite if a value is."""
-    return sum(values) / len(values)
+    return math.fsum(values) / len(values)
