@@ -184,6 +184,7 @@ def test_a_function_that_does_not_fit_is_named():
         pe.score_mod(by_row, Q, jnp.ones((B, N)), relative=True)
 
 
+@pytest.mark.needs("jax>=0.11")  # On CPUs exp of a NaN that jaxlib 0.10 folds is a number.
 def test_a_false_claim_is_nan():
     q = jnp.ones((1, 5, 2, 4))
     functions = [
