@@ -108,12 +108,17 @@ class Checkpoints:
             file.unlink()
         return None
 
-    def save(self, state: Any, curve: dict[str, list], times: tuple[float, float]) -> None:
-        """Is called after each compiled call; may show the progress, and write the state."""
+    def save(
+        self, state: Any, curve: dict[str, list], times: tuple[float, float], total: int
+    ) -> None:
+        """Is called after each compiled call; may show the progress, and write the state.
+
+        The curve and the times are as in `load`, `total` is the number of steps of training.
+        """
         now, over = time.monotonic(), self.deadline.over()
         if now >= self.printed + self.lines:
             step, loss = curve["step"][-1], curve["loss"][-1]
-            self.say(f"{self.path.parent.name}: step {step}, loss {loss:.3f}")
+            self.say(f"{self.path.parent.name}: step {step:,} of {total:,}, loss {loss:.3f}")
             self.printed = now
         over, due = hosts.agreed((over, over or now >= self.written + self.every))
         if not due:

@@ -279,7 +279,7 @@ def train(
         if not np.isfinite(curve["loss"][-1]):
             break
         if checkpoint:
-            checkpoint.save(state, curve, times())
+            checkpoint.save(state, curve, times(), task.train.steps)
     train_seconds, cpu_seconds = times()
     params = gathered(state[0]) if layout else state[0]
     return Trained(

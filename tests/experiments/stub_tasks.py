@@ -41,7 +41,7 @@ class Obedient(Run):
             checkpoint.path.mkdir(parents=True, exist_ok=True)
         while self.order == "wait":
             time.sleep(0.01)
-            checkpoint.save({"x": jnp.ones(1)}, {"step": [2], "loss": [0.0]}, (0.0, 0.0))
+            checkpoint.save({"x": jnp.ones(1)}, {"step": [2], "loss": [0.0]}, (0.0, 0.0), 4)
         return types.SimpleNamespace(diverged=None)
 
     def measure(self, trained, data):

@@ -188,9 +188,9 @@ def test_runs_of_another_process_are_left_out(call):
 
 
 def test_sigterm_writes_the_state_and_the_same_command_continues(call, monkeypatch):
-    def terminated(self, state, curve, times):
+    def terminated(self, *arguments):
         os.kill(os.getpid(), signal.SIGTERM)
-        save(self, state, curve, times)
+        save(self, *arguments)
 
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
@@ -220,9 +220,9 @@ def test_a_stopped_run_continues_with_equal_bits(tmp_path, monkeypatch):
 save = Checkpoints.save
 
 
-def stop_after_saving(self, state, curve, seconds):
+def stop_after_saving(self, *arguments):
     self.every = 0.0
-    save(self, state, curve, seconds)
+    save(self, *arguments)
     raise OutOfTime
 
 
@@ -231,9 +231,9 @@ def test_a_state_with_a_damaged_array_is_never_used(tmp_path, how):
     first, second = ({"x": jnp.arange(6144.0) * n} for n in (1, 2))
     lines = []
     checkpoint = Checkpoints(tmp_path / "c", Deadline(), lines.append, every=0.0, lines=0.0)
-    checkpoint.save(first, {"step": [1], "loss": [1.0]}, (1.0, 1.0))
-    checkpoint.save(second, {"step": [2], "loss": [2.0]}, (1.0, 1.0))
-    assert lines[1] == f"{tmp_path.name}: step 2, loss 2.000"
+    checkpoint.save(first, {"step": [1], "loss": [1.0]}, (1.0, 1.0), 2000)
+    checkpoint.save(second, {"step": [2], "loss": [2.0]}, (1.0, 1.0), 2000)
+    assert lines[1] == f"{tmp_path.name}: step 2 of 2,000, loss 2.000"
     path = tmp_path / "c" / "2.npz"
     data = bytearray(path.read_bytes())
     assert len(data) > 1000

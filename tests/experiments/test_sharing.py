@@ -28,9 +28,9 @@ import sys, time
 from experiments.__main__ import main
 from experiments.runs.checkpoints import Checkpoints
 save = getattr(Checkpoints.save, "before", Checkpoints.save)  # Dask may load this twice.
-def stop(self, state, curve, times):
+def stop(self, *arguments):
     self.written = -1e9
-    save(self, state, curve, times)
+    save(self, *arguments)
     print("held", self.path.parent.name, flush=True)
     time.sleep(600)
 stop.before = save
