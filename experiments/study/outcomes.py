@@ -4,7 +4,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from experiments.claims import NOT_RUN, Condition, Margin, estimated, judge, paired
+from experiments.claims import (
+    GATE_FAILED,
+    NOT_RUN,
+    Condition,
+    Margin,
+    estimated,
+    judge,
+    paired,
+)
 from experiments.models.schemes import short
 from experiments.stats import signed
 from experiments.study.page import Context
@@ -16,11 +24,12 @@ class Scores(NamedTuple):
     """Scores that claims name.
 
     Attributes:
-      known: whether there is one, from a name, a view and a length or a number of steps.
+      without: the outcome of a claim without one, from a name, a view and a length or a number of
+        steps; "" where it is known.
       margin: of a condition whose scores are known.
     """
 
-    known: Callable[[str, str | None, int], bool]
+    without: Callable[[str, str | None, int], str]
     margin: Callable[[Condition], Margin]
 
 
@@ -41,12 +50,12 @@ def claims(page: Context) -> Iterator[str]:
         keys = [key for condition in claim.gates + claim.conditions for key in condition.scores()]
         words = []
         for size, each in scores.items():
-            if all(each.known(*key) for key in keys):
+            if lacking := {each.without(*key) for key in keys} - {""}:
+                words.append(f"{size}{NOT_RUN if NOT_RUN in lacking else GATE_FAILED}")
+            else:
                 judged = judge(claim, each.margin)
                 margins = ", ".join(signed(x.bounds) for x in judged.criteria)
                 words.append(f"{size}{judged.word}: {margins}")
-            else:
-                words.append(f"{size}{NOT_RUN}")
         lines.append(f"* {claim.claim}: {'; '.join(words)}.")
     yield "\n".join(lines)
 
@@ -59,7 +68,7 @@ def of_leads(rows: Rows, references: set[str]) -> Scores:
         for row in [*of_size.values()][:1]
     }
     return Scores(
-        lambda name, _, steps: name in by_steps.get(steps, {}),
+        lambda name, _, steps: "" if name in by_steps.get(steps, {}) else NOT_RUN,
         lambda condition: estimated(condition, lambda name, _, steps: by_steps[steps][name]),
     )
 
@@ -67,7 +76,7 @@ def of_leads(rows: Rows, references: set[str]) -> Scores:
 def of_seeds(rows: Mapping[str, Row]) -> Scores:
     """Returns the scores of schemes at one size, as `scheme.view[length]`, paired by seed.
 
-    None are known of one seed, which has no interval.
+    None are known of one seed, which has no interval. A gate fails where a seed diverged.
     """
     by_name = {short(scheme): row for scheme, row in rows.items()}
 
@@ -75,12 +84,15 @@ def of_seeds(rows: Mapping[str, Row]) -> Scores:
         row = by_name[name]
         return row.values(view or row.task.views[0], length)
 
-    def known(name: str, view: str | None, length: int) -> bool:
-        scores = values(name, view, length) if name in by_name else []
-        return len(scores) > 1 and all(map(math.isfinite, scores))
+    def without(name: str, view: str | None, length: int) -> str:
+        if name not in by_name or len(scores := values(name, view, length)) < 2:
+            return NOT_RUN
+        if by_name[name].error:
+            return GATE_FAILED
+        return "" if all(map(math.isfinite, scores)) else NOT_RUN
 
     def margin(condition: Condition) -> Margin:
         seeds = range(len(next(iter(by_name.values())).results))
         return paired(condition, [lambda *key, i=i: values(*key)[i] for i in seeds])
 
-    return Scores(known, margin)
+    return Scores(without, margin)

@@ -562,6 +562,8 @@ def test_claims_are_paired_by_seed_at_each_size(study_of):
     assert "* Longer: small, fails: -0.3" in text
     waits = answers(lambda run: measured(run) if run.scheme == "rope" else math.nan)
     assert "* Ahead: small, not run; large, not run. * Longer: small, f" in page_of(study, waits)
+    ends = answers(diverges=lambda run: run.scheme == "kerple" and run.seed == 1)
+    assert "* Ahead: small, gate failed; large, not run. * Longer: small, f" in page_of(study, ends)
 
 
 def test_rows_of_other_bases_and_scales_differ_in_these_alone(request):
