@@ -16,7 +16,9 @@ import numpy as np
 
 from experiments.errors import ResultsError
 from experiments.runs import hosts
+from experiments.runs.environment import environment
 from experiments.runs.files import write_whole
+from experiments.runs.results import versions_of
 from experiments.training.layout import gathered
 
 
@@ -102,9 +104,12 @@ class Checkpoints:
         for file in reversed(self._files()):
             arrays = read_arrays(file) or {}
             read = [arrays.get(str(i), np.zeros(0)) for i in range(len(leaves))]
-            if arrays and all(a.shape == b.shape for a, b in zip(read, leaves, strict=True)):
-                return read, json.loads(str(arrays["facts"]))
-            self.say(f"{file}: cannot be used; continuing from the state before it")
+            facts = json.loads(str(arrays.get("facts", "{}")))
+            known = facts.get("versions") == _versions()
+            if known and all(a.shape == b.shape for a, b in zip(read, leaves, strict=True)):
+                return read, facts
+            reason = "cannot be used" if known or not facts else "is of other versions"
+            self.say(f"{file}: {reason}; continuing from the state before it")
             file.unlink()
         return None
 
@@ -124,7 +129,7 @@ class Checkpoints:
         if not due:
             return
         arrays = {str(i): gathered(x) for i, x in enumerate(jax.tree.leaves(state))}
-        facts = json.dumps({"curve": curve, "times": times})
+        facts = json.dumps({"curve": curve, "times": times, "versions": _versions()})
         if hosts.leads():
             file = self.path / f"{curve['step'][-1]}.npz"
             write_arrays(file, arrays | {"facts": np.array(facts)})
@@ -137,6 +142,10 @@ class Checkpoints:
     def _files(self) -> list[Path]:
         files = (file for file in self.path.glob("*.npz") if file.stem.isdecimal())
         return sorted(files, key=lambda file: int(file.stem))
+
+
+def _versions() -> list[str]:
+    return list(versions_of(environment()))
 
 
 def write_arrays(path: Path, arrays: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import pytest
 from experiments.__main__ import main
 from experiments.claims import parse
 from experiments.errors import ConfigError
+from experiments.runs import checkpoints
 from experiments.runs.checkpoints import Checkpoints, Deadline, OutOfTime
 from experiments.runs.experiment import Experiment
 from experiments.runs.files import locked, write_whole
@@ -226,23 +227,27 @@ def stop_after_saving(self, *arguments):
     raise OutOfTime
 
 
-@pytest.mark.parametrize("how", ["truncated", "one bit"])
-def test_a_state_with_a_damaged_array_is_never_used(tmp_path, how):
+@pytest.mark.parametrize("how", ["truncated", "one bit", "other versions"])
+def test_a_state_that_is_damaged_or_of_other_versions_is_never_used(tmp_path, how, monkeypatch):
     first, second = ({"x": jnp.arange(6144.0) * n} for n in (1, 2))
     lines = []
     checkpoint = Checkpoints(tmp_path / "c", Deadline(), lines.append, every=0.0, lines=0.0)
     checkpoint.save(first, {"step": [1], "loss": [1.0]}, (1.0, 1.0), 2000)
-    checkpoint.save(second, {"step": [2], "loss": [2.0]}, (1.0, 1.0), 2000)
+    with monkeypatch.context() as patch:
+        if how == "other versions":
+            patch.setattr(checkpoints, "versions_of", lambda environment: ("jax 99",))
+        checkpoint.save(second, {"step": [2], "loss": [2.0]}, (1.0, 1.0), 2000)
     assert lines[1] == f"{tmp_path.name}: step 2 of 2,000, loss 2.000"
     path = tmp_path / "c" / "2.npz"
     data = bytearray(path.read_bytes())
     assert len(data) > 1000
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data if how == "one bit" else data[:100])
+    data[len(data) // 2] ^= 4 * (how == "one bit")
+    path.write_bytes(data[:100] if how == "truncated" else data)
     messages = []
     state, curve, _ = Checkpoints(tmp_path / "c", Deadline(), messages.append).load(second)
     np.testing.assert_array_equal(state["x"], first["x"])
-    assert curve["step"] == [1] and "2.npz: cannot be used" in messages[0]
+    reason = "is of other versions" if how == "other versions" else "cannot be used"
+    assert curve["step"] == [1] and f"2.npz: {reason}" in messages[0]
 
 
 def test_the_name_of_a_run_depends_on_every_setting():
