@@ -360,6 +360,7 @@ def _work(runs: Sequence[Work], folder: Path, deadline: Deadline) -> list[Event]
 
     After SIGTERM it ends with their states written.
     """
+    commit()  # Of the code that this process has just imported.
     events: list[Event] = []
 
     def send(event: Event) -> None:
