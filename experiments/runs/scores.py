@@ -188,18 +188,22 @@ def of_section(results: Results, section: str) -> dict[str, SchemeResults]:
 
 
 def modes(results: Results, section: str) -> list[str]:
-    """Returns the modes in which a section was evaluated, by descending number of lengths."""
-    lengths: dict[str, set[int]] = {}
-    for row in of_section(results, section).values():
+    """Returns the modes in which a section was evaluated, the main one first.
+
+    The others are in the order of their numbers of lengths.
+    """
+    rows, lengths = of_section(results, section).values(), {}
+    for row in rows:
         for mode, variant in row.views:
             lengths.setdefault(mode, set()).update(row.scores(mode, variant))
-    return sorted(lengths, key=lambda mode: -len(lengths[mode]))
+    main = next((row.task.views[0] for row in rows), "")
+    return sorted(lengths, key=lambda mode: (mode != main, -len(lengths[mode])))
 
 
 def places(results: Results, section: str) -> dict[str, dict[int, tuple[float, ...]]]:
     """Returns the scores by scheme, length and place in the row, of schemes that fitted.
 
-    The mode is the one with the most lengths.
+    The mode is the main one.
     """
     mode, out = next(iter(modes(results, section)), ""), {}
     for scheme, row in of_section(results, section).items():

@@ -331,3 +331,10 @@ def test_results_of_other_versions_and_commits_are_named():
         "jax 0.10.2 (3 runs) and jax 0.4.1 (2 runs); commit abc (3 runs) and commit old (2 runs)"
     )
     assert f"Results are of {words}, which may be why" in words_of(render([rows[0], old]))
+
+
+def test_the_main_scores_are_first_though_others_have_more_lengths():
+    row = make_row("text", "rope", seeds=2)
+    for result in row.results:
+        result.scores["sliding"] |= {"32": 1.0, "64": 1.0}
+    assert scores.modes([row], "text") == ["nonoverlapping", "sliding"]
