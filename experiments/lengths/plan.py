@@ -47,14 +47,14 @@ layers.
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import posenc_jax as pe
 from experiments.claims import Claim, Condition, check, parse
 from experiments.errors import ConfigError
-from experiments.lengths.results import CELLS, CellResult
+from experiments.lengths.results import BIN, CELLS, CellResult
 from experiments.lengths.texts import CITIES, Design
 from experiments.models.methods import METHODS, changed_if_whole, window_of
 from experiments.runs.results import digest
@@ -244,6 +244,16 @@ class Plan:
             for title, file in kind.documents.items()
         ]
 
+    def lengths_of(self, view: str) -> Sequence[int]:
+        """Returns the lengths at which a view has scores."""
+        if view in ("at", "far"):
+            return range(WIDTH, (self.shortest if view == "at" else self.longest) + 1, BIN)
+        if view == "within":
+            return sorted({target for stage in self.stages for target in stage.targets})
+        probe = self.probe_within if view == "copied_within" else self.probe
+        assert probe
+        return probe.distances if view.startswith("copied") else probe.contexts
+
     def targets(self, document: Document) -> set[int]:
         """Returns the targets of a document in all stages."""
         return {
@@ -357,6 +367,9 @@ def _without_score(plan: Plan, name: str, view: str | None, length: int) -> str:
     """Returns why there is no score, or ""."""
     if name not in plan.methods:
         return f"no method {name!r}{near(name, plan.methods)}"
+    if view not in VIEWS:
+        return f"no view {view!r}{near(str(view), VIEWS)}"
     if view == "copied_within" and (name != "rope" or plan.probe_within is None):
         return f"{view} needs [probe_within], and is of rope alone"
-    return "" if view in VIEWS else f"no view {view!r}{near(str(view), VIEWS)}"
+    lengths = plan.lengths_of(view)
+    return "" if length in lengths else f"{view} has lengths {[*lengths]}"

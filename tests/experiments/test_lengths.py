@@ -468,6 +468,7 @@ def test_a_wrong_plan_is_one_line(tmp_path, capsys):
         ('methods = ["rope", ', "methods = [", "must have rope"),
         ("document = 1", "document = 2", "document must be from 0 to 1"),
         ("rope.answer[8192] >=", "rope.anser[8192] >=", "no view 'anser'"),
+        ("rope.answer[8192] >=", "rope.answer[8191] >=", "answer has lengths [4096, 8192"),
         ('corpus = "sympy"', 'corpus = "simpy"', "unknown corpus 'simpy'"),
         ("document = 1", 'document = 1\nwithout = ["nkt"]', "has 'nkt', which is not in methods"),
         ('answers = ["rope", "ntk"]', 'answers = ["yarn"]', "picture: has 'yarn', which is not"),
