@@ -131,6 +131,12 @@ def tables(page: Context) -> Iterator[str]:
             "relative to its score at the trained\nlength in the same runs."
         )
     of_sizes = [_heads(study, rows) for rows in page.reported.values() if rows]
+    if any("copied" in head for heads in of_sizes for head in heads):
+        yield (
+            f"A column copied_a_b is of bytes that end {getattr(tasks[0], 'ngram', 0)} bytes which "
+            "were last used between a and b bytes back:\nthe change of their score from sliding "
+            "windows of a bytes to windows of b, which hold that use."
+        )
     if any("beyond" in head for heads in of_sizes for head in heads):
         yield (
             "Beyond the trained length a scheme gains or loses if the longest sliding windows have "
@@ -173,7 +179,8 @@ def pictures(page: Context) -> Iterator[str]:
         lengths = functools.partial(plots.lengths, last, size, mode, split=True)
         yield from page.picture("-lengths", f"Scores by length{of}", lengths)
     caption = f"Scores by length and place in the row{of}"
-    yield from page.picture("-maps", caption, lambda: plots.maps(last, size))
+    if not comparison.is_of_context(task):
+        yield from page.picture("-maps", caption, lambda: plots.maps(last, size))
 
 
 def drawing(study: Study, rows: Rows) -> str:
