@@ -32,6 +32,9 @@ from posenc_jax.schemes.scheme import Scheme
 _BY_ROW = "length", "written", "rewindable", "next_positions", "next_segment_ids", "tied", "lost"
 """Arrays [B] of a cache."""
 
+_VALUES = "k", "v", "k_features", "state", "past_states"
+"""Fields whose arrays have numbers of tokens, and may be sharded in other ways than the others."""
+
 _ALWAYS = 2**31 - 1
 """`visible_until` of tokens that all later ones see."""
 
@@ -258,35 +261,42 @@ class KVCache:
             ),
             *(self.state, state),
         )
-        arrays = k, v, positions, segment_ids, coordinates, k_features, state, past_states
         window = None if isinstance(self.storage, Slots) else _with_pairs(window)
-        new, is_full = dataclasses.replace(self, scheme=None)._append(
-            *arrays, visible_until, window=window, in_order=reads_order(self.scheme)
+        without: dict[str, Any] = dict.fromkeys(_VALUES)
+        bare = dataclasses.replace(self, scheme=None, **without)
+        new, slots, added, is_full = bare._counted(
+            *(positions, segment_ids, coordinates, visible_until),
+            limit=self.max_rewind or 0,
+            window=window,
+            in_order=reads_order(self.scheme),
         )
         self._check_room(new.length, is_full)
-        return dataclasses.replace(new, scheme=self.scheme)
+        old = tuple(getattr(self, name) for name in _VALUES)
+        values = _stored(old, (k, v, k_features, state, past_states), slots, added)
+        return dataclasses.replace(
+            new, scheme=self.scheme, **dict(zip(_VALUES, values, strict=True))
+        )
 
-    @functools.partial(jax.jit, static_argnames=("window", "in_order"), inline=True)
-    def _append(
+    # Outside of `jit` every operation of `append` would be a program, some forty to compile. These
+    # are two, as the compiler would shard counts and positions like the keys of their program.
+    @functools.partial(jax.jit, static_argnames=("limit", "window", "in_order"), inline=True)
+    def _counted(
         self,
-        k: jax.Array,
-        v: jax.Array,
         positions: jax.Array,
         segment_ids: jax.Array,
         coordinates: jax.Array | None,
-        k_features: Any,
-        state: Any,
-        past_states: Any,
         visible_until: jax.Array | None,
         *,
+        limit: int,
         window: Window,
         in_order: bool,
-    ) -> tuple[Self, jax.Array]:
-        """Returns the cache of `append`, and whether a row has more tokens than slots.
+    ) -> tuple[Self, jax.Array, jax.Array, jax.Array]:
+        """Returns the cache of `append` without `_VALUES`, and how these are written.
 
-        It is one program: outside of `jit` every operation would be one, some forty to compile.
+        With it come the slots of the tokens, the number of tokens of each row, and whether a row
+        has more tokens than slots.
         """
-        count, sinks = k.shape[1], self.storage.num_sink_tokens
+        count, sinks = positions.shape[1], self.storage.num_sink_tokens
         tokens = segment_ids >= 0
         added = tokens.sum(1, dtype=jnp.int32)
         length = self.length + added
@@ -296,31 +306,19 @@ class KVCache:
         # Tokens that are not stored have different slots past the end, which are not written.
         past_end = self.capacity + jnp.arange(count, dtype=jnp.int32)[None]
         slots = jnp.where(tokens & (slots < self.capacity), slots, past_end)
-        limit, state = self.max_rewind or 0, _as(self.state, state)
-        if limit:
-            past_states = jax.tree.map(
-                lambda state, past, new: appended_states(state, past, added, new),
-                *(self.state, self.past_states, _as(self.state, past_states)),
-            )
         last = jnp.where(added > 0, _last(segment_ids, index, tokens), self.next_segment_ids)
         after = _after(positions, tokens & (segment_ids == last[:, None]))
         continues = (self.length > 0) & (self.next_segment_ids == last)
         after = jnp.where(continues, jnp.maximum(after, self.next_positions), after)
-        features = functools.partial(write_slots, "k_features", slots=slots)
         # Caches are also made of zeros, from their shapes alone.
         unused = jnp.arange(self.capacity, dtype=jnp.int32)[None] >= self.written[:, None]
         ids = jnp.where(unused, -1, self.segment_ids)
         new = dataclasses.replace(
             self,
-            k=write_slots("k", self.k, k, slots),
-            v=write_slots("v", self.v, v, slots),
-            k_features=jax.tree.map(features, self.k_features, k_features),
             positions=write_slots("positions", self.positions, positions, slots),
             segment_ids=write_slots("segment_ids", ids, segment_ids, slots),
             coordinates=self._with_coordinates(coordinates, slots),
             visible_until=self._with_visible_until(visible_until, slots),
-            state=state,
-            past_states=past_states if limit else self.past_states,
             length=length,
             written=jnp.maximum(self.written, length),
             rewindable=jnp.minimum(self.rewindable + added, limit),
@@ -328,7 +326,7 @@ class KVCache:
             next_segment_ids=last,
         )
         if window is None or isinstance(self.storage, Slots):
-            return new, is_full
+            return new, slots, added, is_full
         # A donated cache is not copied if it is read after the write only. As many tokens as slots
         # overwrite the last one.
         before = self if count == self.capacity - sinks else new
@@ -342,7 +340,7 @@ class KVCache:
         lost, tied = self.storage.loses_visible(cached, newest, appended, *counts, window)
         # Keys at one position are in the order of slots, in which a ring turns.
         lost |= tied & in_order
-        return dataclasses.replace(new, tied=tied, lost=new.lost | lost), is_full
+        return dataclasses.replace(new, tied=tied, lost=new.lost | lost), slots, added, is_full
 
     def take(self, rows: jax.Array) -> Self:
         """Returns the cache whose row i is row `rows[i]` of this one, as in beam search.
@@ -683,6 +681,23 @@ def _with_pairs(window: Window) -> Window:
     if isinstance(window, SlidingWindow) and not isinstance(window.window, int):
         return dataclasses.replace(window, window=window.sides)
     return sides if isinstance(window, list) else window
+
+
+@functools.partial(jax.jit, inline=True)
+def _stored(old: tuple, new: tuple, slots: jax.Array, added: jax.Array) -> tuple:
+    """Returns the `_VALUES` of a cache after new ones, of `added` tokens for each row."""
+    *by_slot, state, past_states = old
+    *new_by_slot, new_state, new_past_states = new
+    written = (
+        jax.tree.map(functools.partial(write_slots, name, slots=slots), a, b)
+        for name, a, b in zip(_VALUES, by_slot, new_by_slot, strict=False)
+    )
+    if jax.tree.leaves(past_states):
+        past_states = jax.tree.map(
+            lambda state, past, new: appended_states(state, past, added, new),
+            *(state, past_states, _as(state, new_past_states)),
+        )
+    return *written, _as(state, new_state), past_states
 
 
 def _as(old: Any, new: Any) -> Any:

@@ -253,6 +253,26 @@ def test_one_token_of_one_row_is_written_in_place():
     assert not re.search(rf"{shape}\S* copy\(", program.as_text())
 
 
+@pytest.mark.parametrize("committed", [False, True])
+def test_counts_stay_where_they_are_beside_keys_on_automatic_axes(committed):
+    """Outside of jit too: a step compiled with the shardings of a new cache takes its prompt's."""
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    of = functools.partial(jax.sharding.NamedSharding, mesh)
+    cache = pe.new_cache(pe.RoPE(head_dim=4), 2, 5, num_heads=2, head_dim=4)
+    where = jax.tree.map(lambda x: of(P("data", None, "tensor") if x.ndim == 4 else P()), cache)
+    cache = jax.device_put(cache, where) if committed else cache
+    x = jax.device_put(np.ones((2, 4, 2, 4), "f4"), where.k)
+
+    def step(cache, x):
+        return pe.scheme_attention(pe.RoPE(head_dim=4), {}, x, x, x, cache=cache, is_causal=True)
+
+    _, prompt = step(cache, x[:, :3])
+    for name in ("length", "positions", "next_positions", "segment_ids"):
+        assert getattr(prompt, name).sharding == getattr(cache, name).sharding
+    _, after = jax.jit(step, in_shardings=(where, where.k))(prompt, x[:, 3:])
+    assert after.length.tolist() == [4, 4]
+
+
 def test_rows_and_heads_on_explicit_axes():
     """Rows over four devices and heads over two: the same numbers, and rows stay where they are."""
     scheme = pe.FoX(num_heads=4, model_dim=DIM)
