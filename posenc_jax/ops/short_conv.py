@@ -34,8 +34,9 @@ def preceding_tokens(
         # Zeros sharded as x, whose other axes may be sharded too.
         segment_ids = jnp.zeros_like(jnp.sum(x, range(2, x.ndim)), jnp.int32)
     if state is None:
-        zeros, ids = (jnp.zeros_like(a[:, :1]) for a in (x, segment_ids))
-        state = jnp.repeat(zeros, count, 1), jnp.repeat(ids, count, 1)
+        none = (jnp.zeros_like(a[:, :0]) for a in (x, segment_ids))
+        zeros, ids = (jnp.pad(a, [(0, 0), (count, 0), *[(0, 0)] * (a.ndim - 2)]) for a in none)
+        state = zeros, ids
     length = x.shape[1]
     rows = jnp.concatenate([state[0].astype(x.dtype), x], 1)
     ids = jnp.concatenate([state[1] - 1, segment_ids], 1)
@@ -121,6 +122,12 @@ def short_convolution(
     )
     if segment_ids is not None:
         segment_ids = segments(name, segment_ids, x.shape[:2])
+    for part in state or ():
+        require(
+            part.shape[1] == width[0] - 1,
+            f"{name}: state must have the last {width[0] - 1} tokens, as a kernel of {width[0]} "
+            f"returns it, got {part.shape[1]}.",
+        )
     return _convolved(x, taps, segment_ids, state)
 
 

@@ -72,6 +72,14 @@ def test_convolution_matches_a_loop_whole_and_in_chunks(chunk, kernel):
     np.testing.assert_allclose(out[real], expected[real], atol=1e-6)
 
 
+def test_a_state_after_no_tokens_is_that_of_the_start():
+    for ids in (None, SEGMENTS):
+        first, rest = (None, None) if ids is None else (ids[:, :0], ids)
+        _, state = pe.short_convolution(X[:, :0], KERNEL, first)
+        out, _ = pe.short_convolution(X, KERNEL, rest, state)
+        np.testing.assert_array_equal(out, pe.short_convolution(X, KERNEL, rest)[0])
+
+
 @pytest.mark.parametrize(("on", "implementation"), [("qkv", "xla"), ("v", "reference")])
 def test_attention_matches_a_loop_in_packed_rows(on, implementation):
     scheme = contrib.ShortConv(num_heads=6, num_kv_heads=3, head_dim=8, on=on, silu=True)
