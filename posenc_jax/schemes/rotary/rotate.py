@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from posenc_jax.checks import array_of_rank, floating, require
+from posenc_jax.checks import array_of_rank, floating, integers_from, require
 from posenc_jax.engine.problem import vary_over
 from posenc_jax.schemes.rotary.layouts import check_layout, read_and_write
 
@@ -43,7 +43,7 @@ def apply_rotation(
 
     Raises:
       ValueError: for other shapes, or G that does not divide N.
-      TypeError: for x of integers.
+      TypeError: for x of integers, and a `start` that is none.
 
     >>> cos, sin = pe.cos_sin(jnp.array([[1]]), np.array([1.0]))
     >>> apply_rotation(jnp.array([1.0, 0.0]).reshape(1, 1, 1, 2), cos, sin).ravel().round(4)
@@ -51,6 +51,7 @@ def apply_rotation(
     """
     array_of_rank("apply_rotation", "x", x, 4, "[B, T, N, H]")
     check_layout("apply_rotation", layout)
+    integers_from(0, "apply_rotation", start=start)
     return rotate_pairs(x, *materialize(cos, sin), layout=layout, start=start)
 
 
@@ -69,12 +70,16 @@ def materialize(cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
     return both[0], both[1]
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "start"), inline=True)
 def rotate_pairs(
     x: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str, start: int
 ) -> jax.Array:
     """Returns x rotated as by `apply_rotation`, for tables from `materialize`."""
     floating("apply_rotation", "x", x)
+    return _rotated(x, cos, sin, layout=layout, start=start)
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "start"), inline=True)
+def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, *, layout: str, start: int) -> jax.Array:
     require(
         cos.shape == sin.shape
         and (cos.ndim == 3 or (cos.ndim == 4 and x.shape[2] % cos.shape[2] == 0))

@@ -26,10 +26,16 @@ def test_tables_that_do_not_fit_are_refused(shape):
         pe.apply_rotation(jnp.ones((2, 5, 6, 8)), jnp.ones(shape), jnp.ones(shape))
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, bool])
+@pytest.mark.parametrize("start", [[2], True, jnp.int32(2)])
+def test_a_start_that_is_no_integer_is_refused(start):
+    with pytest.raises(TypeError, match="apply_rotation: start must be an integer, got"):
+        pe.apply_rotation(*[np.ones((1, 5, 1, 8), "f4")] + [np.ones((1, 5, 2))] * 2, start=start)
+
+
+@pytest.mark.parametrize("dtype", ["int64", bool, object])
 def test_integers_are_refused(dtype):
     """Rotated numbers are fractions: a result in the dtype of x would be truncated."""
-    x, tables = jnp.ones((2, 5, 6, 8), dtype), [jnp.ones((2, 5, 4))] * 2
+    x, tables = np.ones((2, 5, 6, 8), dtype), [jnp.ones((2, 5, 4))] * 2
     with pytest.raises(TypeError, match=f"x must be floating, got {x.dtype}"):
         pe.apply_rotation(x, *tables)
     with pytest.raises(TypeError, match=f"x must be floating, got {x.dtype}"):
