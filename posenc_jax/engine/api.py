@@ -647,12 +647,12 @@ def _check_rules(rules: tuple) -> None:
                 f"attention: rules must be rules such as LogitBias, got an array of shape "
                 f"{rule.shape}; to add a dense bias, give DenseBias(array)."
             )
+        got = f"the class {rule.__name__}" if isinstance(rule, type) else type(rule).__name__
         advice = "scheme, give scheme.rules(params), or use scheme_attention."
-        if callable(rule):
-            advice = "score_mod, give pe.score_mod(function, q, *arrays)."
+        if callable(rule) and not isinstance(rule, type):
+            got, advice = "a function", "score_mod, give pe.score_mod(function, q, *arrays)."
         raise TypeError(
-            "attention: rules must be rules such as LogitBias, got "
-            f"{'a function' if callable(rule) else type(rule).__name__}; of a {advice}"
+            f"attention: rules must be rules such as LogitBias, got {got}; of a {advice}"
         )
     for trait, effect in (
         ("whole_rows", "transforms whole rows of logits"),

@@ -84,6 +84,7 @@ ATTENTION = {
     "rules must be rules .*, got a function; of a score_mod": {
         "rules": lambda score, b, h, q, k: score
     },
+    "rules must be rules .*, got the class ALiBi; of a scheme, give": {"rules": pe.ALiBi},
     "mask must be bool, got list": {"mask": [[[[True] * 7] * 7]]},
     "window must be at least 1 token, got 0": {"window": 0},
     "is_causal must be True or False, got 'no'.": {"is_causal": "no"},
@@ -219,6 +220,9 @@ CALLS = {
     "resize_grid: grid must be floating, got uint8": lambda: pe.resize_grid(X.astype("u1"), 2, 2),
     "short_convolution: x must be floating, got int32": lambda: pe.short_convolution(
         X.astype("i4"), X[0]
+    ),
+    "short_convolution: state must have the last 6 tokens, as a kernel of 7 returns it, got 2": (
+        lambda: pe.short_convolution(X, X[0], state=pe.short_convolution(X, X[0, :3])[1])
     ),
     "DenseBias: pairs must be an array": lambda: pe.DenseBias([[1.0]]),
     "score_mod: arrays must be arrays, got 'x'": lambda: pe.score_mod(max, Q, "x"),
