@@ -6,8 +6,8 @@ It needs jax and numpy alone; parts that need more packages are left out without
 in FOLDER, and is written as it is measured. Parts run one after the other, in processes of their
 own, and end when their share of the time is over:
 
-  steps     `posenc_jax.kernels`: both passes and decoding against "reference" on the CPU, and tiles
-            of the default size: steps.jsonl
+  steps     `posenc_jax.kernels`: both passes against "reference" on the CPU, and tiles of the
+            default size: steps.jsonl
   train     training steps of 25 million parameters with the kernels, rows whole and packed
             (`accelerator_train`, needs flax and optax): train.json
   times     attention with schemes by each implementation, `jax.nn`, a bias per pair, and the shape

@@ -1,4 +1,4 @@
-"""Steps that check kernels on a device: problems of both passes and of decoding.
+"""Steps that check kernels on a device: problems of both passes.
 
     from posenc_jax.kernels.checks.steps import steps
 
