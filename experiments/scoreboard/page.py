@@ -72,8 +72,7 @@ def _remarks(outcomes: Sequence[Outcome], files: Files) -> Iterator[str]:
     if count := sum(len(outcome.criteria) for outcome in outcomes if outcome.seeds):
         yield (
             f"{count} {'criterion has' if count == 1 else 'criteria have'} been looked at. Without "
-            "any effect, one that compares with 0 would hold in\n  five of five seeds once in 32 "
-            "times"
+            "any effect, one that compares with 0 would hold\n  once in 40 times"
         )
     for names in _shared(outcomes):
         yield f"Claims that share trained models are not independent: {', '.join(names)}"
