@@ -36,8 +36,6 @@ FORMULA = ("posenc_jax.schemes.", "posenc_jax.contrib.")
 PICTURES = """8 heads of 64, and 128 tokens, with windows and chunks within them. Tokens have equal
 content unless the caption says otherwise, so that keys differ by position only; parameters are the
 initial ones. `python -m experiments gallery` draws more."""
-INTERNAL = {"attention_call", "drops", "heads", "inputs", "norms_around", "size_of_heads"}
-"""Methods of the Flax layers that are steps of a call."""
 
 
 def families() -> dict[str, list[str]]:
@@ -108,7 +106,7 @@ def documented(thing: type) -> tuple[list[str], list[str]]:
             break
         for name, member in vars(cls).items():
             call = name == "__call__" and not issubclass(thing, enum.Enum)
-            if (name.startswith("_") and not call) or name in INTERNAL:
+            if name.startswith("_") and not call:
                 continue
             member = getattr(member, "__func__", member)
             if not (inspect.isroutine(member) or isinstance(member, property)):

@@ -401,6 +401,11 @@ def _check_call(call: AttentionCall, cache: KVCache | None, scheme: Scheme) -> N
     """Raises for options that do not go together."""
     if cache is None:
         return
+    if not hasattr(cache, "next_positions"):  # A Flax variable of a cache has it, too.
+        raise TypeError(
+            "scheme_attention: cache must be the KVCache of one layer, as new_cache makes it, got "
+            f"{type(cache).__name__}."
+        )
     require(
         call.contiguous is None,
         "scheme_attention: contiguous has no meaning with a cache, got contiguous="

@@ -109,11 +109,12 @@ class Attention(AttentionLayer, nn.Module):
     shared_encoding: PositionEncoding | None = None
 
     def __post_init__(self):
-        spec = self.spec()
+        spec = self._settings()
         check_use(spec.scheme, spec, self.is_causal)
         super().__post_init__()
 
-    def spec(self) -> LayerSpec:
+    @nn.nowrap  # It is called before the module is bound.
+    def _settings(self) -> LayerSpec:
         """Returns the settings that a `LayerSpec` has."""
         settings = {n: getattr(self, n) for n in ("window", "softcap", "scale", "qk_norm", "sinks")}
         return layer_spec("Attention", self.position, self.shared_encoding, **settings)
@@ -173,9 +174,9 @@ class Attention(AttentionLayer, nn.Module):
         Raises:
           ValueError: for arguments that do not fit, and dropout without `deterministic`.
         """
-        inputs = self.inputs(inputs_q, inputs_k, inputs_v)
-        heads, spec, model_dim = self.heads(), self.spec(), inputs_q.shape[-1]
-        head_dim = self.size_of_heads(model_dim)
+        inputs = self._inputs(inputs_q, inputs_k, inputs_v)
+        heads, spec, model_dim = self._heads(), self._settings(), inputs_q.shape[-1]
+        head_dim = self._size_of_heads(model_dim)
         check_axis_names("Attention", self.axis_names)
         dot_general = jax.lax.dot_general if self.dot_general is None else self.dot_general
 
@@ -193,7 +194,9 @@ class Attention(AttentionLayer, nn.Module):
                 promote_dtype=self.promote_dtype,
                 kernel_init=named(kernel_init, self.axis_names, sizes),
                 bias_init=named(bias_init, self.axis_names, sizes[1 if name != "out" else 2 :]),
-                dot_general=functools.partial(dot_general, out_sharding=sharding),
+                dot_general=dot_general
+                if sharding is None
+                else functools.partial(dot_general, out_sharding=sharding),
                 name=name,
             )
 
@@ -209,14 +212,14 @@ class Attention(AttentionLayer, nn.Module):
         encoding = self.shared_encoding
         if encoding is None:
             encoding = PositionEncoding(spec.scheme, self.axis_names, name="encoding")
-        drop = self.drops(deterministic)
+        drop = self._drops(deterministic)
         norms = sinks = variable = new = None
         if spec.qk_norm is not None:
             norms = (
                 HeadNorm(spec.qk_norm, KERNELS["query"][1:], self.axis_names, name="query_norm"),
                 HeadNorm(spec.qk_norm, KERNELS["key"][1:], self.axis_names, name="key_norm"),
             )
-        (q_norm, k_norm), norms = self.norms_around(norms)
+        (q_norm, k_norm), norms = self._norms_around(norms)
         kv_sharding = qkv_sharding if kv_sharding is None else kv_sharding
         tokens = Projections(
             q=project("query", inputs[0], q_norm, qkv_sharding),
@@ -242,7 +245,7 @@ class Attention(AttentionLayer, nn.Module):
                 visible_until=options.get("visible_until") is not None,
                 qkv_sharding=kv_sharding,
             )
-        call = self.attention_call(
+        call = self._attention_call(
             options,
             CallOptions.__annotations__,
             inputs_q.shape[:2],

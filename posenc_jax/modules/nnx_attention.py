@@ -31,6 +31,7 @@ from posenc_jax.modules.shared import (
     has_bias,
     init_of_projection,
     layer_spec,
+    scheme_of,
     sinks_of,
 )
 from posenc_jax.qk_norm import QKNorm
@@ -151,10 +152,10 @@ class Attention(AttentionLayer, nnx.Module):
         self.scale, self.softcap = (x and float(x) for x in (spec.scale, spec.softcap))
         check_axis_names("Attention", axis_names)
         self.model_dim, self.num_heads, self.head_dim = model_dim, num_heads, head_dim
-        self.head_dim = head_dim = self.size_of_heads(model_dim)
+        self.head_dim = head_dim = self._size_of_heads(model_dim)
         self.in_kv_features = model_dim if in_kv_features is None else in_kv_features
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        heads = self.heads()
+        heads = self._heads()
 
         def project(name, features, out_features, axis, kernel_init, bias_init):
             sizes = KERNELS[name]
@@ -213,16 +214,16 @@ class Attention(AttentionLayer, nnx.Module):
         self.kv_cache: nnx.Cache[KVCache] | None = nnx.data(None)
         self.rngs = rngs.dropout.fork() if dropout_rate > 0 else None
         self.is_causal, self.dropout_rate = is_causal, dropout_rate
-        self.drops(True)  # Raises for a rate outside [0, 1).
+        self._drops(True)  # Raises for a rate outside [0, 1).
         self._dtype = jnp.result_type(param_dtype if dtype is None else dtype)
         self.implementation = implementation
 
-    def spec(self) -> LayerSpec:
+    def _settings(self) -> LayerSpec:
         """Returns the settings as assigned, with the scheme of the constructor."""
         names = "window", "chunk_size", "scale", "softcap"
         return dataclasses.replace(self._spec, **{name: getattr(self, name) for name in names})
 
-    settings = property(spec)
+    settings = property(_settings)
     dtype = property(lambda self: self._dtype)
     qk_norm = property(lambda self: self._spec.qk_norm)
     shared_encoding = property(doc="An argument only. Assign `encoding` to share parameters later.")
@@ -290,10 +291,12 @@ class Attention(AttentionLayer, nnx.Module):
           ValueError: for arguments that do not fit, dropout without `deterministic` or rngs, and
             decoding without a cache.
         """
-        inputs = self.inputs(inputs_q, inputs_k, inputs_v)
+        inputs = self._inputs(inputs_q, inputs_k, inputs_v)
         encoding = self.encoding if shared_encoding is None else shared_encoding
-        check_acts_in_attention("Attention", encoding.scheme)
-        check_direction("Attention", encoding.scheme, self.is_causal, self.window)
+        scheme = scheme_of("Attention", encoding)
+        check_acts_in_attention("Attention", scheme)
+        check_direction("Attention", scheme, self.is_causal, self.window)
+        dataclasses.replace(self._settings(), scheme=scheme)  # Raises if they do not go together.
         stored = None
         if self.decode if decode is None else decode:
             require(cache is None, "Attention: decode=True has its own cache; give no cache=.")
@@ -301,14 +304,14 @@ class Attention(AttentionLayer, nnx.Module):
             if stored is None:
                 raise ValueError("Attention: decode=True needs a cache; call init_cache first.")
             cache = stored.get_value()
-        call = self.attention_call(
+        call = self._attention_call(
             options,
             NNXCallOptions.__annotations__,
             inputs_q.shape[:2],
             to_itself=inputs_k is None,
             sinks=None if self.sinks is None else sinks_of(self.sinks[...], inputs_q),
             cache=cache,
-            dropout_key=self._dropout_key(rngs) if self.drops(deterministic) else None,
+            dropout_key=self._dropout_key(rngs) if self._drops(deterministic) else None,
         )
 
         def project(name, x, norm, sharding):
@@ -317,7 +320,7 @@ class Attention(AttentionLayer, nnx.Module):
             return checkpoint_name(y if norm is None else norm(y), f"{name}_proj")
 
         norms = None if self.query_norm is None else (self.query_norm, self.key_norm)
-        (q_norm, k_norm), norms = self.norms_around(norms)
+        (q_norm, k_norm), norms = self._norms_around(norms)
         kv_sharding = qkv_sharding if kv_sharding is None else kv_sharding
         tokens = Projections(
             q=project("query", inputs[0], q_norm, qkv_sharding),

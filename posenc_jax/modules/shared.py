@@ -1,5 +1,6 @@
 """Common parts of the modules of NNX and Linen: arguments, settings and caches."""
 
+import dataclasses
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack
@@ -102,6 +103,16 @@ class EncodingLayer:
         return scheme_tables(self.scheme, self.values(), coordinates)
 
 
+def scheme_of(caller: str, encoding: Any) -> Scheme:
+    """Returns the scheme of a `PositionEncoding`; raises TypeError for another object."""
+    if isinstance(encoding, EncodingLayer):
+        return encoding.scheme
+    hint = "; make one with PositionEncoding(scheme)" if isinstance(encoding, Scheme) else ""
+    raise TypeError(
+        f"{caller}: shared_encoding must be a PositionEncoding, got {encoding!r:.200}{hint}."
+    )
+
+
 def layer_spec(caller: str, position: Any, shared_encoding: Any, **settings: Any) -> LayerSpec:
     """Returns the settings of a layer, from its arguments or from a `LayerSpec`.
 
@@ -115,7 +126,7 @@ def layer_spec(caller: str, position: Any, shared_encoding: Any, **settings: Any
       ValueError: for a setting that the `LayerSpec` has too, for two different schemes, and for a
         layer without attention.
     """
-    shared = None if shared_encoding is None else shared_encoding.scheme
+    shared = None if shared_encoding is None else scheme_of(caller, shared_encoding)
     if not isinstance(position, LayerSpec | Scheme | None):
         hint = call_hint(position)
         if isinstance(position, EncodingLayer):
@@ -217,11 +228,11 @@ class AttentionLayer:
     deterministic: bool | None
     implementation: Implementations
 
-    def spec(self) -> LayerSpec:
+    def _settings(self) -> LayerSpec:
         """Returns the settings as a `LayerSpec`."""
         raise NotImplementedError
 
-    def inputs(
+    def _inputs(
         self,
         inputs_q: jax.Array,
         inputs_k: jax.Array | None,
@@ -235,7 +246,7 @@ class AttentionLayer:
         inputs_k = inputs_q if inputs_k is None else inputs_k
         return inputs_q, inputs_k, inputs_k if inputs_v is None else inputs_v
 
-    def heads(self) -> dict[str, int]:
+    def _heads(self) -> dict[str, int]:
         """Returns the number of heads of each projection."""
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         sizes = {"num_heads": self.num_heads, "num_kv_heads": kv_heads}
@@ -243,7 +254,7 @@ class AttentionLayer:
         divides("Attention", **sizes)
         return {"query": self.num_heads, "key": kv_heads, "value": kv_heads}
 
-    def size_of_heads(self, model_dim: int | None) -> int:
+    def _size_of_heads(self, model_dim: int | None) -> int:
         """Returns H: `head_dim`, or D / N."""
         if self.head_dim is not None:
             positive_integers("Attention", head_dim=self.head_dim)
@@ -255,7 +266,7 @@ class AttentionLayer:
         divides("Attention", **sizes)
         return model_dim // self.num_heads
 
-    def drops(self, deterministic: bool | None) -> bool:
+    def _drops(self, deterministic: bool | None) -> bool:
         """Returns whether a call drops weights.
 
         Raises:
@@ -276,7 +287,7 @@ class AttentionLayer:
             )
         return not deterministic
 
-    def attention_call(
+    def _attention_call(
         self,
         options: Mapping[str, Any],
         known: Iterable[str],
@@ -301,7 +312,7 @@ class AttentionLayer:
         names = "positions", "coordinates", "segment_ids", "visible_until"
         other = {f"k_{n}" for n in names} if to_itself else {"tables", "contiguous", names[-1]}
         refuse_unknown("Attention", options, set(known) - other)
-        spec = self.spec()
+        spec = self._settings()
         call = AttentionCall(
             sinks=sinks,
             is_causal=self.is_causal,
@@ -342,11 +353,11 @@ class AttentionLayer:
         call = call.replace(q_segment_ids=ids, window=window, q_positions=positions)
         return call.replace(contiguous=True) if by_slot and cache is None else call
 
-    def norms_around(
+    def _norms_around(
         self, norms: Norms | None
     ) -> tuple[tuple[Norm | None, Norm | None], Norms | None]:
         """Returns the norms of q and k before the scheme's hooks, and those after them."""
-        qk_norm = self.spec().qk_norm
+        qk_norm = self._settings().qk_norm
         if norms is None or qk_norm is None:
             return (None, None), None
         return ((None, None), norms) if qk_norm.after_rotation else (norms, None)
@@ -381,7 +392,7 @@ class AttentionLayer:
           NotImplementedError: for a ring of a layer with chunks.
           ValueError: for `tokens_per_call` below one, and with a `ring`, whose capacity has it.
         """
-        spec, encoding = self.spec(), shared_encoding
+        spec, encoding = self._settings(), shared_encoding
         if encoding is None:  # A Linen layer has its parameters in `apply` only.
             encoding = getattr(self, "encoding", None)
         if spec.chunk_size is not None and options.get("ring"):
@@ -409,18 +420,19 @@ class AttentionLayer:
         if options.get("ring"):
             options["num_sink_tokens"] = max(sinks, options.get("num_sink_tokens", 0))
         model_dim = self.model_dim if model_dim is None else model_dim
-        return new_cache(
+        cache = new_cache(
             scheme,
             batch,
             capacity,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
-            head_dim=self.size_of_heads(model_dim),
+            head_dim=self._size_of_heads(model_dim),
             model_dim=model_dim,
             dtype=dtype,
             params=None if encoding is None else encoding.values(),
             **options,
         )
+        return cache if spec.chunk_size is None else dataclasses.replace(cache, ids_per_segment=16)
 
 
 def sinks_of(param: jax.Array, x: jax.Array) -> jax.Array:

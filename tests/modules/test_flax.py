@@ -149,6 +149,9 @@ WRONG = {
     ),
     "position must be a Scheme or a LayerSpec, got 'rope'": {"position": "rope"},
     "qk_norm must be a QKNorm or None, got True": {"qk_norm": True},
+    r"shared_encoding must be a PositionEncoding, got RoPE.*; make one with PositionEncoding\(": {
+        "shared_encoding": pe.RoPE(H)
+    },
     r"num_heads is 6, and T5\(num_heads=8.* was made for 8": {"position": pe.T5(8)},
     r"head_dim is 8, and RoPE\(head_dim=4.* was made for 4": {
         "position": pe.LayerSpec(pe.chain(pe.ALiBi(N), pe.RoPE(4)))
@@ -564,6 +567,10 @@ def test_dtype_precision_products_and_promotion_are_those_of_the_projections():
         calls.append(arrays)
         return jax.lax.dot_general(*arrays, **settings)
 
+    def plain(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None):
+        return jax.lax.dot_general(lhs, rhs, dimension_numbers, precision)
+
+    jax.eval_shape(linen_layer(pe.NoPE(), dot_general=plain).init, KEY, X)  # As in nn.DenseGeneral.
     options = {"precision": "highest", "dot_general": product, "promote_dtype": halved}
     layer = nnx_layer(pe.NoPE(), **options)
     module = linen_layer(pe.NoPE(), **options)
@@ -617,6 +624,47 @@ def test_layers_that_do_not_tell_left_from_right_warn():
     nnx_layer(pe.LayerSpec(pe.ALiBi(N), window=(3, 0)), is_causal=False)
     for scheme in (pe.NoPE(), pe.ALiBi(N, symmetry="split"), pe.chain(pe.RoPE(H), pe.ALiBi(N))):
         nnx_layer(scheme, is_causal=False)
+
+
+def test_tables_of_both_libraries():
+    layer = nnx_layer(pe.RoPE(H))
+    assert "query" in nnx.tabulate(layer, X)
+    assert jax.eval_shape(layer, X).shape == X.shape  # A failure would leave its methods changed.
+    assert "query" in linen_layer(pe.RoPE(H)).tabulate(KEY, X)
+
+
+def test_a_cache_of_chunks_counts_segments_not_chunks():
+    layer = nnx_layer(pe.LayerSpec(pe.RoPE(H), chunk_size=4), implementation="reference")
+    table = pn.PositionEncoding(pe.LearnedAbsolute(32, D), rngs=nnx.Rngs(1))
+
+    @jax.jit
+    def run(x):
+        _, cache = layer(x[:, :3], cache=layer.new_cache(BATCH, 20))
+        _, cache = layer(x[:, 3:7], cache=cache)  # Four drafts, of which three are kept.
+        kept = cache.keep(jnp.tile(jnp.arange(3), (BATCH, 1)), 4)
+        out, _ = layer(x[:, 6:8], cache=kept)
+        ids = jnp.zeros((BATCH, 2), jnp.int32)
+        return kept, out, layer(x[:, :8])[:, 6:8], table(x[:, 6:8], segment_ids=ids, cache=kept)
+
+    kept, out, expected, encoded = run(X)
+    assert kept.next_positions.tolist() == [6] * BATCH
+    np.testing.assert_array_equal(kept.positions[:, :6], np.tile(np.arange(6), (BATCH, 1)))
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    np.testing.assert_allclose(
+        encoded - X[:, 6:8], np.tile(table.values()["table"][6:8], (BATCH, 1, 1)), atol=1e-6
+    )
+
+
+def test_encodings_and_caches_of_a_call_are_checked():
+    chunks = nnx_layer(pe.LayerSpec(pe.RoPE(H), chunk_size=4, window=3))
+    streaming = pn.PositionEncoding(pe.streaming(pe.RoPE(H), 2), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="chunk_size needs a scheme that attends within its"):
+        chunks(X, shared_encoding=streaming)
+    layer = nnx_layer(pe.RoPE(H))
+    with pytest.raises(TypeError, match="Attention: shared_encoding must be a PositionEncoding"):
+        layer(X, shared_encoding=pe.RoPE(H))
+    with pytest.raises(TypeError, match=r"cache must be the KVCache of one layer.*got list"):
+        layer(X, cache=[layer.new_cache(BATCH, T)])
 
 
 def test_segment_ids_of_a_layer_with_chunks_are_checked():
