@@ -70,6 +70,7 @@ class KVCache:
       lost: bool [B], rows that recover in `reset` only; see `overflowed`.
       scheme: the scheme whose arrays the cache holds, or None.
       storage: `Slots`, or a `Ring` that overwrites the oldest tokens of a full row.
+      ids_per_segment: how many consecutive ids are one segment: 16 in a layer with chunks.
     """
 
     k: jax.Array
@@ -90,6 +91,7 @@ class KVCache:
     lost: jax.Array
     scheme: Scheme | None = dataclasses.field(default=None, metadata={"static": True})
     storage: Slots | Ring = dataclasses.field(default=Slots(), metadata={"static": True})
+    ids_per_segment: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def capacity(self) -> int:
@@ -540,19 +542,23 @@ class KVCache:
         coordinates = self.coordinates
         if coordinates is not None:
             coordinates = jnp.moveaxis(at_slots(batch_first(coordinates)), (0, 1), (-2, -1))
-        positions = restarting(ids) + before.positions_after(ids)
+        segments = ids // self.ids_per_segment
+        positions = restarting(segments) + before.positions_after(segments)
         new = before.append(k, v, positions, ids, coordinates=coordinates, k_features=features)
         return dataclasses.replace(new, lost=new.lost | past.any(1))
 
-    def positions_after(self, segment_ids: jax.Array, ids_per_segment: int = 1) -> jax.Array:
+    def positions_after(
+        self, segment_ids: jax.Array, ids_per_segment: int | None = None
+    ) -> jax.Array:
         """Returns the position after the last token of each segment in the cache, int32 [B, T].
 
         It is 0 for segments that the cache does not hold.
 
         Args:
           segment_ids: int32 [B, T].
-          ids_per_segment: the number of consecutive ids that the cache has for a segment.
+          ids_per_segment: in place of the attribute, for a cache that no layer made.
         """
+        ids_per_segment = ids_per_segment or self.ids_per_segment
         written = jnp.arange(self.capacity, dtype=jnp.int32)[None] < self.written[:, None]
         held = jnp.where(written, self.segment_ids // ids_per_segment, -1)
         last = jnp.where(self.length > 0, self.next_segment_ids // ids_per_segment, -1)

@@ -119,13 +119,13 @@ def token_positions(
     cache: KVCache | None,
     shape: tuple[int, ...],
     segment_ids: jax.Array | None = None,
-    ids_per_segment: int = 1,
+    ids_per_segment: int | None = None,
 ) -> jax.Array:
     """Returns positions as int32 [B, T].
 
     By default they count the tokens of each segment, after those in the cache; tokens without
-    `segment_ids` continue the last segment there. A layer with chunks has `ids_per_segment` of
-    them in the cache.
+    `segment_ids` continue the last segment there. For `ids_per_segment` see
+    `KVCache.positions_after`.
     """
     if cache is not None:
         require(
