@@ -214,8 +214,9 @@ class Plan:
 
     def layers(self, method: str, target: int) -> tuple[pe.LayerSpec, ...]:
         """Returns the layers with a method, to read to a target."""
-        about = self.checkpoint
-        return tuple(changed_if_whole(x, method, about.trained, target) for x in about.layers)
+        layers, trained = self.checkpoint.layers, self.checkpoint.trained
+        new = {x: changed_if_whole(x, method, trained, target) for x in dict.fromkeys(layers)}
+        return tuple(new[x] for x in layers)
 
     @property
     def longest(self) -> int:
