@@ -40,16 +40,27 @@ ALONE = {
     "positions_default_to_counting": {"learned", "fox"},
     "bfloat16_is_near_float32": {"learned", "t5", "fox", "rope"},
     "tiles_equal_the_reference_in_an_encoder": {"t5", "shaw"},
-    "ring_cache_equals_the_whole": {"t5", "fox"},
+    "ring_cache_equals_the_whole": {"t5"},
     "empty_batches_and_sequences": {"learned", "t5", "fox", "path", "short_conv", "rope"},
 }
 """The schemes of properties that need programs of their own, or many operations."""
-IN_TILES = {"value", "rules", "attend", "output"}
+IN_TILES = {"rules", "attend"}
 OF_TOKENS = IN_TILES | {"mix", "features"}
 IN_CACHES = {"mix", "features", "attend"}
 """Hooks that act within tiles, and hooks that see other tokens or their states."""
-STATELESS = {"cope", "deberta", "grape_a", "inkling", "repo", "shaw", "transformer_xl", "tupe"}
+STATELESS = {"cope", "deberta", "grape_a", "repo", "shaw"}
 """Features of a token that depend on it alone: what a prompt shows, single steps do."""
+WITHOUT_PROMISES = {
+    *("cope", "fire", "grape_a", "kerple", "path", "rope_by_length", "stick_breaking"),
+    *("swin", "swin_v2", "tupe"),
+}
+"""Their rules promise tiles nothing, such as a distance or bounds, or read whole rows."""
+LIKE_OTHERS = {"cable", "self_extend"}
+"""The hooks are those of FoX and of ReRoPE, with other numbers."""
+NOT_IN_CACHES = {"inkling", "transformer_xl", "tupe", "rope_by_length", "short_conv"}
+"""Caches store nothing of their features, or tests of their own decode with them."""
+TELLING = {"deberta", "fox", "transformer_xl", "tupe"}
+"""Schemes that are not mirrored, as RoPE is not."""
 NEEDS = {
     "tiles_equal_the_reference": IN_TILES,
     "tiles_equal_the_reference_padded": IN_TILES,
@@ -87,7 +98,11 @@ def is_quick(kind, name):
     hooks = {x for x in OF_TOKENS if getattr(cls, x) is not getattr(pe.Scheme, x)}
     if "contrib" in cls.__module__ and needs >= IN_TILES:  # Only their authors use these schemes.
         return False
-    if kind == "path" and needs == IN_TILES:  # Whole rows of its logits depend on each other.
+    if kind in LIKE_OTHERS or (kind in WITHOUT_PROMISES and needs == IN_TILES):
+        return False
+    if kind in NOT_IN_CACHES and needs == IN_CACHES and "order" not in name:
+        return False
+    if kind in TELLING and name == "tells_past_from_future":
         return False
     if kind in STATELESS and ("prompt" in name or name.startswith("steps_after")):
         return False

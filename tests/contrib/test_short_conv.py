@@ -8,7 +8,7 @@ import posenc_jax as pe
 from posenc_jax import contrib
 from tests import oracle
 from tests.oracle import qkv, softmax_attention
-from tests.support import build, close, golden, parameters
+from tests.support import build, close, golden, parameters, slow
 
 OPTIONS = {contrib.ShortConv: {"on": "kv", "width": 3, "residual": False, "silu": True}}
 
@@ -108,6 +108,7 @@ def test_attention_matches_a_loop_in_packed_rows(on, implementation):
     close(out, expected, 2e-6)
 
 
+@slow
 def test_a_convolution_of_inputs_decodes_with_its_state_beside_the_cache():
     """Canon-A: x is convolved before q, k and v are projected from it; one row is left-padded."""
     x = np.random.default_rng(3).normal(size=(2, 12, 6)).astype("f4")

@@ -15,13 +15,15 @@ from tests.support import slow
 OTHER_WORDS = r"^\{?(py(thon3?|con)?|ipython\w*|code-cell|doctest|testcode)\b(?!:)|code-block\} py"
 BUILT = {"docs/explorer.html"}  # By `make docs`.
 WITH_CODE = [p for p in pages.all_pages() if pages.blocks(p) or p in page_checks.CHECKS]
-# README.md, concepts, functions and errors call the same functions.
+# README.md, concepts, functions and errors call the same functions; test_mask_picture.py makes the
+# masks of masks.md.
 SLOW = (
     "docs/recipes/",
     "docs/coming_from/",
     "docs/flax",
     "docs/cheat_sheet",
     "docs/drawn",
+    "docs/masks",
     "docs/models",
     "docs/checkpoints",
     "docs/getting",

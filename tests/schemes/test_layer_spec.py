@@ -66,7 +66,7 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", ["cohere2", pytest.param("llama4", marks=slow)])
 def test_decoding_through_layers_that_differ_equals_one_pass(name):
     layers = len(RECIPES[name])
     model, x = Stack(pe.layer_pattern(layers, *RECIPES[name])), normal(2, 13, 16)

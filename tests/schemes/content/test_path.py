@@ -15,7 +15,7 @@ import posenc_jax as pe
 from posenc_jax.schemes.content import path
 from tests import oracle
 from tests.oracle import qkv
-from tests.support import parameters
+from tests.support import parameters, slow
 
 OPTIONS = {
     pe.PaTH: {"num_kv_heads": 2, "rank": 4, "short_conv": False, "forget_gate": True},
@@ -71,10 +71,9 @@ def whole(scheme, params, x, arrays):
 
 
 VARIANTS = [
-    {},
-    {"rank": None, "num_kv_heads": 3},
+    {"rank": None, "num_kv_heads": 3, "short_conv": False},
     {"rank": 4, "forget_gate": True},
-    {"short_conv": False},
+    pytest.param({}, marks=slow),
 ]
 
 

@@ -11,7 +11,7 @@ import pytest
 import posenc_jax as pe
 from posenc_jax.engine.mask import LEAST_LOGIT
 from posenc_jax.schemes.rotary.two_range import Far, OutOfRange
-from tests.support import close, output
+from tests.support import close, output, slow
 
 KINDS = [
     pe.ReRoPE(head_dim=8, window=7, leak=1.0, restart=2),
@@ -84,15 +84,22 @@ def test_ranges_are_the_same_by_position_and_by_coordinate(i, window, tokens):
     close(out, expected, 1e-5)
 
 
-@kinds
+@pytest.mark.parametrize(
+    "scheme", [KINDS[0], pytest.param(KINDS[1], marks=slow), KINDS[2]], ids=lambda s: s.name
+)
 def test_ranges_at_the_least_positions_and_of_great_segment_ids(scheme, tokens):
-    slots = np.arange(tokens.q.shape[1])
-    ids = np.where(slots < 8, 3, 3 + 2**27)
-    places = {"positions": np.int32(slots - 2**31), "segment_ids": np.int32(ids)}
+    """The same as from position 0 and of small ids, by the same program."""
+    slots = np.arange(tokens.q.shape[1])[None]
+    first = -(2**31) + 2 * (scheme.name == "self_extend")  # Groups begin where they did.
+    later = slots >= 8
+    least = {"positions": np.int32(slots + first), "segment_ids": np.int32(3 + 2**27 * later)}
+    plain = {"positions": np.int32(slots), "segment_ids": np.int32(3 + later)}
     for names in (["positions"], ["positions", "segment_ids"]):
-        options = {"implementation": "xla"} | {name: places[name][None] for name in names}
-        expected = output(scheme, {}, tokens, coordinates=options["positions"], **options)
-        close(output(scheme, {}, tokens, **options), expected, 1e-5)
+        out, expected = (
+            output(scheme, {}, tokens, implementation="xla", **{n: x[n] for n in names})
+            for x in (least, plain)
+        )
+        close(out, expected, 1e-5)
 
 
 def test_the_rule_masks_the_keys_of_other_ranges():
