@@ -414,8 +414,9 @@ def generate(
 
     Returns:
       The new tokens [B, steps]; -1 from where the logits of a row are NaN, as they are under `jit`
-      for tokens outside the vocabulary. With logits also the prompt's logits and the ones that
-      chose the tokens, [B, T + steps - 1, V].
+      for tokens outside the vocabulary, padding on the right and a temperature of 0 or less; there
+      `top_k` and `with_logits` are static arguments. With logits also the prompt's logits and the
+      ones that chose the tokens, [B, T + steps - 1, V].
 
     Raises:
       ValueError: for no steps, settings of samples without a key, a temperature of 0 or less,
@@ -446,12 +447,14 @@ def generate(
         options |= {"positions": positions, "segment_ids": segment_ids}
     caches = model.new_caches(batch, length + steps - 1, tokens_per_call=length)
     first, caches = model(tokens, caches, last=None if with_logits else 1, **options)
+    if mask is not None:  # Under `jit` padding on the right cannot raise.
+        first = first.at[:, -1].set(jnp.where(mask[:, -1:], first[:, -1], jnp.nan))
 
     def choose(logits, step):
         if key is None:
             return choose_tokens(logits)
         if temperature is not None:
-            logits /= temperature
+            logits = jnp.where(temperature > 0, logits / temperature, jnp.nan)
         if top_k is not None:
             least = jax.lax.top_k(logits, top_k)[0][:, -1:]
             logits = jnp.where(logits < least, -jnp.inf, logits)

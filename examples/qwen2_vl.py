@@ -92,8 +92,10 @@ class Qwen2VL(nnx.Module):
 
         Returns:
           `inputs` [B, T, D], `coordinates` [3, B, T] and `delta` [B]; see
-          `posenc_jax.mrope_coordinates`.
+          `posenc_jax.mrope_coordinates`. Nothing for a batch without images, which needs none.
         """
+        if not any(grids):
+            return {}
         _, segment_ids = pe.positions.from_padding_mask(mask)
         is_image = (tokens == self.image_token) & mask
         # Images need no token of the vocabulary.

@@ -130,6 +130,23 @@ def test_positions_beyond_a_table_under_jit():
     np.testing.assert_array_equal(long[1], short[1])
 
 
+def test_prompts_and_temperatures_that_cannot_be_refused_under_jit():
+    """One row is padded on the right; with a temperature of 0 all rows end."""
+    model = small(pe.RoPE(head_dim=8))
+    tokens = prompts()[0][:2, -5:].astype(np.int32)
+
+    @jit_fast
+    def run(mask, temperature):
+        sample = {"key": jax.random.key(0), "temperature": temperature}
+        return [decoder.generate(model, tokens, 2, mask=mask, **x) for x in ({}, sample)]
+
+    greedy, cold = run(np.arange(5) < [[5], [3]], 1e-6)
+    assert (greedy[0] >= 0).all() and greedy[1].tolist() == [-1, -1]
+    np.testing.assert_array_equal(cold, greedy)
+    for temperature in (0.0, -1.0, np.nan):
+        assert run(np.ones((2, 5), bool), temperature)[1].tolist() == [[-1, -1]] * 2
+
+
 def test_images_need_no_token_of_the_vocabulary(monkeypatch):
     about, _, state = read("qwen2_vl")
     model = qwen2_vl.load(about["config"] | {"image_token_id": 99}, state)
@@ -141,6 +158,7 @@ def test_images_need_no_token_of_the_vocabulary(monkeypatch):
     tokens = jnp.asarray(np.where(is_image, 99, tokens))
     x = model.inputs(tokens, jnp.asarray(mask), patches, grids)["inputs"]
     assert (x[is_image] == 7.0).all() and jnp.isfinite(x).all()
+    assert model.inputs(tokens, jnp.asarray(mask), patches[:0], [()] * len(tokens)) == {}
 
 
 def test_other_numbers_that_are_looked_up():
