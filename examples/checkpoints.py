@@ -44,6 +44,9 @@ class LazyState(Mapping[str, np.ndarray]):
     def __getitem__(self, name: str) -> np.ndarray:
         return self.readers[name]()
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.readers  # That of `Mapping` reads the array.
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.readers)
 

@@ -129,6 +129,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.out.exists():
         parser.error(f"{str(arguments.out)!r} must be a new folder, and it exists.")
     try:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"{str(arguments.out)!r} cannot be made: {error.strerror}.")
+    try:
         checkpoint = checkpoints.read(arguments.checkpoint)
         model = families.load(checkpoint.config, checkpoint.state)
     except (ValueError, ImportError) as error:

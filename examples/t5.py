@@ -152,7 +152,7 @@ def greedy(model: T5, tokens: jax.Array, mask: jax.Array, steps: int, start: int
         token = choose_tokens(logits[:, 0])
         return (token, caches), (token, logits[:, 0])
 
-    first = jnp.full(tokens.shape[:1], start, tokens.dtype)
+    first = jnp.full(tokens.shape[:1], start, jnp.int32)
     _, (new, logits) = jax.lax.scan(step, (first, caches), length=steps)
     return new.T, jnp.moveaxis(logits, 0, 1)
 
