@@ -7,7 +7,7 @@ from posenc_jax.checks import did_you_mean, require
 from posenc_jax.hf.attention_options import attention_options, with_attention_settings
 from posenc_jax.hf.config_reader import TrackedConfig, file_of, model_type_defaults
 from posenc_jax.hf.model_types import MODEL_TYPES, NOT_READ
-from posenc_jax.hf.rope import write_rope
+from posenc_jax.hf.rope import fraction_of, write_rope
 from posenc_jax.schemes.layer_spec import LayerSpec
 from posenc_jax.schemes.rotary.layouts import rotary_dims
 from posenc_jax.schemes.rotary.mrope import MRoPE
@@ -332,7 +332,8 @@ def _parameters(scheme: Scheme) -> dict[str, Any]:
         f"{dim} rotary dimensions of {scheme.head_dim}.",
     )
     # If the end rotates, the model type has sizes for both parts of a head.
-    out = write_rope(scheme.theta, None if start else dim / scheme.head_dim, scheme.scaling)
+    fraction = None if start else fraction_of(dim, scheme.head_dim)
+    out = write_rope(scheme.theta, fraction, scheme.scaling)
     if isinstance(scheme, MRoPE):
         out["mrope_section"] = [scheme.axes.count(axis) for axis in range(3)]
         if scheme.order == "alternating":

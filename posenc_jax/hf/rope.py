@@ -136,6 +136,16 @@ def _length(part: TrackedConfig, config: TrackedConfig) -> int:
     return int(inside or outside or config.need("max_position_embeddings"))
 
 
+def fraction_of(dim: int, head_dim: int) -> float:
+    """Returns the part of a head whose product with it is `dim` after truncation, as it is read.
+
+    >>> 88 * (60 / 88), 88 * fraction_of(60, 88)
+    (59.99999999999999, 60.0)
+    """
+    fraction = dim / head_dim
+    return fraction if int(head_dim * fraction) == dim else math.nextafter(fraction, 2.0)
+
+
 def _factor(part: TrackedConfig, config: TrackedConfig, length: int) -> float:
     """Returns the factor, by default the greatest length divided by the trained one."""
     factor = part.get("factor")
@@ -197,7 +207,7 @@ def _longrope(part, config):
     return LongRoPE(
         short_factor=tuple(map(float, part.need("short_factor"))),
         long_factor=tuple(map(float, part.need("long_factor"))),
-        factor=_factor(part, config, length),
+        factor=max(1.0, _factor(part, config, length)),  # A shorter length changes nothing.
         original_max_position=length,
         long=False if part.get("short_factor") == part.get("long_factor") else None,  # MiniCPM 3.
         attention_factor=None if short is None else float(short),

@@ -59,7 +59,14 @@ from posenc_jax.hf.model_type import (
     multi_head,
     unscaled,
 )
-from posenc_jax.hf.rope import RopeSettings, pop_keys, read_rope, refuse_by_length, rope_dict
+from posenc_jax.hf.rope import (
+    RopeSettings,
+    fraction_of,
+    pop_keys,
+    read_rope,
+    refuse_by_length,
+    rope_dict,
+)
 from posenc_jax.hf.rotary import (
     Latent,
     Multimodal,
@@ -295,10 +302,10 @@ def _rotary_dim(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeS
     if dim is None:
         return settings
     config.check(
-        settings.fraction in (1.0, dim / head_dim),
+        settings.fraction in (1.0, dim / head_dim, fraction_of(dim, head_dim)),
         f"rotary_dim={dim} and partial_rotary_factor={settings.fraction} for a head of {head_dim}",
     )
-    return dataclasses.replace(settings, fraction=dim / head_dim)
+    return dataclasses.replace(settings, fraction=fraction_of(dim, head_dim))
 
 
 def _both_parts(config: TrackedConfig, rope: dict[str, Any], base: str) -> RopeSettings:

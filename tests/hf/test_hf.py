@@ -318,6 +318,28 @@ def test_from_hf_inverts_to_hf_with_several_axes(kind, order, layout):
     assert pe.to_hf(pe.from_hf(config)) == pe.to_hf(scheme)
 
 
+def test_from_hf_inverts_to_hf_for_every_part_of_a_head():
+    """Readers truncate the product of the head dim and a fraction: 88 * (60 / 88) is below 60."""
+    config = {"model_type": "stablelm", "hidden_size": 64, "num_attention_heads": 4}
+    for head_dim in (88, 100, 176):
+        for dim in range(2, head_dim, 2):
+            scheme = pe.RoPE(head_dim, rotary_dim=dim)
+            rope = {"head_dim": head_dim, "rope_parameters": pe.to_hf(scheme)}
+            assert pe.scheme_from_hf(config | {"num_hidden_layers": 1} | rope) == scheme
+    config |= {"model_type": "minimax_m2", "head_dim": 88, "rotary_dim": 60}
+    assert pe.from_hf(config)[0].scheme.rotary_dim == 60
+
+
+def test_a_phi3_of_fewer_positions_than_it_was_trained_with():
+    """transformers 5.24 takes no factor on attention then."""
+    scaling = {"type": "longrope", "short_factor": [1.05] * 8, "long_factor": [2.0] * 8}
+    config = {"model_type": "phi3", "hidden_size": 64, "num_attention_heads": 4}
+    config |= {"original_max_position_embeddings": 4096, "rope_scaling": scaling}
+    for length, factor in ((2048, 1.0), (8192, 2.0)):
+        (layer, *_) = pe.from_hf(config | {"max_position_embeddings": length})
+        assert layer.scheme.scaling.factor == factor
+
+
 def test_from_hf_inverts_to_hf_for_layers_that_differ():
     kinds = ["sliding_attention", "full_attention"]
     config = {"model_type": "beam", "head_dim": 16, "layer_types": kinds, "sliding_window": 4}
