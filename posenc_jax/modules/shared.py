@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import (
+    array_of_rank,
     divides,
     positive_integers,
     refuse_unknown,
@@ -243,6 +244,7 @@ class AttentionLayer:
             inputs_k is not None or inputs_v is None,
             "Attention: inputs_v needs inputs_k beside it.",
         )
+        array_of_rank("Attention", "inputs_q", inputs_q, 3, "[B, T, D]")
         inputs_k = inputs_q if inputs_k is None else inputs_k
         return inputs_q, inputs_k, inputs_k if inputs_v is None else inputs_v
 
