@@ -139,8 +139,8 @@ def _length(part: TrackedConfig, config: TrackedConfig) -> int:
 def fraction_of(dim: int, head_dim: int) -> float:
     """Returns the part of a head whose product with it is `dim` after truncation, as it is read.
 
-    >>> 88 * (60 / 88), 88 * fraction_of(60, 88)
-    (59.99999999999999, 60.0)
+    >>> int(88 * (60 / 88)), int(88 * fraction_of(60, 88))
+    (59, 60)
     """
     fraction = dim / head_dim
     return fraction if int(head_dim * fraction) == dim else math.nextafter(fraction, 2.0)

@@ -242,7 +242,7 @@ ERRORS = [
         "Attention: head_dim must be >= 1, got 0",
     ),
     (call, {"inputs_q": ZEROS[..., 1:]}, r"got \(19,\) and \(20,\)", TypeError),  # JAX's own.
-    (call, {"inputs_q": ZEROS[0]}, r"q must be \[B, T, N, H\], got shape \(2, 6, 8\)"),
+    (call, {"inputs_q": ZEROS[0]}, r"inputs_q must be \[B, T, D\], got shape \(2, 20\)"),
     (call, {"inputs_q": ZEROS, "postions": 0}, "unknown argument 'postions'; it tak", TypeError),
     (
         functools.partial(linen_layer(pe.NoPE()).init, KEY),
