@@ -83,6 +83,19 @@ def parameters(scheme, scale=0.5, seed=0):
     return jax.tree.map(lambda a: np.float32(scale * random.normal(size=a.shape)), shapes)
 
 
+def layer_of(make):
+    """The NNX module `make(rngs)`, with numbers of NumPy: nothing is compiled."""
+    from flax import nnx
+
+    graph, state = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    random = np.random.default_rng(0)
+
+    def numbers(x):
+        return (random.normal(size=x.shape) / max(x.shape[:1] or (1,)) ** 0.5).astype(x.dtype)
+
+    return nnx.merge(graph, jax.tree.map(numbers, state))
+
+
 def run(function, static, *arguments):
     """Returns `function(*static, *arguments)`, compiled, as NumPy arrays."""
     out = _compiled_function(function, static)(*arguments)

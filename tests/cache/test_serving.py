@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import posenc_jax as pe
 from posenc_jax import nnx, testing
 from tests.makers import serving
-from tests.support import slow
+from tests.support import layer_of, slow
 
 ROWS, CHUNK, CAPACITY, DIM = 3, 3, 12, 8
 LONGEST = CAPACITY + 2 * CHUNK  # Tokens of the whole forward pass that outputs are compared with.
@@ -86,9 +86,6 @@ def attend(policy, tokens, segment_ids, cache=None):
 whole = testing.jit_fast(lambda policy, *rows: attend(policy, *rows)[0], static_argnums=0)
 append = testing.jit_fast(attend, static_argnums=0)
 empty = testing.jit_fast(lambda policy: policy.empty(), static_argnums=0)
-prefill = testing.jit_fast(
-    lambda policy, *tokens: attend(policy, *tokens, policy.empty(1))[1], static_argnums=0
-)
 take, insert, reset, rewind = (
     testing.jit_fast(getattr(pe.KVCache, name)) for name in ("take", "insert", "reset", "rewind")
 )
@@ -176,8 +173,9 @@ def test_rows_equal_the_whole_forward_pass_of_lists(name, operations):
             cache, rows = take(cache, np.array(value)), [rows[i].copy() for i in value]
         elif method == "insert":
             row, new = value
-            numbers = np.array([new], np.int32)
-            prompt = prefill(policy, np.maximum(numbers, 0), np.minimum(numbers, 0))
+            numbers = np.array([new] * ROWS, np.int32)
+            prompt = np.maximum(numbers, 0), np.minimum(numbers, 0), empty(policy)
+            prompt = take(append(policy, *prompt)[1], np.array([0]))
             cache, rows[row] = insert(cache, row, prompt), Row()
             rows[row].append([n for n in new if n >= 0], policy, capacity)
         elif method == "reset":
@@ -223,7 +221,7 @@ def test_a_donated_cache_is_written_in_place(kind):
 
     def compiled(function, capacity, **donated):
         options = {"max_rewind": 2, "coordinates": coordinates, **kind}
-        cache = pe.new_cache(fox, ROWS, capacity, **SIZES, **options)
+        cache = jax.eval_shape(lambda: pe.new_cache(fox, ROWS, capacity, **SIZES, **options))
         program = jax.jit(function, **donated).lower(cache).compile()
         shapes = (re.escape(shape) for shape in buffers(cache))
         return program, re.search(rf"({'|'.join(shapes)})\S* copy\(", program.as_text())
@@ -241,7 +239,7 @@ def test_a_donated_cache_is_written_in_place(kind):
 
 def test_one_token_of_one_row_is_written_in_place():
     """XLA makes another operation of this write, and would fuse it into attention once more."""
-    cache = pe.new_cache(pe.NoPE(), 1, 315, **SIZES)
+    cache = jax.eval_shape(lambda: pe.new_cache(pe.NoPE(), 1, 315, **SIZES))
     x = jnp.zeros((1, 1, SIZES["num_heads"], SIZES["head_dim"]))
 
     def step(cache):
@@ -302,12 +300,18 @@ def test_rows_and_heads_on_explicit_axes():
             specs = {"out_sharding": of_x, "qkv_sharding": of_qkv}
             return flax.nnx.merge(graph, state)(x, cache=cache, **specs)
 
-        cache, outs = layer.new_cache(4, 8, qkv_sharding=of_qkv, max_rewind=2), []
+        @jax.jit
+        def caches():
+            options = {"qkv_sharding": P(None, None, "tensor"), "max_rewind": 2}
+            prompt = layer.new_cache(1, 6, **options)
+            options["qkv_sharding"] = of_qkv
+            return layer.new_cache(4, 8, **options), prompt, layer.new_cache(4, 8)
+
+        (cache, prompt, replicated), outs = caches(), []
         for part in (slice(0, 3), slice(3, 6)):
             out, cache = step(x[:, part], cache)
             outs.append(out)
         np.testing.assert_allclose(np.concatenate(outs, 1), whole, rtol=0, atol=1e-5)
-        prompt = layer.new_cache(1, 6, qkv_sharding=P(None, None, "tensor"), max_rewind=2)
         changes = {
             "reset": np.array([1, 0]),
             "insert": (3, prompt),
@@ -318,7 +322,6 @@ def test_rows_and_heads_on_explicit_axes():
             new, text = program(cache, *arguments), program.as_text()
             assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, cache)
             assert not re.search(r"all-|collective-|reduce-scatter", text)
-        replicated = layer.new_cache(4, 8)
         with pytest.raises(
             ValueError, match=r"k is sharded as .*'data'.*new_cache\(..., qkv_shard"
         ):
@@ -328,19 +331,19 @@ def test_rows_and_heads_on_explicit_axes():
 def test_learned_positions_on_explicit_axes():
     """Positions of a cache and of a padded batch, with rows over four devices."""
     x = jnp.ones((4, 3, 8))
-    encoding = nnx.PositionEncoding(pe.LearnedAbsolute(9, 8), rngs=flax.nnx.Rngs(0))
-    layer = nnx.Attention(8, 2, is_causal=True, rngs=flax.nnx.Rngs(0))
+    encoding = layer_of(lambda rngs: nnx.PositionEncoding(pe.LearnedAbsolute(9, 8), rngs=rngs))
+    layer = layer_of(lambda rngs: nnx.Attention(8, 2, is_causal=True, rngs=rngs))
     positions = np.arange(3, dtype=np.int32)[None] + np.arange(4, dtype=np.int32)[:, None]
     want = np.asarray(encoding.values()["table"])[np.asarray(positions)] + np.asarray(x)
     with jax.set_mesh(jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))):
         x, positions = (jax.device_put(y, P("data")) for y in (x, positions))
-        cache = layer.new_cache(4, 9, qkv_sharding=P("data", None, None, None))
 
         @jax.jit
-        def run(x, positions, cache):
+        def run(x, positions):
+            cache = layer.new_cache(4, 9, qkv_sharding=P("data", None, None, None))
             return encoding(x, positions=positions), encoding(x, cache=cache)
 
-        out, first = run(x, positions, cache)
+        out, first = run(x, positions)
     assert jax.typeof(out) == jax.typeof(first) == jax.typeof(x)
     np.testing.assert_array_equal(out, want)
     np.testing.assert_array_equal(first, np.broadcast_to(want[:1], want.shape))

@@ -277,4 +277,5 @@ def explicit_mask(options, batch, heads, length):
         index = np.ogrid[:batch, :heads, :length, :length]
         mask = mask.function(*index, *map(np.asarray, mask.arrays))
     mask = np.broadcast_to(seen[:, None] & mask, (batch, heads, *seen.shape[1:]))
-    return options | {"mask": mask, "q_positions": places[0], "k_positions": places[1]}
+    q, k = (np.broadcast_to(x, (batch, x.shape[-1])) for x in (q, k))
+    return options | {"mask": mask, "q_positions": q, "k_positions": k}

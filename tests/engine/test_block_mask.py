@@ -14,7 +14,7 @@ import posenc_jax as pe
 from posenc_jax.engine.block_mask import EMPTY, FULL, PARTIAL
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.xla import XLA
-from tests.support import parameters
+from tests.support import parameters, slow
 
 B, T, S, N, H = 2, 70, 53, 4, 8
 GROUPS = np.arange(T) // 13
@@ -40,8 +40,13 @@ def brute_force(function, batch, heads, *arrays, q=None, k=None):
     return np.broadcast_to(function(b, h, i, j, *arrays), (batch, heads, T, S))
 
 
-@pytest.mark.parametrize("size", [16, 128])
-@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize(
+    ("is_traced", "size"),
+    [
+        *((False, 16), (True, 128)),
+        *(pytest.param(*case, marks=slow) for case in ((False, 128), (True, 16))),
+    ],
+)
 def test_the_table_counts_the_pairs_of_blocks(size, is_traced):
     shift = np.array([[0], [9]])
     for function, arrays, options, expected in (
@@ -155,7 +160,9 @@ def test_one_mask_serves_calls_of_jit_without_tracing():
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(AxisType.Auto, marks=slow), AxisType.Explicit], ids=str
+)
 def test_a_mask_of_rows_and_heads_on_a_mesh(kind):
     groups = np.arange(T) // 13
     mask = pe.block_mask(of_groups, T, T, groups, batch=4, num_heads=N, block_size=16)

@@ -100,7 +100,11 @@ def assert_close(got, expected):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, np.abs(b).max()))
 
 
-@pytest.mark.parametrize("names", [(*IN_TILES, "on"), ("rows",), ("score_mod",)], ids="+".join)
+@pytest.mark.parametrize(
+    "names",
+    [(*IN_TILES, "on"), ("rows",), pytest.param(("score_mod",), marks=slow)],
+    ids="+".join,
+)
 def test_other_functions_are_never_taken_for_equal(names):
     formula = jax.jit(plain, static_argnums=4)
     for s in (1, 4):

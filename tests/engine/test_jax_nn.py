@@ -15,7 +15,7 @@ from posenc_jax.engine.api import choose, make_problem
 from posenc_jax.engine.rule import as_tuple
 from tests.engine.rules import explicit_mask
 from tests.oracle import qkv
-from tests.support import parameters, run
+from tests.support import parameters, run, slow
 
 Q, K, V = qkv(batch=2, length=12, heads=4, kv_heads=2)
 
@@ -36,31 +36,37 @@ def _two_rules(table):
     return pe.ALiBi(num_heads=4, scaled=True).rules({}), *as_tuple(T5.rules({"table": table}))
 
 
-@pytest.mark.parametrize("has_rules", [False, True])
+def _slopes(implementation, has_rules, scale, arrays, options):
+    def loss(q, k, v, table):
+        rules = _two_rules(table) if has_rules else ()
+        how = options | {"scale": scale, "implementation": implementation}
+        out = pe.attention(q, k, v, rules=rules, **how)
+        return jnp.sum(out.astype(jnp.float32) ** 2), out
+
+    return jax.grad(loss, (0, 1, 2, 3), has_aux=True)(*arrays)
+
+
 @pytest.mark.parametrize(
-    ("options", "masked"),
+    ("options", "masked", "has_rules"),
     [
-        ({"window": (3, 1), "scale": 0.2}, False),
-        ({"is_causal": True, "window": 4}, True),
-        ({"window": (2**31 - 1, 1)}, False),  # JAX adds it to slots.
+        ({"window": (3, 1)}, False, False),
+        ({"window": (3, 1)}, False, True),
+        ({"is_causal": True, "window": 4}, True, False),
+        ({"is_causal": True, "window": 4}, True, True),
+        ({"window": (2**31 - 1, 1)}, False, False),  # JAX adds it to slots.
+        pytest.param({"window": (2**31 - 1, 1)}, False, True, marks=slow),
     ],
 )
 def test_equals_the_reference(options, masked, has_rules):
+    """Expected are the numbers of one mask, which is data: all options share a program."""
     options = options | ({"mask": _blind()} if masked else {})
     k, v = K.copy(), V.copy()
     if masked:
         k[:, 5] = v[:, 5] = np.nan
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(implementation, *arrays):
-        def loss(q, k, v, table):
-            rules = _two_rules(table) if has_rules else ()
-            out = pe.attention(q, k, v, rules=rules, implementation=implementation, **options)
-            return jnp.sum(out**2), out
-
-        return jax.grad(loss, (0, 1, 2, 3), has_aux=True)(*arrays)
-
-    got, expected = (run(x, Q, k, v, TABLE) for x in ("jax", "reference"))
+    arrays = Q, k, v, TABLE
+    got = jax.jit(lambda arrays: _slopes("jax", has_rules, 0.2, arrays, options))(arrays)
+    one_mask = explicit_mask(options, 2, 4, 12)
+    expected = run(_slopes, ("reference", has_rules, 0.2), arrays, one_mask)
     chex.assert_trees_all_close(got, expected, atol=1e-5)
 
 
@@ -178,25 +184,26 @@ HIDING = {
 }
 
 
-def _slopes(implementation, has_rules, arrays, options):
-    def loss(q, k, v, table):
-        rules = _two_rules(table) if has_rules else ()
-        out = pe.attention(q, k, v, rules=rules, implementation=implementation, **options)
-        return jnp.sum(out.astype(jnp.float32) ** 2), out
-
-    return jax.grad(loss, (0, 1, 2, 3), has_aux=True)(*arrays)
+# With rules the array of a row alone and that of several rows have other axes.
+QUICK = {(name, False) for name in HIDING} - {("packed, causal, window", False)}
+QUICK |= {("packed", True), ("window of both sides", True)}
 
 
-@pytest.mark.parametrize("name", HIDING)
-@pytest.mark.parametrize("has_rules", [False, True])
+@pytest.mark.parametrize(
+    ("name", "has_rules"),
+    [
+        pytest.param(name, has_rules, marks=() if (name, has_rules) in QUICK else slow)
+        for has_rules in (False, True)
+        for name in HIDING
+    ],
+)
 def test_cudnn_hides_keys_by_an_array(on_gpu, name, has_rules):
     """Outputs and gradients within the rounding of float16; expected are those of one mask."""
     arrays = *(x.astype(np.float16) for x in (Q, K, V)), TABLE
-    got = jax.jit(lambda arrays: _slopes("cudnn", has_rules, arrays, HIDING[name]))(arrays)
+    got = jax.jit(lambda arrays: _slopes("cudnn", has_rules, None, arrays, HIDING[name]))(arrays)
     assert on_gpu == ["cudnn"]
-    options = explicit_mask(HIDING[name], 2, 4, 12)
-    options |= {n: np.broadcast_to(options[n], (2, 12)) for n in ("q_positions", "k_positions")}
-    expected = run(_slopes, ("reference", has_rules), arrays, options)
+    one_mask = explicit_mask(HIDING[name], 2, 4, 12)
+    expected = run(_slopes, ("reference", has_rules, None), arrays, one_mask)
     _assert_close(got, expected)
 
 

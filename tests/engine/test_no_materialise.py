@@ -13,13 +13,12 @@ from tests.support import slow
 HEADS, DIM = 2, 16
 
 
-def _step(kind, length):
-    kind = KINDS[kind]
+def _step(kinds, length):
     tokens = [jax.ShapeDtypeStruct((1, length, HEADS, DIM), jnp.float32)] * 3
-    params = kind.make(np.random.default_rng(0), HEADS, DIM)
+    params = {name: KINDS[name].make(np.random.default_rng(0), HEADS, DIM) for name in kinds}
 
     def loss(q, k, v, params):
-        rules = kind.rules(params, q, k)
+        rules = tuple(rule for n, x in params.items() for rule in KINDS[n].rules(x, q, k))
         out = pe.attention(q, k, v, is_causal=True, implementation="xla", rules=rules)
         return jnp.sum(out**2)
 
@@ -32,15 +31,17 @@ def _largest(jaxpr):
 
 
 IN_JAXPR = [k for k in KINDS if not KINDS[k].axes and k != "all_pairs"]
-SOME = ("t5", "fire", "separable", "shaw", "wide", "whole", "unbounded")
+TOGETHER = ("t5", "fire", "separable", "shaw", "wide", "unbounded")  # Rules in one call.
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=() if k in SOME else slow) for k in IN_JAXPR]
+    "kinds",
+    [TOGETHER, ("whole",), *(pytest.param((k,), marks=slow) for k in IN_JAXPR if k != "whole")],
+    ids="+".join,
 )
-def test_no_array_of_all_pairs_in_the_jaxpr(kind):
+def test_no_array_of_all_pairs_in_the_jaxpr(kinds):
     def largest(length):
-        step, arguments = _step(kind, length)
+        step, arguments = _step(kinds, length)
         return _largest(jax.make_jaxpr(step)(*arguments).jaxpr)
 
     large = largest(8192)

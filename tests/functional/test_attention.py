@@ -19,7 +19,7 @@ from tests.support import LENGTH, build, make_batch, parameters, run, slow
 Q, K, V = qkv(batch=2, length=7)
 ALIBI, ROPE = pe.ALiBi(num_heads=6), pe.RoPE(head_dim=8)
 SHAW = pe.Shaw(num_heads=6, head_dim=8)
-BY_INDEX = pe.chain(ROPE, pe.QueryTemperature("llama4", 2, 1.0)), pe.DualChunk(8, chunk=3, local=1)
+BY_INDEX = pe.chain(ROPE, pe.QueryTemperature("llama4", 2, 1.0))
 FIRST, LAST = slice(0, 4), slice(4, 7)
 
 
@@ -58,7 +58,7 @@ def test_positions_and_coordinates_of_any_shape():
 
 @pytest.mark.parametrize("real", [[3, 4, 5, 6], [0, 1, 4, 5]], ids=["left", "between"])
 def test_padding_does_not_count_in_positions_by_default(real):
-    """Rows equal rows without padding, for schemes of distances and of indices."""
+    """Rows equal rows without padding; test_packed_rows.py has dual chunks and others."""
     ids = np.full(7, -1)
     ids[real] = 0
     for out, alone in run(_padded_and_alone, (), ids, np.array(real)):
@@ -67,7 +67,7 @@ def test_padding_does_not_count_in_positions_by_default(real):
 
 def _padded_and_alone(ids, real):
     """The tokens that are real are data: both cases share a program."""
-    cases = [(scheme, {}) for scheme in (ALIBI, *BY_INDEX)]
+    cases = [(scheme, {}) for scheme in (ALIBI, BY_INDEX)]
     cases += [(ROPE, {"prefix_length": np.array([2, 3])}), (ROPE, {"window": 2})]
     part = [jnp.asarray(x)[:, real] for x in (Q, K, V)]
     pairs = []
@@ -132,7 +132,7 @@ def test_raw_cached_keys_are_transformed_at_each_step():
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("liere", "mrope") else slow)
+        pytest.param(name, marks=() if name == "mrope" else slow)
         for name, cls in pe.SCHEMES.items()
         if cls.tables is not pe.Scheme.tables
     ],
@@ -205,7 +205,9 @@ def test_a_cache_with_a_prefix():
 
     np.testing.assert_allclose(*compiled(outputs), atol=1e-5)
     with pytest.raises(ValueError, match="keys of prefix_length, which a ring cache evicts"):
-        attend(part=slice(0, 1), cache=new_cache(ring=True, capacity=4), **options)
+        jax.eval_shape(
+            lambda: attend(part=slice(0, 1), cache=new_cache(ring=True, capacity=4), **options)
+        )
 
 
 def test_a_ring_needs_a_window_and_room_for_it():

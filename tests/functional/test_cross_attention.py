@@ -9,7 +9,7 @@ from flax import nnx
 import posenc_jax as pe
 import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
-from tests.support import BATCH, KV_HEADS, LENGTH, SIZES, build, close, make_batch
+from tests.support import BATCH, KV_HEADS, LENGTH, SIZES, build, close, layer_of, make_batch
 
 N, H, D, T = SIZES["num_heads"], SIZES["head_dim"], SIZES["model_dim"], 7
 TOKENS, RNG = make_batch(), np.random.default_rng(0)
@@ -58,19 +58,10 @@ def test_layers_attend_to_a_memory_as_flax_does():
     """
     x = RNG.normal(size=(BATCH, T, D)).astype(np.float32)
     keys, values = RNG.normal(size=(2, BATCH, 11, 13)).astype(np.float32)
-    layer = pn.Attention(
-        D, N, num_kv_heads=KV_HEADS, head_dim=H, in_kv_features=13, use_bias=True, rngs=nnx.Rngs(0)
-    )
-    stock = nnx.MultiHeadAttention(
-        N,
-        D,
-        N * H,
-        num_kv_heads=KV_HEADS,
-        in_kv_features=13,
-        decode=False,
-        bias_init=nnx.initializers.normal(),
-        rngs=nnx.Rngs(1),
-    )
+    options = {"num_kv_heads": KV_HEADS, "in_kv_features": 13, "use_bias": True}
+    layer = layer_of(lambda rngs: pn.Attention(D, N, head_dim=H, rngs=rngs, **options))
+    options["decode"] = False
+    stock = layer_of(lambda rngs: nnx.MultiHeadAttention(N, D, N * H, rngs=rngs, **options))
     nnx.update(layer, nnx.state(stock, nnx.Param))
     module = pl.Attention(num_heads=N, num_kv_heads=KV_HEADS, head_dim=H, use_bias=True)
     params = {"params": nnx.to_pure_dict(nnx.state(layer, nnx.Param))}
@@ -93,7 +84,7 @@ def test_layers_attend_to_a_memory_as_flax_does():
 
 def test_a_layer_with_a_scheme_needs_the_positions_of_both():
     x = RNG.normal(size=(BATCH, T, D)).astype(np.float32)
-    layer = pn.Attention(D, N, head_dim=H, position=pe.RoPE(H), rngs=nnx.Rngs(0))
+    layer = layer_of(lambda rngs: pn.Attention(D, N, head_dim=H, position=pe.RoPE(H), rngs=rngs))
     frames = jnp.arange(T) / 2
     run = jax.jit(lambda *inputs, **places: layer(*inputs, **places))
     close(run(x, x, coordinates=frames, k_coordinates=frames), run(x, coordinates=frames))

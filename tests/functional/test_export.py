@@ -47,8 +47,15 @@ def test_tiles_refuse_symbolic_sizes():
         export.export(jax.jit(lambda x: pe.attention(x, x, x, implementation="xla")))(x)
 
 
-def test_a_written_decode_step_gives_the_bits_of_the_step():
+def test_a_written_cache_keeps_all_settings():
     scheme = pe.streaming(pe.chain(pe.RoPE(8, scaling=pe.YaRN(4.0, 32)), pe.ALiBi(num_heads=6)), 2)
+    cache = jax.eval_shape(lambda: pe.new_cache(scheme, 3, 12, num_heads=6, head_dim=8, ring=True))
+    written = export.export(jax.jit(lambda cache: cache))(cache).serialize()
+    assert export.deserialize(written).out_tree == jax.tree.structure(cache)
+
+
+def test_a_written_decode_step_gives_the_bits_of_the_step():
+    scheme = pe.ALiBi(num_heads=6)
     params, x = parameters(scheme), rng.normal(size=(3, 5, 6, 8)).astype(np.float32)
     cache = pe.new_cache(scheme, 3, 12, num_heads=6, head_dim=8, ring=True)
 

@@ -27,7 +27,7 @@ from posenc_jax.kernels.checks import steps
 from posenc_jax.kernels.checks.runner import DeviceError
 from posenc_jax.kernels.gpu.implementation import COMPILED
 from tests.kernels.kernel_cases import described
-from tests.support import gpu_lowered
+from tests.support import KINDS, gpu_lowered, slow
 
 WARN_OF_TILES = chips.warn_of_tiles
 H100 = chips.Chip("NVIDIA H100 80GB HBM3", "0.11.2", "cuda 13000", ("bfloat16",), "", "")
@@ -188,8 +188,13 @@ def test_the_page_says_what_none_takes(chip, monkeypatch, name):
 
 
 @gpu_lowered
-def test_packed_and_padded_rows_take_what_whole_ones_take(chip, monkeypatch):
-    """By segment_ids alone, with positions of a helper, known or traced, for every scheme."""
+@pytest.mark.parametrize(
+    "names",
+    [KINDS, pytest.param([x for x in pe.SCHEMES if x not in KINDS], marks=slow)],
+    ids=["one of a kind", "the others"],
+)
+def test_packed_and_padded_rows_take_what_whole_ones_take(chip, monkeypatch, names):
+    """By segment_ids alone, with positions of a helper, known or traced."""
     words, choose, helper = [], api.choose, pe.positions.from_segment_ids
 
     class Zeros(api.Implementation):
@@ -224,10 +229,10 @@ def test_packed_and_padded_rows_take_what_whole_ones_take(chip, monkeypatch):
         jax.eval_shape(attend, params, q, x, ids)
         return [*words]
 
-    for cls in pe.SCHEMES.values():
-        names = {field.name for field in dataclasses.fields(cls)}
+    for cls in map(pe.SCHEMES.get, names):
+        fields = {field.name for field in dataclasses.fields(cls)}
         scheme = cls(
-            **{n: size for n, size in (sizes | {"trained_length": 512}).items() if n in names}
+            **{n: size for n, size in (sizes | {"trained_length": 512}).items() if n in fields}
         )
         # cuDNN has no segments.
         whole = [word.replace("cudnn", "pallas") for word in taken(scheme)]

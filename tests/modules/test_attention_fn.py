@@ -15,7 +15,7 @@ import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
 from posenc_jax.modules.attention_fn import attention_fn
 from tests.oracle import qkv
-from tests.support import parameters
+from tests.support import layer_of, parameters
 
 Q, K, V = qkv(batch=2, length=7)
 ALIBI, ROPE = pe.ALiBi(num_heads=6), pe.RoPE(head_dim=8)
@@ -76,9 +76,12 @@ def test_masks_are_broadcast_as_in_flax():
         np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("scheme", [ROPE, SHAW], ids=lambda s: s.name)
-def test_decoded_queries_and_input_positions(scheme):
-    """A decoded query is the last token of its mask; input positions are coordinates."""
+def test_decoded_queries_and_input_positions():
+    """A decoded query is the last token of its mask; input positions are coordinates.
+
+    Of the rotation of q and k, and of rules.
+    """
+    scheme = pe.chain(ROPE, SHAW)
     params, at = parameters(scheme), np.arange(14, dtype=np.float32).reshape(2, 7) / 2
     empty = np.broadcast_to(np.arange(7) <= 4, (2, 1, 1, 7))  # Slots 5 and 6 are empty.
 
@@ -105,14 +108,13 @@ def test_input_positions_of_stock_nnx_attention_reach_the_scheme():
     """Later versions of Flax give `input_positions`; here they are also bound to the function."""
     coordinates = 2 * np.arange(7)
     fn = pn.AttentionFn(ROPE)
-    layer = pn.Attention(
-        20, 6, head_dim=8, position=ROPE, is_causal=True, use_bias=True, rngs=nnx.Rngs(0)
-    )
+    options = {"head_dim": 8, "position": ROPE, "is_causal": True, "use_bias": True}
+    layer = layer_of(lambda rngs: pn.Attention(20, 6, rngs=rngs, **options))
     x = np.random.default_rng(1).normal(size=(2, 7, 20)).astype(np.float32)
 
     def stock(function):
-        rngs = nnx.Rngs(0)
-        module = nnx.MultiHeadAttention(6, 20, 48, decode=False, attention_fn=function, rngs=rngs)
+        options = {"decode": False, "attention_fn": function}
+        module = layer_of(lambda rngs: nnx.MultiHeadAttention(6, 20, 48, rngs=rngs, **options))
         for name in ("query", "key", "value", "out"):
             nnx.update(getattr(module, name), nnx.state(getattr(layer, name)))
         return module

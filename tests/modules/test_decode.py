@@ -13,7 +13,7 @@ from flax import nnx
 import posenc_jax as pe
 import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
-from tests.support import BATCH, KV_HEADS, SIZES, build
+from tests.support import BATCH, KV_HEADS, SIZES, build, layer_of
 
 N, H, D, T = SIZES["num_heads"], SIZES["head_dim"], SIZES["model_dim"], 9
 LAYER = {"num_kv_heads": KV_HEADS, "head_dim": H, "is_causal": True}
@@ -23,8 +23,9 @@ X = np.random.default_rng(0).normal(size=(BATCH, T, D)).astype(np.float32)
 def test_steps_with_coordinates_equal_the_whole():
     """test_flax.py has the steps of every kind of scheme."""
     coordinates = 3 * jnp.arange(T)
-    layer = pn.Attention(D, N, position=build(pe.FoX), rngs=nnx.Rngs(0), **LAYER)
-    layer.encoding = pn.PositionEncoding(pe.chain(pe.RoPE(H), build(pe.FoX)), rngs=nnx.Rngs(1))
+    layer = layer_of(lambda rngs: pn.Attention(D, N, position=build(pe.FoX), rngs=rngs, **LAYER))
+    both = pe.chain(pe.RoPE(H), build(pe.FoX))
+    layer.encoding = layer_of(lambda rngs: pn.PositionEncoding(both, rngs=rngs))
     expected = jax.jit(lambda x: layer(x, coordinates=coordinates))(X)
     layer.init_cache((BATCH, T, D), coordinates=coordinates)
     traces = []
@@ -62,7 +63,8 @@ def test_the_first_call_of_linen_makes_a_cache_that_a_ring_may_replace():
     with pytest.raises(ValueError, match="decode=True has its own cache; give no cache="):
         module.apply(variables, X, cache=cache)
     step = jax.jit(lambda v, x: module.apply(v, x, mutable=["cache"]))
-    variables["cache"] = {"kv_cache": module.new_cache(BATCH, 3, ring=True)}
+    new_cache = jax.jit(lambda: module.new_cache(BATCH, 3, ring=True))
+    variables["cache"] = {"kv_cache": new_cache()}
     for t in range(T):
         y, updated = step(variables, X[:, t : t + 1])
         variables |= updated
@@ -72,7 +74,7 @@ def test_the_first_call_of_linen_makes_a_cache_that_a_ring_may_replace():
 def test_a_cache_has_the_slots_that_the_window_needs():
     def new_cache(position, **options):
         layer = pn.Attention(D, N, position=position, rngs=nnx.Rngs(0), **LAYER)
-        cache = layer.new_cache(1, 40, **options)
+        cache = jax.eval_shape(lambda: layer.new_cache(1, 40, **options))
         return cache.capacity, cache.ring
 
     rope = pe.RoPE(H)
@@ -108,6 +110,7 @@ def test_views_of_a_model_decode():
 def test_stacked_layers_decode_under_scan():
     """NNX layers stacked by vmap, Linen layers by nn.scan, each with a cache of its own."""
 
+    @nnx.jit
     @nnx.split_rngs(splits=2)
     @nnx.vmap(in_axes=(0,), out_axes=0)
     def make(rngs):
@@ -160,7 +163,7 @@ def test_stacked_layers_decode_under_scan():
 )
 def test_later_calls_are_of_the_segment_of_the_last_token(spec):
     """Ids may begin at 1, and a prompt may hold several segments."""
-    layer = pn.Attention(D, N, position=spec, rngs=nnx.Rngs(0), **LAYER)
+    layer = layer_of(lambda rngs: pn.Attention(D, N, position=spec, rngs=rngs, **LAYER))
     ids = jnp.array([[1] * T, [-1, 4, 4, 4, 7, 7, 7, 7, 7]])
     positions = pe.positions.from_segment_ids(ids)
 
@@ -185,7 +188,7 @@ def test_decoding_without_a_cache_is_refused():
     apply = functools.partial(module.apply, mutable=["cache"])
     with pytest.raises(ValueError, match="needs the collection 'cache' that init returns"):
         jax.eval_shape(apply, params, X[:, :5])
-    layer = pn.Attention(D, N, decode=True, rngs=nnx.Rngs(0), **LAYER)
+    layer = layer_of(lambda rngs: pn.Attention(D, N, decode=True, rngs=rngs, **LAYER))
     with pytest.raises(ValueError, match="decode=True needs a cache; call init_cache first"):
         nnx.eval_shape(lambda layer: layer(X), layer)
     layer.init_cache((BATCH, T, D))

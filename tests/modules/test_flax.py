@@ -13,7 +13,7 @@ from flax import nnx, serialization
 import posenc_jax as pe
 import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
-from tests.support import BATCH, KINDS, KV_HEADS, SIZES, build, slow
+from tests.support import BATCH, KINDS, KV_HEADS, SIZES, build, layer_of, slow
 
 KEY = jax.random.key(0)
 N, H, D, T = SIZES["num_heads"], SIZES["head_dim"], SIZES["model_dim"], 9
@@ -275,7 +275,10 @@ ERRORS = [
 def test_encodings_equal_scheme_embedding():
     classes = [c for c in pe.SCHEMES.values() if c.embed is not pe.Scheme.embed or c is pe.T5]
     positions = np.arange(3, 3 + T)
-    encodings = [pn.PositionEncoding(build(cls), rngs=nnx.Rngs(0)) for cls in classes]
+    encodings = [
+        layer_of(lambda rngs, cls=cls: pn.PositionEncoding(build(cls), rngs=rngs))
+        for cls in classes
+    ]
 
     def outputs(encoding, x):
         scheme, params = encoding.scheme, encoding.values()
@@ -595,7 +598,7 @@ def test_a_scheme_that_adds_heads_is_refused_by_layers():
         ("AttentionFn", stock),
     ):
         with pytest.raises(ValueError, match=rf"^{name}: RoPEPlusPlus.* returns {2 * N} heads"):
-            call(X)
+            jax.eval_shape(lambda x, call=call: call(x), X)
 
 
 @pytest.mark.parametrize(
