@@ -28,7 +28,7 @@ from posenc_jax.functional.attention import scheme_embedding, scheme_tables
 from posenc_jax.functional.new_cache import CacheOptions, new_cache
 from posenc_jax.functional.pipeline import Norm, Norms
 from posenc_jax.schemes.additive.none import NoPE
-from posenc_jax.schemes.layer_spec import LayerSpec, in_chunks
+from posenc_jax.schemes.layer_spec import IDS_PER_SEGMENT, LayerSpec, in_chunks
 from posenc_jax.schemes.scheme import Params, Scheme, call_hint, check_direction
 
 AxisNames = Mapping[str, str | tuple[str, ...] | None]
@@ -347,10 +347,11 @@ class AttentionLayer:
                 "Attention: segment_ids of a layer with chunks must be below 2**27 - 39.",
             )
         by_slot = call.q_positions is None and call.q_coordinates is None and ids is None
-        # Ids in the cache are 16 id + chunk.
-        positions = token_positions("Attention", call.q_positions, cache, shape, ids, 16)
+        positions = token_positions(
+            "Attention", call.q_positions, cache, shape, ids, IDS_PER_SEGMENT
+        )
         if cache is not None and ids is None:
-            ids = jnp.broadcast_to(cache.next_segment_ids[:, None] // 16, shape)
+            ids = jnp.broadcast_to(cache.next_segment_ids[:, None] // IDS_PER_SEGMENT, shape)
         ids, window = in_chunks(spec.chunk_size, positions, ids, call.window)
         call = call.replace(q_segment_ids=ids, window=window, q_positions=positions)
         return call.replace(contiguous=True) if by_slot and cache is None else call
@@ -434,7 +435,9 @@ class AttentionLayer:
             params=None if encoding is None else encoding.values(),
             **options,
         )
-        return cache if spec.chunk_size is None else dataclasses.replace(cache, ids_per_segment=16)
+        if spec.chunk_size is None:
+            return cache
+        return dataclasses.replace(cache, ids_per_segment=IDS_PER_SEGMENT)
 
 
 def sinks_of(param: jax.Array, x: jax.Array) -> jax.Array:

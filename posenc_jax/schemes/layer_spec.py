@@ -143,6 +143,10 @@ def layer_pattern(
     return (*repeated[:-1], last if isinstance(last, LayerSpec) else LayerSpec(last))
 
 
+IDS_PER_SEGMENT = 16
+"""How many ids `in_chunks` has for a segment: its chunk, modulo 16."""
+
+
 def in_chunks(
     chunk_size: int, positions: jax.Array, segment_ids: jax.Array | None, window: Window = None
 ) -> tuple[jax.Array, tuple[int, int]]:
@@ -158,10 +162,10 @@ def in_chunks(
     positive_integers("in_chunks", chunk_size=chunk_size)
     sides = (s if s >= 0 else chunk_size for s in window_sides(window) or (-1, -1))
     left, right = (min(s, chunk_size - 1) for s in sides)
-    chunk = (positions // chunk_size % 16).astype(jnp.int32)
+    chunk = (positions // chunk_size % IDS_PER_SEGMENT).astype(jnp.int32)
     if segment_ids is None:
         return chunk, (left, right)
     # Ids are folded below the greatest prime under 2**27, as 16 of each must fit int32.
-    ids = 16 * (segment_ids.astype(jnp.int32) % (2**27 - 39)) + chunk
+    ids = IDS_PER_SEGMENT * (segment_ids.astype(jnp.int32) % (2**27 - 39)) + chunk
     ids = jnp.where(segment_ids < 0, -1, ids)
     return ids, (left, right)
