@@ -45,7 +45,7 @@ class LazyState(Mapping[str, np.ndarray]):
         return self.readers[name]()
 
     def __contains__(self, name: object) -> bool:
-        return name in self.readers  # That of `Mapping` reads the array.
+        return name in self.readers  # `Mapping.__contains__` reads the array.
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.readers)

@@ -23,7 +23,7 @@ def mean(values: Iterable[float | None]) -> float:
     (1.5, nan)
     """
     numbers = [math.nan if x is None or not math.isfinite(x) else float(x) for x in values]
-    # Of `sum` the last digit depends on the version of Python, and with it that of a page.
+    # The last digit of `sum` depends on the version of Python, and pages are compared by bytes.
     return math.fsum(numbers) / len(numbers) if numbers else math.nan
 
 

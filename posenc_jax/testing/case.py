@@ -51,7 +51,7 @@ class Recorder(Implementation):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Spread(Implementation):
-    """Zeros, of a call whose logits are measured: keeps how far contents spread them.
+    """Measures how far contents spread the logits of each call, and returns zeros.
 
     Attributes:
       deviations: standard deviations of the logits of a pair of tokens, over contents.

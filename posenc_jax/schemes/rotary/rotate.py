@@ -43,7 +43,7 @@ def apply_rotation(
 
     Raises:
       ValueError: for other shapes, or G that does not divide N.
-      TypeError: for x of integers, and a `start` that is none.
+      TypeError: for x of integers, and a `start` that is not an integer.
 
     >>> cos, sin = pe.cos_sin(jnp.array([[1]]), np.array([1.0]))
     >>> apply_rotation(jnp.array([1.0, 0.0]).reshape(1, 1, 1, 2), cos, sin).ravel().round(4)
