@@ -102,6 +102,7 @@ def where_local(test: Callable[..., bool], key: str | None = None) -> LayerKinds
 
     def read(config):
         window, values = window_of(config), [config.get(key)] if key else []
+        config.check(window is None or None not in values, f"a sliding_window and {key}=null")
         local = [window is not None and test(i, *values) for i in range(layer_count(config))]
         return declared(config) or [LOCAL if x else FULL for x in local]
 

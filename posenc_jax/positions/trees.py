@@ -6,6 +6,7 @@ which schemes encode, are depths. Attention with `is_causal` then needs no mask 
 need `SlidingWindow(W, by="coordinates")`: positions also count the tokens of other branches.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -70,9 +71,12 @@ def from_tree(parents: jax.Array) -> Tree:
     return _of_row(parents) if parents.ndim == 1 else jax.vmap(_of_row)(parents)
 
 
+@functools.partial(jax.jit, inline=True)  # One program outside of `jit`.
 def _of_row(parents: jax.Array) -> Tree:
     """Returns the arrays of one row, in one pass over the tokens for sizes and one for the rest."""
     count = len(parents)
+    if not count:
+        return Tree(parents, parents, parents)
     slots = jnp.arange(count, dtype=jnp.int32)
     parents = jnp.where(parents < 0, count, parents)  # The last entry is above the roots.
 

@@ -363,6 +363,7 @@ OTHER_SCALINGS = [
     pe.DynamicNTK(2.0, 64, 128),
 ]
 TWO = (pe.RoPE(head_dim=8), pe.RoPE(head_dim=8, theta=2.0))
+NO_END = {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": None}
 ERRORS = [
     (pe.to_hf, {"scheme": pe.ALiBi(num_heads=4)}, "only RoPE and MRoPE have rope parameters"),
     (
@@ -375,6 +376,7 @@ ERRORS = [
         {"scheme": pe.RoPE(16, rotary_dim=8, scaling=pe.Proportional(0.5))},
         r"no rope_type for \(Proportional.* on 0.5 of a head",
     ),
+    (pe.from_hf, {"config": NO_END}, "has a sliding_window and max_window_layers=null"),
     (pe.to_hf, {"scheme": TWO}, "schemes that differ need layer_types"),
     (pe.to_hf, {"scheme": TWO, "layer_types": ["a"] * 2}, "layers of type 'a' differ"),
     (pe.to_hf, {"scheme": TWO, "layer_types": ["a"] * 3}, "3 layer_types need as many schemes"),
