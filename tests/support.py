@@ -32,6 +32,11 @@ def build(cls, **changes):
     return cls(**{name: SIZES[name] for name in required if name in SIZES} | changes)
 
 
+def is_contrib(cls):
+    """Whether a scheme is one of `contrib`, which few use: most of its tests are slow."""
+    return "contrib" in cls.__module__
+
+
 TESTS = pathlib.Path(__file__).parent
 
 
@@ -225,6 +230,16 @@ def recorded(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 slow = pytest.mark.slow
+
+
+def slow_but(values, *quick):
+    """The values for `parametrize`, slow but for some; a tuple has those of several arguments."""
+    return [
+        pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=() if x in quick else slow)
+        for x in values
+    ]
+
+
 gpu_lowered = pytest.mark.needs("jax>=0.11.2")
 # The interpreter for GPUs of jax 0.11 refuses phases that no thread has waited for.
 gpu_interpreted = pytest.mark.needs("jax>=0.12")

@@ -14,7 +14,17 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.support import SIZES, TESTS, Option, build, declared, parameters, slow
+from tests.support import (
+    SIZES,
+    TESTS,
+    Option,
+    build,
+    declared,
+    is_contrib,
+    parameters,
+    slow,
+    slow_but,
+)
 
 MAPS = {
     name: cls
@@ -39,7 +49,7 @@ def where(cls):
 
 def once(cls, field):
     """Returns the marks of a setting: where a base class has it, code of that class reads it."""
-    return () if field in cls.__annotations__ else slow
+    return () if field in cls.__annotations__ and not is_contrib(cls) else slow
 
 
 def settings(classes):
@@ -115,7 +125,14 @@ def test_setting_of_a_scheme_changes_the_program(cls, field):
     assert lowered(*one) != lowered(*other)
 
 
-@pytest.mark.parametrize("cls", pe.SCHEMES.values(), ids=lambda cls: cls.name)
+CLASSES = [*pe.SCHEMES.values()]
+
+
+@pytest.mark.parametrize(
+    "cls",
+    slow_but(CLASSES, *(cls for cls in CLASSES if not is_contrib(cls))),
+    ids=lambda cls: cls.name,
+)
 def test_a_scheme_has_one_program(cls):
     """Programs that differ by themselves would hide a setting without effect."""
     call = build(cls), False, False

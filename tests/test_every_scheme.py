@@ -19,7 +19,7 @@ import posenc_jax as pe
 from posenc_jax import testing
 from posenc_jax.testing.case import BATCH, LENGTH
 from posenc_jax.testing.properties import mirrored_change
-from tests.support import KINDS, build, close, make_batch, output, slow
+from tests.support import KINDS, build, close, is_contrib, make_batch, output, slow
 
 # Windows are large enough for 130 tokens, the most that `posenc_jax.testing` uses, or small enough
 # that some keys are far. With the offsets of zero that it begins with, PoPE is mirrored.
@@ -40,7 +40,7 @@ ALONE = {
     "positions_default_to_counting": {"learned", "fox"},
     "bfloat16_is_near_float32": {"learned", "t5", "fox", "rope"},
     "tiles_equal_the_reference_in_an_encoder": {"t5", "shaw"},
-    "ring_cache_equals_the_whole": {"t5"},
+    "ring_cache_equals_the_whole": set(),
     "empty_batches_and_sequences": {"learned", "t5", "fox", "path", "short_conv", "rope"},
 }
 """The schemes of properties that need programs of their own, or many operations."""
@@ -55,12 +55,20 @@ WITHOUT_PROMISES = {
     *("swin", "swin_v2", "tupe"),
 }
 """Their rules promise tiles nothing, such as a distance or bounds, or read whole rows."""
-LIKE_OTHERS = {"cable", "self_extend"}
-"""The hooks are those of FoX and of ReRoPE, with other numbers."""
+LIKE_OTHERS = {"cable", "self_extend", "dual_chunk", "kerple", "swin_v2", "rope_mixed", "path"}
+LIKE_OTHERS |= {"rope_by_length", "partial_key_offset", "pope", "repo", "swin", "tupe", "xpos"}
+"""Other schemes have their hooks, or their own tests compare what these would."""
 NOT_IN_CACHES = {"inkling", "transformer_xl", "tupe", "rope_by_length", "short_conv"}
+NOT_IN_CACHES |= {"path", "selective_rope"}
 """Caches store nothing of their features, or tests of their own decode with them."""
 TELLING = {"deberta", "fox", "transformer_xl", "tupe"}
 """Schemes that are not mirrored, as RoPE is not."""
+COMPILED = {
+    *("packed_sequences_equal_each_alone", "coordinates_change_the_output"),
+    *("left_padded_rows_equal_rows_alone", "right_padded_rows_equal_rows_alone"),
+    "adding_a_constant_changes_nothing",
+}
+"""Properties of every scheme by a program of its own."""
 NEEDS = {
     "tiles_equal_the_reference": IN_TILES,
     "tiles_equal_the_reference_padded": IN_TILES,
@@ -93,10 +101,10 @@ def is_quick(kind, name):
     """Whether a property of a scheme is measured by default."""
     cls = pe.SCHEMES[kind]
     if name in ALONE or name not in NEEDS:
-        return kind in ALONE.get(name, {kind})
+        return kind in ALONE.get(name, {kind}) and not (is_contrib(cls) and name in COMPILED)
     needs = NEEDS[name]
     hooks = {x for x in OF_TOKENS if getattr(cls, x) is not getattr(pe.Scheme, x)}
-    if "contrib" in cls.__module__ and needs >= IN_TILES:  # Only their authors use these schemes.
+    if is_contrib(cls) and needs >= IN_TILES:
         return False
     if kind in LIKE_OTHERS or (kind in WITHOUT_PROMISES and needs == IN_TILES):
         return False

@@ -12,7 +12,7 @@ from flax import nnx
 import posenc_jax as pe
 from posenc_jax import linen as pl
 from posenc_jax import nnx as pn
-from tests.support import layer_of
+from tests.support import layer_of, slow
 
 D, N, K, H = 20, 6, 3, 8
 ROPE = pe.RoPE(head_dim=H)
@@ -123,6 +123,7 @@ def projected(layer, x):
     return [project(x) for project in (layer.query, layer.key, layer.value)]
 
 
+@slow
 def test_attention_takes_a_layer():
     layer = layer_of(lambda rngs: pn.Attention(D, N, position=LAYER, rngs=rngs, **SIZES))
     set_norms(layer)

@@ -20,7 +20,7 @@ from posenc_jax.sharding import (
     zigzag,
 )
 from tests.oracle import attend
-from tests.support import SIZES, build, make_batch, slow
+from tests.support import SIZES, build, make_batch, slow, slow_but
 
 LENGTH = 32
 
@@ -66,11 +66,12 @@ def eight(kind):
     return jax.set_mesh(jax.make_mesh((8,), ("sequence",), axis_types=(kind,)))
 
 
+@slow
 @pytest.mark.parametrize(
     ("name", "method", "kind"),
     [
-        ("shaw", "ring", AxisType.Explicit),
         ("alibi", "all_gather", AxisType.Auto),
+        pytest.param("shaw", "ring", AxisType.Explicit, marks=slow),
         pytest.param("alibi", "ring", AxisType.Auto, marks=slow),
     ],
     ids=str,
@@ -138,6 +139,7 @@ def test_a_tree_over_a_sharded_sequence(method):
     chex.assert_trees_all_close(jax.device_get(grads), jax.device_get(expected_grads), atol=5e-5)
 
 
+@slow
 def test_running_sums_start_where_the_shard_before_ended():
     scheme = build(pe.FoX)
     params, tokens = new(scheme)
@@ -164,8 +166,9 @@ LAYERS = {  # The scheme, the method and the kind of mesh.
 }
 
 
+@slow
 @pytest.mark.parametrize("gradients", [False, pytest.param(True, marks=slow)])
-@pytest.mark.parametrize("case", LAYERS)
+@pytest.mark.parametrize("case", slow_but(LAYERS, "explicit"))
 def test_layers_over_a_sharded_sequence(case, gradients):
     """One argument of a layer, on a mesh that shards the batch too."""
     scheme, method, kind = LAYERS[case]

@@ -10,7 +10,7 @@ import pytest
 
 import posenc_jax as pe
 from posenc_jax.schemes.combinators.chain import reads_order
-from tests.support import parameters, run
+from tests.support import parameters, run, slow
 
 
 def method(name):
@@ -249,7 +249,7 @@ def test_rows_move_with_all_that_belongs_to_them():
             same(row_of(freed, row), row_of(expected, row))
 
 
-@pytest.mark.parametrize("ring, slots", [(False, 5), (True, 7)])
+@pytest.mark.parametrize("ring, slots", [(True, 7), pytest.param(False, 5, marks=slow)])
 def test_a_prefilled_cache_fits_a_larger_one_and_a_ring(ring, slots):
     small = filled(everything(1, capacity=4), 3, seed=1)
     into = filled(everything(capacity=slots, ring=ring), 4, seed=2)
@@ -356,6 +356,7 @@ def test_a_cache_of_zeros_is_empty(ring):
         chex.assert_trees_all_equal(zeros, append(empty(ring=ring), *part))
 
 
+@slow
 @pytest.mark.parametrize("capacity", [7, 14])
 def test_a_ring_with_equal_positions_is_right_or_lost(capacity):
     """Blocks of one to three tokens at a position, some taken back, against float64."""

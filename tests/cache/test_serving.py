@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import posenc_jax as pe
 from posenc_jax import nnx, testing
 from tests.makers import serving
-from tests.support import layer_of, slow
+from tests.support import layer_of, slow, slow_but
 
 ROWS, CHUNK, CAPACITY, DIM = 3, 3, 12, 8
 LONGEST = CAPACITY + 2 * CHUNK  # Tokens of the whole forward pass that outputs are compared with.
@@ -145,7 +145,7 @@ operation = st.one_of(
 )
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", slow_but(POLICIES, "full"))
 @settings(max_examples=8, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(operations=st.lists(operation, min_size=4, max_size=14))
 def test_rows_equal_the_whole_forward_pass_of_lists(name, operations):
@@ -205,6 +205,7 @@ def buffers(cache):
     return {str(list(x.shape)).replace(" ", "") for x in jax.tree.leaves(arrays)}
 
 
+@slow
 @pytest.mark.parametrize("kind", [{}, pytest.param({"ring": True}, marks=slow)], ids=str)
 def test_a_donated_cache_is_written_in_place(kind):
     """No array with all slots is copied, and appending takes the same memory for any S."""
@@ -251,7 +252,8 @@ def test_one_token_of_one_row_is_written_in_place():
     assert not re.search(rf"{shape}\S* copy\(", program.as_text())
 
 
-@pytest.mark.parametrize("committed", [False, True])
+@slow
+@pytest.mark.parametrize("committed", slow_but([False, True], True))
 def test_counts_stay_where_they_are_beside_keys_on_automatic_axes(committed):
     """Outside of jit too: a step compiled with the shardings of a new cache takes its prompt's."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -271,6 +273,7 @@ def test_counts_stay_where_they_are_beside_keys_on_automatic_axes(committed):
     assert after.length.tolist() == [4, 4]
 
 
+@slow
 def test_rows_and_heads_on_explicit_axes():
     """Rows over four devices and heads over two: the same numbers, and rows stay where they are."""
     scheme = pe.FoX(num_heads=4, model_dim=DIM)
@@ -352,8 +355,8 @@ def test_learned_positions_on_explicit_axes():
 @pytest.mark.parametrize(
     "name, policy, situations",
     [
-        ("deberta", "ring", ("packed", "rows reused", "rewound")),
-        pytest.param("t5", "sinks", ("chunks of 64", "rows reused", "beams"), marks=slow),
+        ("t5", "sinks", ("chunks of 64", "rows reused", "beams")),
+        pytest.param("deberta", "ring", ("packed", "rows reused", "rewound"), marks=slow),
     ],
 )
 def test_situations_of_a_server(name, policy, situations):

@@ -7,7 +7,7 @@ from scipy.linalg import expm
 import posenc_jax as pe
 from posenc_jax import contrib
 from tests.oracle import attend, qkv, softmax_attention
-from tests.support import initial, parameters
+from tests.support import initial, parameters, slow
 
 OPTIONS = {
     contrib.ComRoPE: {"size": 2, "axes": "by_block", "groups": 2, "init_std": initial(0.1)},
@@ -42,7 +42,11 @@ def authors(x, coordinates, params, axes):
 
 @pytest.mark.parametrize(
     "axes, size, groups, grid",
-    [("scaled", 4, 3, GRID), ("scaled", 3, 1, (GRID + 0.5) / 9), ("by_block", 2, 2, GRID)],
+    [
+        pytest.param("scaled", 4, 3, GRID, marks=slow),
+        ("scaled", 3, 1, (GRID + 0.5) / 9),
+        ("by_block", 2, 2, GRID),
+    ],
     ids=["grid", "fractions", "by_block"],
 )
 def test_attention_on_a_grid_matches_the_authors(axes, size, groups, grid):

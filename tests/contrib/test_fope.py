@@ -7,7 +7,7 @@ import pytest
 
 from posenc_jax import contrib
 from tests.oracle import attend, qkv, query, softmax_attention
-from tests.support import parameters
+from tests.support import parameters, slow, slow_but
 
 OPTIONS = {
     contrib.FoPE: {
@@ -41,7 +41,9 @@ def authors(x, positions, series, trained_length, theta=1e4):
     return out
 
 
-@pytest.mark.parametrize("groups, dim, trained_length", [(3, 8, 64), (1, 32, 512)])
+@pytest.mark.parametrize(
+    "groups, dim, trained_length", slow_but([(3, 8, 64), (1, 32, 512)], (1, 32, 512))
+)
 def test_attention_matches_the_authors(groups, dim, trained_length):
     scheme = contrib.FoPE(head_dim=dim, trained_length=trained_length, groups=groups, gain=2.0)
     q, k, v = qkv(length=21, dim=dim)
@@ -61,6 +63,7 @@ def test_queries_at_far_positions_with_learned_coefficients():
     np.testing.assert_allclose(got, authors(q, positions, params, 4096, theta=5e5), atol=1e-5)
 
 
+@slow
 def test_pairs_without_position_as_shipped_and_as_written():
     """H = 4 has one pair with position; the other gets cosine and sine 1, or stays."""
     x = jnp.array([0.0, 1.0, 0.0, 2.0]).reshape(1, 1, 1, 4)
@@ -69,6 +72,7 @@ def test_pairs_without_position_as_shipped_and_as_written():
         np.testing.assert_allclose(query(scheme, {}, x, jnp.array([[5]]))[0, 0, 0, 1::2], expected)
 
 
+@slow
 def test_coefficients_are_ones_and_noise():
     scheme = contrib.FoPE(head_dim=16, trained_length=512, gain=0.0)
     # 2 pi / 512 = 0.0123: frequencies 1, 0.316, 0.1, 0.0316 stay for 4 pairs.

@@ -9,7 +9,7 @@ import pytest
 
 from posenc_jax import contrib
 from tests.oracle import embed
-from tests.support import golden, initial, parameters
+from tests.support import golden, initial, parameters, slow
 
 OPTIONS = {
     contrib.LearnableFourier: {"axes": 3, "num_features": 6, "width": 5, "gamma": initial(1.0)}
@@ -43,6 +43,7 @@ def test_matches_the_reference_code():
     np.testing.assert_allclose(got, GOLDEN["values"], atol=2e-5)  # Angles of 300 in float32.
 
 
+@slow
 @pytest.mark.parametrize("axes", [1, 3])
 def test_far_positions_are_exact(axes):
     scheme = contrib.LearnableFourier(model_dim=6, axes=axes, num_features=8, width=4)

@@ -6,7 +6,7 @@ from scipy.linalg import expm
 
 from posenc_jax import contrib
 from tests.oracle import attend, qkv, softmax_attention
-from tests.support import parameters
+from tests.support import parameters, slow_but
 
 OPTIONS = {contrib.LieRE: {"size": 4, "groups": 2}}
 
@@ -31,7 +31,7 @@ def authors(x, coordinates, upper, size):
     return out
 
 
-@pytest.mark.parametrize("size, groups", [(2, 3), (8, 1), (3, 2)])
+@pytest.mark.parametrize("size, groups", slow_but([(2, 3), (8, 1), (3, 2)], (3, 2)))
 def test_attention_on_an_image_matches_the_authors(size, groups):
     scheme = contrib.LieRE(head_dim=8, size=size, groups=groups)
     params = parameters(scheme)

@@ -6,8 +6,10 @@ import numpy as np
 from posenc_jax import contrib
 from posenc_jax import positions as pos
 from tests.positions.test_random import KEY, PACKED, PLACES, parts
+from tests.support import slow
 
 
+@slow
 def test_continuous_draws_cover_their_bounds():
     keys, positions = jax.random.split(KEY, 2000), pos.count_up(1, 3, 100)
 

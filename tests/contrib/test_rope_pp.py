@@ -6,6 +6,7 @@ import pytest
 import posenc_jax as pe
 from posenc_jax import contrib
 from tests.oracle import attend, decode, qkv, softmax_attention
+from tests.support import slow
 
 OPTIONS = {
     contrib.RoPEPlusPlus: {
@@ -55,6 +56,7 @@ def test_attention_matches_the_authors(heads, count):
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
+@slow
 def test_decodes_with_heads_added():
     scheme = contrib.RoPEPlusPlus(head_dim=8, heads="added")
     q, k, v = qkv(length=9)

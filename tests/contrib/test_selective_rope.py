@@ -8,7 +8,7 @@ import pytest
 from posenc_jax import contrib
 from tests import oracle
 from tests.oracle import qkv, softmax_attention
-from tests.support import parameters
+from tests.support import parameters, slow
 
 OPTIONS = {
     contrib.SelectiveRoPE: {
@@ -74,6 +74,7 @@ def test_attention_matches_the_authors(heads, groups):
     np.testing.assert_allclose(out, authors(params, *tokens, groups), atol=1e-5)
 
 
+@slow
 @pytest.mark.parametrize("width", [1, 5])
 def test_any_width_temperature_and_base(width):
     options = {"theta": 50.0, "temp_max": 2.0}
@@ -84,6 +85,7 @@ def test_any_width_temperature_and_base(width):
     np.testing.assert_allclose(out, authors(params, *tokens, 1, **options), atol=1e-5)
 
 
+@slow
 def test_learned_temperatures():
     scheme = contrib.SelectiveRoPE(model_dim=12, head_dim=8, learn_temperature=True)
     params = scheme.init(jax.random.key(0))

@@ -72,6 +72,7 @@ def test_convolution_matches_a_loop_whole_and_in_chunks(chunk, kernel):
     np.testing.assert_allclose(out[real], expected[real], atol=1e-6)
 
 
+@slow
 def test_a_state_after_no_tokens_is_that_of_the_start():
     for ids in (None, SEGMENTS):
         first, rest = (None, None) if ids is None else (ids[:, :0], ids)

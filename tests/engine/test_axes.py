@@ -10,6 +10,7 @@ from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.rule import as_tuple
 from posenc_jax.engine.xla import XLA
 from tests.oracle import qkv
+from tests.support import slow
 
 SHAW = pe.Shaw(num_heads=6, head_dim=8)
 DAPE = pe.contrib.DAPE(num_heads=6)
@@ -50,6 +51,7 @@ def test_rules_of_one_axis_are_refused_three(name):
         pe.attention(Q, K, V, q_coordinates=coordinates, rules=RULES[name])
 
 
+@slow
 @pytest.mark.parametrize(
     "rules",
     [
@@ -76,6 +78,7 @@ def waves(shared, head, q, k):
     return jax.lax.sin(q - k)  # Of floating point only.
 
 
+@slow
 def test_rules_are_checked_with_the_dtype_of_coordinates():
     coordinates = np.linspace(0.0, 3.0, 7, dtype=np.float32)
     rule = pe.LogitBias(waves)

@@ -14,7 +14,7 @@ import posenc_jax as pe
 from posenc_jax.engine.block_mask import EMPTY, FULL, PARTIAL
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.xla import XLA
-from tests.support import parameters, slow
+from tests.support import parameters, slow, slow_but
 
 B, T, S, N, H = 2, 70, 53, 4, 8
 GROUPS = np.arange(T) // 13
@@ -101,7 +101,7 @@ def _loss(mask, qkv, implementation):
     return (out**2).sum(), out
 
 
-@pytest.mark.parametrize("word", ["xla", "slow"])
+@pytest.mark.parametrize("word", slow_but(["xla", "slow"], "xla"))
 def test_hidden_tiles_are_skipped_and_whole_ones_not_masked(word):
     """The function is called back for the tiles in which it is evaluated."""
     calls = []
@@ -124,6 +124,7 @@ def test_hidden_tiles_are_skipped_and_whole_ones_not_masked(word):
     np.testing.assert_allclose(out, pe.attention(q, q, q, is_causal=True), atol=1e-6)
 
 
+@slow
 @pytest.mark.parametrize("apart", [False, True])
 def test_packed_rows_with_traced_ids(apart):
     """Rules by distance need tokens side by side: tokens that are moved have no table."""
@@ -141,6 +142,7 @@ def test_packed_rows_with_traced_ids(apart):
     np.testing.assert_allclose(out, attend(q, ids, "reference"), atol=1e-5)
 
 
+@slow
 def test_one_mask_serves_calls_of_jit_without_tracing():
     """It is a pytree: other numbers do not trace again."""
     traces = []
@@ -160,6 +162,7 @@ def test_one_mask_serves_calls_of_jit_without_tracing():
     assert len(traces) == 1
 
 
+@slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(AxisType.Auto, marks=slow), AxisType.Explicit], ids=str
 )
@@ -192,6 +195,7 @@ def below(b, h, q_idx, kv_idx, limit):
     return jnp.abs(q_idx - kv_idx).astype(jnp.float32) < limit
 
 
+@slow
 def test_a_mask_that_hides_everything_gives_zeros():
     mask = pe.block_mask(lambda b, h, i, j: i < j - 1000, T, T)
     q = np.ones((1, T, 2, H), np.float32)

@@ -16,6 +16,7 @@ from posenc_jax.engine.api import make_problem
 from posenc_jax.engine.dense import _causal_bands
 from posenc_jax.engine.xla import XLA
 from tests.engine.rules import KINDS
+from tests.support import slow
 
 KIND = KINDS["whole"]
 
@@ -74,6 +75,7 @@ def test_causal_work_is_less():
     assert work(is_causal=True, window=128) < 0.4 * work()
 
 
+@slow
 def test_a_rule_may_take_the_place_of_the_softmax():
     q, k, v = _tokens(19)
     order = np.random.default_rng(2).permutation(19).astype(np.int32)
@@ -117,6 +119,7 @@ def test_keys_of_a_segment_come_in_the_order_of_their_positions(implementation):
     np.testing.assert_allclose(out[0, :, 0], expected, rtol=1e-6)
 
 
+@slow
 def test_derivatives_of_any_order_and_mode():
     q, k, v = _tokens(9)
 

@@ -100,6 +100,7 @@ def assert_close(got, expected):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, np.abs(b).max()))
 
 
+@slow
 @pytest.mark.parametrize(
     "names",
     [(*IN_TILES, "on"), ("rows",), pytest.param(("score_mod",), marks=slow)],
@@ -118,6 +119,7 @@ CALLS = {
 }
 
 
+@slow
 @pytest.mark.parametrize(
     "names, length, implementation",
     [*CALLS.values(), pytest.param(("logit",), T, TPU, marks=slow)],
@@ -194,6 +196,7 @@ def test_gradients_of_what_a_function_closes_over(names, length, implementation)
     assert_close(*gradients(jnp.array([1.0, 4.0])))
 
 
+@slow
 def test_gradients_of_what_a_function_closes_over_outside_of_jit():
     def attend(s):
         rule = RULES["logit"](lambda: s)
@@ -204,6 +207,7 @@ def test_gradients_of_what_a_function_closes_over_outside_of_jit():
         assert_close(f(attend), jax.jit(lambda f=f: f(lambda s: plain(*inputs(), s)))())
 
 
+@slow
 def test_gradients_under_shard_map_are_of_arrays_of_the_device():
     """A custom derivative has no type for a gradient that devices share."""
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -147,7 +147,8 @@ HOW = {
 }
 WORDS = "dense", "xla", "reference"
 # Rules of kinds that others or the cases below have.
-LIKE_OTHERS = "relative", "of pairs", "score_mod, relative", "score_mod, adds", "score_mod"
+LIKE_OTHERS = "relative", "of pairs", "content", "dot", "dot, bounds", "score_mod, relative"
+LIKE_OTHERS += "score_mod, adds", "score_mod"
 CASES = [
     pytest.param(
         name,
@@ -171,8 +172,9 @@ BOTH["odd"] = bias(odd, relative=True), CLIPPED
 HOW["block mask"] = {"is_causal": True, "mask": None}
 CASES += [("odd", "block mask", "xla")]
 CASES += [pytest.param("odd", "block mask", "reference", marks=slow)]
-CASES += [("relative", "mask", word) for word in ("dense", "xla")]
-CASES += [("of pairs", "softcap", "xla"), ("dot, bounds", "positions", "xla")]
+CASES += [("relative", "mask", "dense"), ("dot, bounds", "positions", "xla")]
+CASES += [pytest.param("relative", "mask", "xla", marks=slow)]
+CASES += [pytest.param("of pairs", "softcap", "xla", marks=slow)]
 
 
 def _loss(make, static, word, arrays):
@@ -240,6 +242,7 @@ def test_the_gradient_is_that_of_a_loop():
         np.testing.assert_allclose(got[0], expected, rtol=1e-4)
 
 
+@slow
 def test_forward_mode():
     """Tangents too, in "dense" and "reference"."""
     make, clipped = BOTH["of pairs"]
@@ -265,6 +268,7 @@ def test_scores_of_hidden_keys_are_no_zeros(word):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
+@slow
 def test_steps_of_a_cache():
     q, positions = Q[:, -1:], {"q_positions": POSITIONS[-2:-1], "k_positions": POSITIONS}
 

@@ -49,9 +49,9 @@ def _slopes(implementation, has_rules, scale, arrays, options):
 @pytest.mark.parametrize(
     ("options", "masked", "has_rules"),
     [
-        ({"window": (3, 1)}, False, False),
-        ({"window": (3, 1)}, False, True),
-        ({"is_causal": True, "window": 4}, True, False),
+        pytest.param({"window": (3, 1)}, False, False, marks=slow),
+        pytest.param({"window": (3, 1)}, False, True, marks=slow),
+        pytest.param({"is_causal": True, "window": 4}, True, False, marks=slow),
         ({"is_causal": True, "window": 4}, True, True),
         ({"window": (2**31 - 1, 1)}, False, False),  # JAX adds it to slots.
         pytest.param({"window": (2**31 - 1, 1)}, False, True, marks=slow),
@@ -185,8 +185,7 @@ HIDING = {
 
 
 # With rules the array of a row alone and that of several rows have other axes.
-QUICK = {(name, False) for name in HIDING} - {("packed, causal, window", False)}
-QUICK |= {("packed", True), ("window of both sides", True)}
+QUICK = {("window of both sides", False), ("prefix", False), ("until", True)}
 
 
 @pytest.mark.parametrize(
@@ -214,6 +213,7 @@ def _assert_close(got, expected):
         np.testing.assert_allclose(x, y, rtol=0, atol=3e-3 * float(np.abs(y).max() + 1e-3))
 
 
+@slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -229,6 +229,7 @@ def test_cudnn_takes_positions(on_gpu, options):
     _assert_close(got, expected)
 
 
+@slow
 def test_padding_and_hidden_values_may_be_anything_for_cudnn(on_gpu):
     ids = np.repeat([[-1, 0]], [4, 8], axis=1).astype(np.int32)
     q, k, v = (x[:1].astype(np.float16) for x in (Q, K, V))

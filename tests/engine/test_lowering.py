@@ -8,14 +8,12 @@ import jax
 import pytest
 
 import posenc_jax as pe
-from tests.support import KINDS, build, make_batch, output, slow
+from tests.support import KINDS, build, make_batch, output, slow_but
 
 SOME = {*KINDS, "liere"}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in SOME else slow) for n in pe.SCHEMES]
-)
+@pytest.mark.parametrize("name", slow_but(pe.SCHEMES, *SOME))
 def test_lowers_with_its_gradients(name):
     scheme = build(pe.SCHEMES[name])
 

@@ -49,6 +49,7 @@ def test_no_array_of_all_pairs_in_the_jaxpr(kinds):
     assert large < 8192 * 8192 // 4
 
 
+@slow
 def test_outputs_of_many_layers_take_the_memory_of_one():
     """XLA copies a constant for the loop of each layer, before the first of them."""
     length, dim = 1024, HEADS * DIM

@@ -15,7 +15,7 @@ import pytest
 import posenc_jax as pe
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.dense import Dense
-from tests.support import parameters
+from tests.support import parameters, slow_but
 
 HEADS, DIM, KEYS = 6, 4, 290
 TILES = Dense(tile=64)
@@ -70,7 +70,7 @@ def _deberta():
     return scheme, params, added
 
 
-@pytest.mark.parametrize("make", [_transformer_xl, _deberta])
+@pytest.mark.parametrize("make", slow_but([_transformer_xl, _deberta], _deberta))
 def test_one_query_at_any_positions(make):
     scheme, params, added = make()
     random = np.random.default_rng(1)
@@ -149,7 +149,9 @@ def test_tiles_without_a_key_that_is_seen_are_not_read():
     assert len(traces) == 1
 
 
-@pytest.mark.parametrize("dtype, atol", [(np.float32, 1e-6), (jnp.bfloat16, 8e-3)])
+@pytest.mark.parametrize(
+    "dtype, atol", slow_but([(np.float32, 1e-6), (jnp.bfloat16, 8e-3)], (jnp.bfloat16, 8e-3))
+)
 def test_tiles_under_vmap_and_derivatives(dtype, atol):
     seen = np.arange(256) < np.array([[40], [130]])
     q, k, v, call = _cache(seen, np.zeros((2, 256), bool), dtype)

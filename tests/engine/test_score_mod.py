@@ -54,6 +54,7 @@ MODS = {
     softcap: ({}, pe.LogitsTransform),
     times: ({}, pe.LogitsTransform),
 }
+QUICK = relative_table, causal, softcap, times
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 3))
@@ -71,9 +72,8 @@ def run(function, implementation, captured, known=True):
 @pytest.mark.parametrize(
     ("function", "implementation", "known"),
     [
-        *((function, "xla", True) for function in MODS if function is not alibi),
-        pytest.param(alibi, "xla", True, marks=slow),  # As `relative_table`.
-        (by_row, "xla", False),
+        *(pytest.param(f, "xla", True, marks=() if f in QUICK else slow) for f in MODS),
+        pytest.param(by_row, "xla", False, marks=slow),
     ],
     ids=lambda x: getattr(x, "__name__", x),
 )
@@ -131,6 +131,7 @@ def test_a_chunk_of_queries_reads_positions_not_slots():
     np.testing.assert_allclose(out, np.asarray(GOLDEN["cases"]["alibi"]["out"])[:, 7:], atol=2e-6)
 
 
+@slow
 def test_gradients_of_what_a_function_closes_over():
     def loss(slopes, options):
         def function(score, b, h, q_idx, kv_idx):

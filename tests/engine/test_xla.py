@@ -19,6 +19,7 @@ from posenc_jax.engine.toeplitz import _row_by_row_sums, diagonal_sums, toeplitz
 from posenc_jax.engine.xla import XLA
 from tests import oracle
 from tests.engine.rules import KINDS
+from tests.support import slow
 
 
 def _tokens(length, *, batch=1, heads=2, dim=8, seed=0):
@@ -111,6 +112,7 @@ def test_on_tpu_many_heads_do_not_make_blocks_smaller():
         assert make_plan(2048, 2048, heads, platform="tpu").forward == Blocks(512, 256)
 
 
+@slow
 def test_awkward_sizes():
     (q, _, _), (_, k, v) = _tokens(5, dim=6), _tokens(600, dim=6)
     places = {"q_positions": np.arange(595, 600), "k_positions": np.arange(600)}
@@ -166,6 +168,7 @@ def test_a_bad_row_stays_alone():
     np.testing.assert_array_equal(out[1, 8:], clean[1, 8:])
 
 
+@slow
 def test_under_vmap():
     q, k, v = _tokens(40, batch=4)
     table, bias = _t5()
@@ -179,6 +182,7 @@ def test_under_vmap():
     chex.assert_trees_all_close(jax.jit(jax.vmap(grad))(tables, q, k, v), one_by_one, atol=1e-4)
 
 
+@slow
 def test_hessian_vector_products():
     """Forward mode over reverse mode, through loops over tiles."""
     q, k, v = _tokens(300)
@@ -196,6 +200,7 @@ def test_hessian_vector_products():
     chex.assert_trees_all_close(hvp("xla"), hvp("reference"), rtol=1e-3, atol=1e-3)
 
 
+@slow
 def test_other_orders_of_derivatives_are_right_or_raise():
     q, k, v = _tokens(40)
     rules = pe.ALiBi(num_heads=2).rules({})
@@ -220,6 +225,7 @@ def test_other_orders_of_derivatives_are_right_or_raise():
         jax.eval_shape(functools.partial(twice, implementation=XLA(Blocks(8, 8))), q)
 
 
+@slow
 @pytest.mark.parametrize("dims", [(8, 1), (1, 4)])
 def test_gradients_of_heads_with_one_number_in_bfloat16(dims):
     """XLA for CPUs has not all of their products."""

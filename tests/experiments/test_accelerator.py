@@ -15,6 +15,7 @@ from experiments.bench import accelerator, accelerator_page, accelerator_schemes
 from experiments.bench import accelerator_times as times
 from posenc_jax.kernels.checks.runner import Runner
 from posenc_jax.kernels.checks.steps import FAMILIES
+from tests.support import slow
 
 ROOT = pathlib.Path(__file__).parents[2]
 STEP = {
@@ -45,6 +46,7 @@ def measured(tmp_path):
     return make
 
 
+@slow
 def test_programs_are_timed_in_rounds_and_counted(measured):
     run, shape = measured(), (1, 32, 2, 2, 8)
     run.measure(times.scheme_jobs("t5", "xla", shape) + times.scheme_jobs("t5", "pallas", shape))
@@ -116,6 +118,7 @@ def test_every_scheme_has_small_sizes(name):
     assert isinstance(accelerator_schemes.scheme_of(name), pe.Scheme)
 
 
+@slow
 def test_a_wrong_number_of_a_scheme_is_found(monkeypatch, tmp_path):
     attend = pe.scheme_attention
 

@@ -99,6 +99,7 @@ def test_schemes_that_read_x_are_given_x():
     assert jax.eval_shape(attend_with(scheme), *arguments).shape == shape
 
 
+@slow
 def test_decode_cases_equal_attention_over_the_whole_sequence():
     q, k, v, params = arguments = make_arguments(pe.RoPE(head_dim=4), (1, 16, 2, 4), jnp.float32)
     for scheme, case in (
@@ -110,6 +111,7 @@ def test_decode_cases_equal_attention_over_the_whole_sequence():
             np.testing.assert_allclose(case.call(), whole[:, -1:], atol=1e-5)
 
 
+@slow
 def test_bench_released_at_tiny_size(tmp_path, capsys, monkeypatch):
     small = {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2}
     small |= {"intermediate_size": 20, "vocab_size": 1000}

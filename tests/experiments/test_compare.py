@@ -17,6 +17,7 @@ from experiments.runs import run as runs_module
 from experiments.runs.experiment import experiment_of, load, objects_in
 from experiments.runs.run import Run, load_data
 from tests.docs import pages
+from tests.support import slow
 
 SMALL = """
 tasks = ["kback"]
@@ -131,6 +132,7 @@ def test_compare_writes_results_and_report_with_the_scheme_of_the_page(run, of_p
     assert mine in (run.folder / "report.html").read_text()
 
 
+@slow
 def test_the_task_of_the_page_is_one_file(run, tmp_path, monkeypatch):
     (block,) = [code for code in pages.code("docs/experiments.md") if "(Lookup)" in code]
     (tmp_path / "own_task.py").write_text(block)
@@ -350,6 +352,7 @@ def test_folders_of_results_call_no_code_that_the_call_does_not_name(run, own_mo
     assert main(["report", str(run.folder), "--trust", mine]) == 0
 
 
+@slow
 def test_text_variants(run, tmp_path):
     rng = np.random.default_rng(0)
     (tmp_path / "own.txt").write_bytes(rng.integers(97, 105, 4000).astype(np.uint8).tobytes())
@@ -411,6 +414,7 @@ def test_full_disk_keeps_earlier_results(run, monkeypatch):
     assert status == 2 and err.count("\n") == 1 and "cannot be removed" in err
 
 
+@slow
 def test_the_report_is_written_again(run, capsys):
     run.without_training()
     run.draw()

@@ -20,7 +20,7 @@ from experiments.training.layout import layout_of
 from experiments.training.train import train
 from tests.experiments.stub_tasks import TASK
 from tests.experiments.test_compare import SMALL
-from tests.support import slow
+from tests.support import slow, slow_but
 
 FLAGS = ["compare", "small.toml", "--schemes", "fox", "--kback.train.batch", "8"]
 
@@ -50,7 +50,7 @@ def trained(layout=None):
     return train(task, scheme, 0, None, layout=layout)
 
 
-@pytest.mark.parametrize("shards_parameters", [False, True])
+@pytest.mark.parametrize("shards_parameters", slow_but([False, True], False))
 def test_losses_of_eight_devices_are_those_of_one(shards_parameters):
     layout, alone = layout_of(8, shards_parameters), trained()
     parts = trained(layout)
@@ -63,6 +63,7 @@ def test_losses_of_eight_devices_are_those_of_one(shards_parameters):
     assert specs & sharded if shards_parameters else specs == {"P()"}
 
 
+@slow
 def test_a_run_on_devices_continues(folder, monkeypatch):
     """The state is written, and read again, as that of one device."""
     monkeypatch.setattr(hosts, "join", lambda: None)  # JAX has opened devices here.

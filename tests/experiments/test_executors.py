@@ -64,11 +64,17 @@ def test_each_process_has_a_processor_of_its_own(tmp_path):
         pairs = {(each["process"], each["processor"]) for each in scores}
         assert len(pairs) == len(dict(pairs)) == len({processor for _, processor in pairs})
     assert queue.errors[order(4).name].endswith("RuntimeError: no memory") and not queue.over
-    # The last run has one processor too: with all it would round differently.
+
+
+@slow
+def test_the_last_run_has_one_processor_too(tmp_path):
+    """With all of them it would round differently."""
+    queue = Quiet(tmp_path)
     queue.work([order(5)])
     assert queue.ended[order(5).name].result.scores["plain"]["others"] == 0
 
 
+@slow
 def test_a_process_that_dies_loses_no_result(tmp_path):
     first = tmp_path / order(0).name / "result.json"
     runs = [order(seed, f"die after {first}" if seed == 3 else "") for seed in range(4)]
@@ -79,6 +85,7 @@ def test_a_process_that_dies_loses_no_result(tmp_path):
     assert known[0] and known[3] is None
 
 
+@slow
 @pytest.mark.parametrize("how", ["SIGTERM", pytest.param("Ctrl-C", marks=slow)])
 def test_processes_that_are_stopped_write_their_states(tmp_path, how, request):
     number = signal.SIGTERM if how == "SIGTERM" else signal.SIGINT

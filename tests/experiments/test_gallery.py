@@ -16,6 +16,7 @@ from experiments.gallery import explorer
 from experiments.gallery.drawn import digest, draw
 from experiments.gallery.page import STRIP, strip
 from experiments.gallery.probe import GRID, LENGTH, Probe, frequency_maps, probe, probe_map
+from tests.support import slow
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "drawn.md").read_text()
@@ -36,6 +37,7 @@ def test_pictures_are_those_of_the_code():
     assert all("prefers-color-scheme: dark" in svg for svg in pictures.values())
 
 
+@slow
 def test_the_page_draws_its_arrays():
     _, imports, *sections = re.split("(?m)^(?=## |```python\nimport)", PAGE)
     pictures = draw(imports + "".join(sections[4:7]))
@@ -105,6 +107,7 @@ def test_picture_of_a_bias_equals_the_bias():
     np.testing.assert_allclose(measured.picture[5, 3], -2 * slopes.mean(), atol=1e-4)
 
 
+@slow
 def test_schemes_that_need_content_have_keys_that_differ():
     """A matching key has the logit 4, others have -4: the median of a row."""
     factor = 0.43 * np.log(np.arange(20, LENGTH) + 1)
@@ -125,6 +128,7 @@ def test_embedding_schemes_show_table_and_similarity():
     np.testing.assert_allclose(measured.heads[0, 0], 1.0, rtol=1e-5)
 
 
+@slow
 def test_schemes_with_several_axes_have_an_image():
     image = probe("mrope").image
     assert image.shape == (GRID, GRID) and abs(image[GRID // 2, GRID // 2]) < 1e-6
@@ -137,6 +141,7 @@ def test_wavelengths_with_and_without_a_frequency_map():
     assert pe.YaRN in frequency_maps()
 
 
+@slow
 def test_the_gallery_is_a_sheet_and_pictures(tmp_path):
     for folder in ("a", "b"):
         assert main(["gallery", "--schemes", "rope,PI", "--out", str(tmp_path / folder)]) == 0

@@ -31,7 +31,7 @@ from experiments.runs import results
 from experiments.runs.files import locked
 from experiments.runs.run import here
 from tests.docs import pages as docs
-from tests.support import slow
+from tests.support import slow, slow_but
 
 LENGTH, TOKENS = 32, 63
 CONFIG = {
@@ -85,7 +85,7 @@ TYPES = {
 }
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("name", slow_but(TYPES, "pi", "yarn", "llama3"))
 def test_methods_are_those_of_a_config(name, model):
     """`from_hf` is compared with transformers elsewhere."""
     scaling = TYPES[name]
@@ -97,6 +97,7 @@ def test_methods_are_those_of_a_config(name, model):
     np.testing.assert_allclose(out, expected_logits, atol=1e-4 * np.abs(expected_logits).max())
 
 
+@slow
 def test_dynamic_ntk_by_length_is_ntk_for_the_length_of_the_text(model):
     tokens = draws(TOKENS)
     out, expected_logits, rope = (
@@ -107,6 +108,7 @@ def test_dynamic_ntk_by_length_is_ntk_for_the_length_of_the_text(model):
     assert np.abs(rope - expected_logits).max() > 0.01
 
 
+@slow
 @pytest.mark.parametrize(
     "name, first", [pytest.param("window_8", 0, marks=slow), ("sinks_4_window_4", 4)]
 )

@@ -27,7 +27,7 @@ from experiments.tasks import Copy, KBack, Text
 from experiments.tasks.base import Data
 from experiments.tasks.corpus import pair_bits
 from experiments.training.train import make_optimizer, mean_loss, train
-from tests.support import KINDS, slow
+from tests.support import KINDS, slow, slow_but
 
 SIZES = Model(model_dim=16, num_layers=1, num_heads=2)
 TWO_LAYERS = dataclasses.replace(SIZES, num_layers=2)
@@ -59,7 +59,7 @@ def model(name):
 def some(names):
     """Parameters of a test; schemes that are like one of `names` are slow."""
     names = [*names]
-    return [pytest.param(n, marks=() if n in names else slow) for n in NAMES]
+    return slow_but(NAMES, *names)
 
 
 def without_scheme(state):
@@ -105,6 +105,7 @@ def test_model_is_causal(name):
     assert np.abs(out[0, 12:] - out[1, 12:]).max() > 1e-3
 
 
+@slow
 @pytest.mark.parametrize(("layer", "first"), [({"chunk_size": 8}, 8), ({"window": 6}, 15)])
 def test_layers_attend_within_their_chunk_or_window(layer, first):
     layers = (pe.LayerSpec(ROPE, **layer),)
@@ -140,6 +141,7 @@ def test_a_model_without_causality_sees_all_but_what_it_predicts():
     np.testing.assert_array_equal(out[0], out[2])
 
 
+@slow
 def test_convolutions_reach_earlier_tokens_only():
     sizes = dataclasses.replace(SIZES, conv_size=3)
     block = new_model(make("none"), sizes).blocks[0]
@@ -207,6 +209,7 @@ def test_training_equals_a_python_loop():
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+@slow
 def test_learning_rates_of_parts():
     """The rule of muP for Adam: rates of hidden and output matrices fall as 1 / width."""
     scheme = make("fox")
@@ -240,6 +243,7 @@ def test_learning_rates_of_parts():
     assert {name: rate for name, rate in rates.items() if rate != 1.0} == dict.fromkeys(hidden, 0.5)
 
 
+@slow
 def test_activations_in_bfloat16():
     """Attention and the head have bfloat16 inputs; parameters, logits and gradients are float32."""
     sizes, scheme = dataclasses.replace(SIZES, dtype="bfloat16"), make("fox")
@@ -393,6 +397,7 @@ def test_other_variants_keep_layers_that_they_do_not_know():
     assert rerope == pe.LayerSpec(pe.ReRoPE(head_dim=8, theta=500.0, window=3))
 
 
+@slow
 def test_scores_by_place_equal_a_loop_over_tokens():
     task = Copy(train_length=14, test_lengths=(14, 36), model=SIZES, eval_batch=8, eval_batches=1)
     scheme = make("rope", task)

@@ -73,7 +73,7 @@ def files(tmp_path, monkeypatch):
 
 
 def test_everything(files, capsys):
-    methods = ["rope", "yarn", "sinks_1_window_23"]
+    methods = ["rope", "sinks_1_window_23"]
     arguments = ["tiny.gguf", "--text", "text.txt", "--methods", ",".join(methods)]
     assert main(["released", *arguments, "--prompt", "one", "--picture", "x.svg"]) == 0
     shown, page = capsys.readouterr().out, (files / "results/released/report.html").read_text()

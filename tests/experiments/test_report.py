@@ -17,6 +17,7 @@ from experiments.runs import scores
 from experiments.runs.experiment import load
 from experiments.settings.common import Rates
 from tests.experiments.result_rows import LENGTHS, make_row
+from tests.support import slow
 
 ERROR = 'ValueError: loss is NaN <script>alert("x")</script> & more\n\n* Traceback </pre>'
 
@@ -215,6 +216,7 @@ def test_the_page_says_what_follows(request):
     assert not any("tuned" in text for text in texts)
 
 
+@slow
 def test_maps_of_scores_have_the_schemes_that_fitted():
     results = make_results(seeds=2)
     assert not plots.maps(results, "kback")

@@ -203,6 +203,7 @@ def test_sigterm_writes_the_state_and_the_same_command_continues(call, monkeypat
     assert "3 runs, 0 with a result" in call("--run", "--seeds", "1")[1]
 
 
+@slow
 def test_a_stopped_run_continues_with_equal_bits(tmp_path, monkeypatch):
     run, folder, messages = make_run(), tmp_path / "parts", []
     whole = run.carry_out(tmp_path / "whole")

@@ -77,6 +77,7 @@ def start():
         yield process
 
 
+@slow
 def test_a_killed_process_leaves_its_run_to_the_others(folder, start, capsys):
     assert main(ALONE) == 0
     words = ["compare", "small.toml", "--name", "shared", "--workers", "1"]

@@ -39,6 +39,7 @@ def new_cache(scheme=ALIBI, capacity=9, **options):
     return pe.new_cache(scheme, 2, capacity, **sizes)
 
 
+@slow
 def test_positions_and_coordinates_of_any_shape():
     """By default they count from zero; coordinates are encoded, and positions mask."""
     at, back = np.arange(7), np.arange(7)[::-1]
@@ -111,6 +112,7 @@ class RawKeys(pe.Scheme):
     key = query
 
 
+@slow
 def test_raw_cached_keys_are_transformed_at_each_step():
     """With coordinates in the cache, and the tables of a call, which its keys do not use."""
     at = 3 * np.arange(7)[None] * np.array([[1], [2]])
@@ -169,6 +171,7 @@ def test_a_new_cache_is_shaped_like_k_v_and_coordinates():
             assert (coordinates.shape, coordinates.dtype) == ((*lead[:-1], 2, 9), stored)
 
 
+@slow
 def test_nan_of_a_request_ends_with_it():
     """A cache has finite values and NaN keys in their place, so that steps need no test."""
     q, k, v = Q, K, np.array(V)

@@ -11,7 +11,7 @@ from jax import export
 
 import posenc_jax as pe
 from posenc_jax.cache.serialization import from_bytes, to_bytes
-from tests.support import parameters
+from tests.support import parameters, slow
 
 rng = np.random.default_rng(0)
 
@@ -54,6 +54,7 @@ def test_a_written_cache_keeps_all_settings():
     assert export.deserialize(written).out_tree == jax.tree.structure(cache)
 
 
+@slow
 def test_a_written_decode_step_gives_the_bits_of_the_step():
     scheme = pe.ALiBi(num_heads=6)
     params, x = parameters(scheme), rng.normal(size=(3, 5, 6, 8)).astype(np.float32)

@@ -71,7 +71,8 @@ def attend(name, word, ids, tokens=TOKENS, positions=None, gradients=True):
 @pytest.mark.parametrize(
     ("name", "gradients"),
     [
-        *(("t5", True), ("tupe", False), ("dual chunks", False)),
+        *(("t5", True), ("dual chunks", False)),
+        pytest.param("tupe", False, marks=slow),
         *(pytest.param(name, True, marks=slow) for name in SCHEMES if name != "t5"),
     ],
 )
@@ -92,6 +93,7 @@ def test_rows_equal_their_sequences(name, gradients):
             np.testing.assert_allclose(a, b, atol=2e-4 * max(1, np.abs(b).max()))
 
 
+@slow
 def test_the_reference_of_the_test_above_is_each_sequence_alone():
     (scheme, _), ids = SCHEMES["tupe"], LAYOUTS["in turns"][None].astype(np.int32)
     how = {"positions": np.arange(T)[None] // 2, "gradients": False}
@@ -193,6 +195,7 @@ def test_positions_that_are_known_to_restart():
     assert not contiguous(None, np.array([[0, 1, 0, 1, 1, 1, 1, 1]], np.int32))
 
 
+@slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(AxisType.Auto, marks=slow), AxisType.Explicit], ids=str
 )

@@ -28,6 +28,7 @@ from tests.support import (
     parameters,
     run,
     slow,
+    slow_but,
 )
 
 T = 63
@@ -97,6 +98,12 @@ def test_positions_of_a_tree(rows):
     np.testing.assert_array_equal(np.atleast_2d(later.visible_until), tree.visible_until + start)
 
 
+@pytest.mark.parametrize("shape", [(0,), (2, 0)])
+def test_a_tree_of_no_tokens_is_one(shape):
+    tree = from_tree(np.zeros(shape, np.int32))
+    assert {(x.shape, x.dtype.name) for x in tree} == {(shape, "int32")}
+
+
 def test_parents_that_come_late_are_refused():
     with pytest.raises(ValueError, match=r"parents must come before their children, got \[2\]"):
         from_tree(np.array([-1, 2, 0]))
@@ -108,10 +115,7 @@ def _forward(scheme, word, params, tokens, tree):
     return forward(scheme, params, tokens, implementation=word, **tree._asdict())[0]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in ("t5", "stick breaking") else slow) for n in SCHEMES],
-)
+@pytest.mark.parametrize("name", slow_but(SCHEMES, "t5"))
 def test_branches_equal_their_sequences(name):
     scheme = SCHEMES[name]
     params, tree = parameters(scheme), run(from_tree, (), PARENTS)
@@ -145,6 +149,7 @@ def test_every_scheme_is_right_or_refuses(kind):
         np.testing.assert_allclose(out[:, path], expected, atol=1e-5)
 
 
+@slow
 def test_rows_of_block_diffusion_equal_the_mask_of_their_authors():
     """BD3-LM: noisy blocks and clean ones side by side; three integers per token, no mask.
 
@@ -209,7 +214,8 @@ def _draft(scheme, ring, params, tokens, more, tree, keep):
 @pytest.mark.parametrize(
     ("name", "ring"),
     [
-        *(("t5", False), ("t5", True)),
+        ("t5", True),
+        pytest.param("t5", False, marks=slow),
         *(pytest.param(n, n == "rope", marks=slow) for n in SCHEMES if n != "t5"),
         pytest.param("rope", False, marks=slow),
     ],
@@ -237,6 +243,7 @@ def test_a_branch_of_drafts_is_kept(name, ring):
         assert lengths[n] == after[n] == count
 
 
+@slow
 def test_what_cannot_be_kept_is_refused():
     @jax.jit
     def filled(tokens):
@@ -298,6 +305,7 @@ def _every_other(b, h, q_idx, kv_idx):
     return (q_idx - kv_idx) % 2 == 0
 
 
+@slow
 def test_block_masks_in_layers_and_caches():
     """A step gives the numbers of its queries; the slots of a full cache are those of the keys."""
 
@@ -322,6 +330,7 @@ def test_block_masks_in_layers_and_caches():
     np.testing.assert_allclose(whole[:, ::2], every_other, atol=1e-5)
 
 
+@slow
 def test_layers_of_both_libraries():
     """Trees in calls, and with `decode=True` in the caches of both."""
     settings = {"num_heads": 2, "is_causal": True, "position": pe.RoPE(8)}

@@ -56,6 +56,7 @@ def test_first_tokens_are_seen_at_their_distances(name, implementation):
     np.testing.assert_allclose(out, _expected(name), atol=1e-5)
 
 
+@slow
 def test_packed_rows_have_first_tokens_each():
     ids = np.r_[[0] * 31, [1] * 31][None]  # Of one length: one program for both alone.
     arrays = [x[:, :62] for x in ARRAYS]
@@ -131,6 +132,7 @@ def _outcome(window, arrays, positions, coordinates, d_out):
     return out, *slopes
 
 
+@slow
 def test_a_window_counts_depths_of_a_tree():
     """Every branch equals its sequence alone in the same window; so do steps of a cache."""
     parents = np.r_[np.arange(30) - 1, [10, 30, 31, 32, 29, 34, 35, 36, 35]]

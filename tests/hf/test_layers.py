@@ -19,7 +19,7 @@ from posenc_jax.engine.mask import window_sides
 from posenc_jax.hf.model_types import MODEL_TYPES
 from tests.makers.hf_table import TOWERS
 from tests.oracle import attend, embed
-from tests.support import recorded, slow
+from tests.support import recorded, slow_but
 
 FILE = pathlib.Path(__file__).with_name("layers.npz")
 ABOUT, ARRAYS = recorded(FILE)
@@ -111,7 +111,7 @@ def arrays_of(prefix):
 QUICK = {id(MODEL_TYPES[kind]): kind for kind in KINDS}.values()
 
 
-@pytest.mark.parametrize("kind", [pytest.param(n, marks=() if n in QUICK else slow) for n in KINDS])
+@pytest.mark.parametrize("kind", slow_but(KINDS, *QUICK))
 def test_layers_equal_those_of_transformers(kind):
     config = KINDS[kind]["config"]
     for number, layer in enumerate(KINDS[kind]["layers"]):

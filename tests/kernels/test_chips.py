@@ -187,6 +187,7 @@ def test_the_page_says_what_none_takes(chip, monkeypatch, name):
         assert _chosen(rule, **packed) == word
 
 
+@slow
 @gpu_lowered
 @pytest.mark.parametrize(
     "names",
@@ -359,6 +360,7 @@ def test_there_is_no_row_unless_all_steps_passed(change):
         assert program.chip_of(ABOUT | other, ("bfloat16",)) is None
 
 
+@slow
 def test_the_program(monkeypatch, tmp_path, capsys):
     rows, about, log = _rows(), {**ABOUT}, f"--log={tmp_path / 'log'}"
     monkeypatch.setattr(program.Runner, "machine", lambda self: about)

@@ -280,12 +280,13 @@ def test_errors_are_near_those_of_tiles_in_xla(rule, dtype, times):
         assert np.linalg.norm(a - y) <= times * np.linalg.norm(b - y) + 3e-5 * size
 
 
+@slow
 @gpu_lowered
 @pytest.mark.parametrize(
     ("case", "sinks", "kernels"),
     [
         (case_of("table"), True, 4),
-        (case_of("by query head"), False, 6),
+        pytest.param(case_of("by query head"), False, 6, marks=slow),
         pytest.param(case_of("hiding", softcap=3.0), False, 4, marks=slow),
         pytest.param(case_of("wide", softcap=3.0), False, 7, marks=slow),
     ],
@@ -329,6 +330,7 @@ def _operations(shared, head, q, k):
     return head * x * head * x + head * (jnp.floor(x / 3) + powers) + x / (1 + (head * x) ** 2)
 
 
+@slow
 @gpu_lowered
 def test_operations_of_rules_lower_for_gpus():
     q = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)

@@ -27,7 +27,7 @@ from tests.kernels.kernel_cases import (
     products_in_kernels,
     program,
 )
-from tests.support import slow
+from tests.support import slow, slow_but
 
 SPLASH = Splash(block=128, interpret=True)
 
@@ -41,19 +41,16 @@ MORE_CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        EVERYTHING,
-        case_of(length=1100, heads=1, kv_heads=1, batch=1),  # Parts of dq.
-        *(pytest.param(case, marks=slow) for case in MORE_CASES),
-    ],
-)
+PARTS_OF_DQ = case_of(length=1100, heads=1, kv_heads=1, batch=1)
+
+
+@pytest.mark.parametrize("case", slow_but([EVERYTHING, PARTS_OF_DQ, *MORE_CASES], PARTS_OF_DQ))
 def test_equals_the_reference(case):
     value_dim = 96 if case.dim == 80 else None
     assert_equals_the_reference(case, SPLASH, arrays_of_case(case, value_dim=value_dim), lse=False)
 
 
+@slow
 def test_layers_that_are_scanned_and_computed_again():
     """As models call it: `jax.checkpoint` in `jax.lax.scan`, under `jax.vmap`; traced once."""
     scales = jnp.array([0.5, 1.0])
@@ -154,6 +151,7 @@ def test_blocks_of_masks_are_those_of_jax(sides):
             np.testing.assert_array_equal(ours[index], theirs[index])
 
 
+@slow
 @pytest.mark.parametrize(
     ("kind", "kv_heads"), [(AxisType.Explicit, 2), pytest.param(AxisType.Auto, 8, marks=slow)]
 )

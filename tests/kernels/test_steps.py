@@ -10,7 +10,7 @@ from posenc_jax.kernels.checks import cases
 from posenc_jax.kernels.checks.cases import Case
 from posenc_jax.kernels.checks.steps import FAMILIES, first_wrong, steps, wrong_count
 from posenc_jax.kernels.gpu.implementation import PallasGPU
-from tests.support import gpu_interpreted, slow
+from tests.support import gpu_interpreted, slow, slow_but
 
 SOME = ("backward: table, segments, softcap", "forward: last queries")
 STEPS = [step.name for step in steps()]
@@ -26,7 +26,7 @@ def _step(name, *implementation, **options):
     return step
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in SOME else slow) for x in STEPS])
+@pytest.mark.parametrize("name", slow_but(STEPS, *SOME))
 def test_steps_are_right_in_the_interpreter(name):
     """Slow ones in float32, whose bounds are narrow; one without races and unwritten memory."""
     checked = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")

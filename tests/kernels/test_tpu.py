@@ -39,6 +39,8 @@ TILES = Blocks(128, 128)
 KERNELS = PallasTPU(TILES, TILES, interpret=True)
 MORE_CASES = [
     (case_of("all pairs", segments=True, softcap=3.0, sinks=True), {"prefix": (100, 40)}, TILES),
+    (case_of("several", segments=True, softcap=3.0, sinks=True), {"prefix": (100, 40)}, TILES),
+    (case_of("kerple by pair", shuffled=True, window=200, kv_heads=1), {}, Blocks(256, 128)),
     (case_of("wide"), {"prefix": (100, 20)}, TILES),
     (case_of("table", segments=True, kv_heads=1, branches=90), {}, TILES),
     (case_of("wide", softcap=3.0), {}, TILES),
@@ -58,11 +60,9 @@ MORE_CASES = [
 @pytest.mark.parametrize(
     ("case", "more", "blocks"),
     [
-        (case_of("several", segments=True, softcap=3.0, sinks=True), {"prefix": (100, 40)}, TILES),
         (case_of(shuffled=True, causal=False, length=256, branches=70), {}, TILES),
         (case_of(images=True, window=(90, -1), length=256), {}, TILES),
         (case_of(causal=False, length=384, blocks=True), {}, TILES),
-        (case_of("kerple by pair", shuffled=True, window=200, kv_heads=1), {}, Blocks(256, 128)),
         (case_of("distance and pairs", length=200, window=(70, 3)), {}, TILES),
         *(pytest.param(*case, marks=slow) for case in MORE_CASES),
     ],
@@ -152,6 +152,7 @@ def test_nan_in_keys_that_no_query_sees_has_no_effect():
         np.testing.assert_array_equal(x[:, 140:], 0.0)
 
 
+@slow
 def test_strided_rotation_equals_rotation_in_steps():
     """The compiled kernels use the first, which takes the interpreter long to compile."""
     strip = Strip.of(-256, 128, 128, 128)
@@ -185,7 +186,7 @@ def _lowered(case, x, kernels=PallasTPU(cross_compile=True)):  # noqa: B008
     ("case", "sinks"),
     [
         (case_of("table"), True),
-        (case_of("wide", softcap=3.0), False),
+        pytest.param(case_of("wide", softcap=3.0), False, marks=slow),
         pytest.param(case_of("gate", causal=False, segments=True), False, marks=slow),
     ],
 )
@@ -261,6 +262,7 @@ def test_a_backward_pass_that_exceeds_the_memory_is_refused_before_the_forward_p
         _attention_of(**LONG, forward_only=True)
 
 
+@slow
 def test_chips_with_less_memory_or_without_the_rotations_refuse():
     """v5p and 7x have 64 MiB of VMEM, v5e and v6e 128; Mosaic has no strided rotation for v4."""
     for kind in ("TPU v6 lite", "TPU v5", "TPU7x"):
@@ -341,6 +343,7 @@ def _on_mesh(mesh, x, batch, heads):
     return {name: token(y) for name, y in x.items() if name != "params"} | whole
 
 
+@slow
 @pytest.mark.parametrize(
     ("case", "kind", "batch", "heads"),
     [
@@ -378,6 +381,7 @@ def test_batch_and_heads_over_devices(case, kind, batch, heads):
     assert sent == (set() if learns_nothing else sums)
 
 
+@slow
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=str)
 def test_arrays_that_are_whole_on_every_device(kind):
     """Without any axis in their sharding; a kernel on several devices must be in a shard_map."""

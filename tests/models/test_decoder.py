@@ -11,6 +11,7 @@ from examples import decoder, families
 from examples.half_precision import dot_general
 from posenc_jax.testing import jit_fast
 from tests.models.agreement import read
+from tests.support import slow
 
 ROWS, LENGTH, CHUNK, WINDOW = 2, 23, 4, 7
 TOKENS = np.random.RandomState(0).randint(1, 44, (ROWS, LENGTH), np.int32)
@@ -30,6 +31,7 @@ def gemma():
     return model, *jax.device_get(jit_fast(run)())
 
 
+@slow
 def test_logits_of_the_last_tokens_and_of_hidden_states():
     model, logits, (last, hidden, some) = gemma()
     assert hidden.shape == (ROWS, LENGTH, model.config.model_dim)
@@ -40,6 +42,7 @@ def test_logits_of_the_last_tokens_and_of_hidden_states():
             jax.eval_shape(functools.partial(model, last=last), TOKENS)
 
 
+@slow
 def test_chunks_and_steps_with_rings_equal_one_pass_and_generation(monkeypatch):
     model, logits, _ = gemma()
     caches, start = model.new_caches(ROWS, 64, tokens_per_call=CHUNK), 0

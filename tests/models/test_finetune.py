@@ -37,6 +37,7 @@ def test_the_loss_is_that_of_the_logits_of_transformers():
     assert float(loss) == pytest.approx(-picked.mean(), abs=1e-5)
 
 
+@slow
 def test_without_positions_a_model_is_as_if_all_tokens_had_one():
     about, arrays, state = read("llama3")
     model, tokens = families.load(about["config"], state), jnp.asarray(arrays["tokens"])

@@ -16,26 +16,24 @@ from flax import nnx
 from examples import deberta, deepseek, encoders, families, qwen2_vl, swin, t5
 from examples.decoder import ACTIVATIONS
 from tests.models.agreement import ENCODERS, FOLDER, NAMES, agreement, read
-from tests.support import slow
+from tests.support import slow_but
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "models.md"
 
 
-# One of each loop of greedy decoding; `ONE_PASS` has decoders of other kinds.
-GREEDY = "gemma2", "deepseek_v3", "qwen2_vl", "t5", "deberta_v2", "swin", "bert", "mpnet", "gte"
+# Encoders; `ONE_PASS` has decoders.
+QUICK = "bert", "gte"
 ONE_PASS = "ministral3", "gpt_oss"
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in GREEDY else slow) for n in NAMES]
-)
+@pytest.mark.parametrize("name", slow_but(NAMES, *QUICK))
 def test_models_agree_with_transformers(name):
     error, steps = agreement(name)
     assert error < 1e-4
     assert steps in (None, 64)
 
 
-@pytest.mark.parametrize("name", ONE_PASS)
+@pytest.mark.parametrize("name", slow_but(ONE_PASS, "gpt_oss"))
 def test_one_pass_over_a_packed_batch_has_the_logits_of_greedy_decoding(name):
     """Two of the sequences share a row; not compiled, as models share operations."""
     about, arrays, state = read(name)
@@ -124,7 +122,7 @@ def test_sentence_embeddings_are_of_hidden_states_on_either_side_of_padding():
         encoders.embed(model, tokens, mask, "max")
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", slow_but(ENCODERS, *QUICK))
 def test_heads_of_encoders_are_left_out(name):
     about, _, state = read(name)
     prefix = encoders.FAMILIES[about["config"]["model_type"]].prefix

@@ -14,7 +14,7 @@ import posenc_jax as pe
 from examples import checkpoints, deberta, decoder, deepseek, encoders, finetune, qwen2_vl, t5
 from posenc_jax.testing import jit_fast
 from tests.models.agreement import IMAGE, VOCABULARY, images, prompts, read
-from tests.support import slow
+from tests.support import slow, slow_but
 
 STEPS = 4
 SAMPLED = {"temperature": 0.7, "top_k": 5}
@@ -53,10 +53,7 @@ def case(name):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        *("greedy", "qwen2_vl", "t5", "bert"),
-        *(pytest.param(name, marks=slow) for name in ("sampled", "deepseek_v3", "deberta_v2")),
-    ],
+    slow_but(("greedy", "sampled", "qwen2_vl", "t5", "bert", "deepseek_v3", "deberta_v2"), "bert"),
 )
 def test_tokens_outside_the_vocabulary(name):
     """One row has one; padding may be any number; other rows are as without it."""
@@ -92,6 +89,7 @@ def test_the_choice_from_logits_that_are_nan():
     assert decoder.choose_tokens(jnp.asarray(logits))[0] == logits[0].argmax()
 
 
+@slow
 def test_segment_ids_below_zero_are_padding():
     """In calls that are not compiled, too, and without NaN in gradients."""
     model, tokens = small(pe.RoPE(8)), jnp.array([[1, 2, 3]] * 2)
@@ -118,6 +116,7 @@ def test_a_vocabulary_larger_than_the_type_of_tokens_or_of_one(dtype):
         assert jnp.isnan(embed(tokens)).all(-1).tolist() == [[False, size == 1, size == 1]]
 
 
+@slow
 def test_positions_beyond_a_table_under_jit():
     """One row has 5 tokens and 6 new ones, and the table holds 8."""
     model = small(pe.LearnedAbsolute(max_length=8, model_dim=16))
@@ -130,6 +129,7 @@ def test_positions_beyond_a_table_under_jit():
     np.testing.assert_array_equal(long[1], short[1])
 
 
+@slow
 def test_prompts_and_temperatures_that_cannot_be_refused_under_jit():
     """One row is padded on the right; with a temperature of 0 all rows end."""
     model = small(pe.RoPE(head_dim=8))
@@ -147,6 +147,7 @@ def test_prompts_and_temperatures_that_cannot_be_refused_under_jit():
         assert run(np.ones((2, 5), bool), temperature)[1].tolist() == [[-1, -1]] * 2
 
 
+@slow
 def test_images_need_no_token_of_the_vocabulary(monkeypatch):
     about, _, state = read("qwen2_vl")
     model = qwen2_vl.load(about["config"] | {"image_token_id": 99}, state)
@@ -161,6 +162,7 @@ def test_images_need_no_token_of_the_vocabulary(monkeypatch):
     assert model.inputs(tokens, jnp.asarray(mask), patches[:0], [()] * len(tokens)) == {}
 
 
+@slow
 def test_other_numbers_that_are_looked_up():
     """Token types of BERT, and tokens of the decoder of T5."""
     tokens, mask = (x[-1:] for x in prompts())
@@ -179,6 +181,7 @@ def test_other_numbers_that_are_looked_up():
         t5.greedy(model, tokens, mask, 1, start=44)
 
 
+@slow
 def test_a_tokenizer_with_more_tokens_is_not_trained_with(monkeypatch, tmp_path, capsys):
     about, _, state = read("llama3")
     ids = types.SimpleNamespace(ids=[1, 2, 50])

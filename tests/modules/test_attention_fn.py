@@ -15,7 +15,7 @@ import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
 from posenc_jax.modules.attention_fn import attention_fn
 from tests.oracle import qkv
-from tests.support import layer_of, parameters
+from tests.support import layer_of, parameters, slow
 
 Q, K, V = qkv(batch=2, length=7)
 ALIBI, ROPE = pe.ALiBi(num_heads=6), pe.RoPE(head_dim=8)
@@ -76,6 +76,7 @@ def test_masks_are_broadcast_as_in_flax():
         np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
+@slow
 def test_decoded_queries_and_input_positions():
     """A decoded query is the last token of its mask; input positions are coordinates.
 

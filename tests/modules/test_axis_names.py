@@ -13,6 +13,7 @@ import posenc_jax as pe
 import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
 from posenc_jax.schemes.scheme import param_axes
+from tests.support import slow
 
 N, K, H, D = 6, 3, 8, 20
 NAMES = {"model_dim": "embed", "num_heads": "heads", "num_kv_heads": "kv_heads"}
@@ -62,6 +63,7 @@ def test_all_parameters_of_nnx_and_linen_have_names():
     assert all(isinstance(x, nn.LogicallyPartitioned) for x in boxed)
 
 
+@slow
 def test_names_reach_the_mesh_by_the_rules_of_flax():
     rules = [("heads", "tensor"), ("kv_heads", None), ("embed", None)]
     mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))

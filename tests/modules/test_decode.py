@@ -13,13 +13,14 @@ from flax import nnx
 import posenc_jax as pe
 import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
-from tests.support import BATCH, KV_HEADS, SIZES, build, layer_of
+from tests.support import BATCH, KV_HEADS, SIZES, build, layer_of, slow
 
 N, H, D, T = SIZES["num_heads"], SIZES["head_dim"], SIZES["model_dim"], 9
 LAYER = {"num_kv_heads": KV_HEADS, "head_dim": H, "is_causal": True}
 X = np.random.default_rng(0).normal(size=(BATCH, T, D)).astype(np.float32)
 
 
+@slow
 def test_steps_with_coordinates_equal_the_whole():
     """test_flax.py has the steps of every kind of scheme."""
     coordinates = 3 * jnp.arange(T)
@@ -46,6 +47,7 @@ def test_steps_with_coordinates_equal_the_whole():
     assert shapes["cache"]["kv_cache"].coordinates.shape == (BATCH, T)
 
 
+@slow
 def test_the_first_call_of_linen_makes_a_cache_that_a_ring_may_replace():
     """As in Flax: the length of the input of `init` is the capacity, and `init` uses no cache."""
     module = pl.Attention(num_heads=N, position=pe.T5(N), window=3, decode=True, **LAYER)
@@ -95,6 +97,7 @@ def test_a_cache_has_the_slots_that_the_window_needs():
             new_cache(window, tokens_per_call=5 if options else 0, **options)
 
 
+@slow
 def test_views_of_a_model_decode():
     """`nnx.view` makes the caches of all layers; the model itself has none."""
     model = nnx.Sequential(pn.Attention(D, N, position=pe.T5(N), rngs=nnx.Rngs(0), **LAYER))
@@ -107,6 +110,7 @@ def test_views_of_a_model_decode():
     np.testing.assert_array_equal(decoder.layers[0].kv_cache.get_value().length, [T, T])
 
 
+@slow
 def test_stacked_layers_decode_under_scan():
     """NNX layers stacked by vmap, Linen layers by nn.scan, each with a cache of its own."""
 
@@ -200,6 +204,7 @@ def test_decoding_without_a_cache_is_refused():
         layer(X[:, :1])
 
 
+@slow
 def test_a_step_outside_of_jit_is_a_few_programs(caplog):
     """Each operation would be one to compile: 54 in this step."""
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 7, 20)), jnp.float32)

@@ -64,7 +64,7 @@ def attention_of(layer, x, **options):
     return layer.out(out)
 
 
-@kinds(IN_LAYERS, "vo_rope short_conv tupe")
+@kinds(IN_LAYERS, "short_conv")
 def test_layers_equal_scheme_attention_and_decode(name):
     """NNX with a cache that calls are given, Linen with its collection; parameters train."""
     scheme = build(pe.SCHEMES[name])
@@ -302,6 +302,7 @@ def test_a_scheme_that_acts_on_the_embedding_alone_is_no_shared_encoding():
             call()
 
 
+@slow
 def test_an_embedding_decodes_after_the_tokens_of_a_cache():
     """A model with an additive encoding decodes as the whole, row by row, without positions."""
     scheme = build(pe.LearnedAbsolute)
@@ -447,6 +448,7 @@ def test_shared_encodings_that_do_not_fit_are_refused():
         assert out.settings == pe.LayerSpec(pe.RoPE(H))
 
 
+@slow
 @kinds(IN_LAYERS, "short_conv")
 def test_layers_under_nnx_scan_with_remat(name):
     kind = build(pe.SCHEMES[name])
@@ -512,6 +514,7 @@ def test_inside_stock_linen_attention(name):
         np.testing.assert_allclose(step[:, 0], whole[:, t], atol=1e-5)
 
 
+@slow
 def test_nnx_dropout_follows_the_modes_and_draws_from_rngs():
     layer, same = nnx_layer(pe.NoPE(), dropout_rate=0.5), nnx_layer(pe.NoPE())(X)
     with pytest.raises(ValueError, match=r"Attention: dropout_rate=0.5 needs `deterministic`"):
@@ -603,7 +606,10 @@ def test_a_scheme_that_adds_heads_is_refused_by_layers():
 
 @pytest.mark.parametrize(
     "scheme",
-    [pe.contrib.DAPE(N, base="alibi"), pe.chain(pe.RoPE(H), pe.T5(N))],
+    [
+        pytest.param(pe.contrib.DAPE(N, base="alibi"), marks=slow),
+        pe.chain(pe.RoPE(H), pe.T5(N)),
+    ],
     ids=lambda s: s.name,
 )
 def test_files_of_one_kind_of_layer_are_read_by_the_other(scheme):

@@ -121,6 +121,7 @@ def documented(row):
     )
 
 
+@slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(AxisType.Auto, marks=slow), AxisType.Explicit], ids=str
 )
@@ -176,6 +177,7 @@ def test_a_layer_by_hand_has_the_documented_collectives():
             assert counts == documented(phase), phase
 
 
+@slow
 def test_state_and_features_of_a_scheme_are_sharded_by_heads():
     """FoX has a sum per head in the cache, and an array per key and head."""
     with mesh_of(AxisType.Explicit):
@@ -189,6 +191,7 @@ def test_state_and_features_of_a_scheme_are_sharded_by_heads():
     assert counts == documented("decode step")
 
 
+@slow
 def test_linen_layers_take_logical_names():
     w, _, expected = on_one_device()
     names = {"num_heads": "heads", "num_kv_heads": "kv_heads", "model_dim": "embed"}
@@ -206,6 +209,7 @@ def test_linen_layers_take_logical_names():
     np.testing.assert_allclose(y, expected, atol=2e-5)
 
 
+@slow
 def test_a_linen_cache_on_explicit_axes():
     """The collection "cache" is sharded as `init` is told to shard k and v."""
     params, _, expected = on_one_device()
@@ -228,6 +232,7 @@ def test_a_linen_cache_on_explicit_axes():
             np.testing.assert_allclose(y, expected[:, part], atol=2e-5)
 
 
+@slow
 def test_more_devices_than_key_heads():
     """Key heads that do not divide the axis are not sharded: they have another name."""
     names, batch_only = {"num_heads": "tensor"}, P("data", None, None, None)
@@ -241,6 +246,7 @@ def test_more_devices_than_key_heads():
         np.testing.assert_allclose(y, expected, atol=2e-5)
 
 
+@slow
 def test_rows_on_devices_of_shard_map_need_no_collective():
     _, _, expected = on_one_device()
     layer = nnx_layer(SCHEME, scale=1.0, implementation="reference")

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import posenc_jax as pe
-from tests.support import SIZES, build
+from tests.support import SIZES, build, slow
 
 
+@slow
 def test_parameters_and_outputs_are_float32_under_x64():
     def array(*shape):
         return jax.ShapeDtypeStruct((1, 5, *shape), jnp.float32)

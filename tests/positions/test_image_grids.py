@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.support import golden
+from tests.support import golden, slow
 
 GOLDEN = golden("grids")
 GRID = np.sin(1 + np.arange(70)).reshape(2, 5, 7).astype(np.float32)
@@ -53,6 +53,7 @@ def drawn(monkeypatch, settings):
     return numbers, grid, pe.augmented_coordinates(jax.random.key(0), grid, prefix=1, **settings)
 
 
+@slow
 def test_augmented_coordinates_are_the_formula(monkeypatch):
     (shift, jitter, rescale), grid, out = drawn(monkeypatch, SETTINGS)
     expected = np.asarray(grid, float)[:, 0, 1:].T / (2 * np.pi) + 0.3 * shift
@@ -61,6 +62,7 @@ def test_augmented_coordinates_are_the_formula(monkeypatch):
     np.testing.assert_array_equal(out[:, :, 0], 0.0)
 
 
+@slow
 def test_augmented_coordinates_are_the_same_without_settings_and_within_bounds():
     grid = pe.grid_coordinates(2, 3, 5, centred=True)
     np.testing.assert_array_equal(pe.augmented_coordinates(jax.random.key(0), grid), grid)

@@ -8,7 +8,7 @@ import pytest
 import posenc_jax as pe
 from posenc_jax.positions import from_padding_mask
 from tests.oracle import attend, qkv
-from tests.support import run
+from tests.support import run, slow
 
 
 def qwen(kinds, grids, step=1):
@@ -106,6 +106,7 @@ def test_packed_segments_restart():
     assert delta.tolist() == [expected[-1][1]]
 
 
+@slow
 def test_decoding_with_delta_equals_the_whole():
     """Two rows, one of them padded on the left; after the image each goes on in steps."""
     scheme = pe.MRoPE(head_dim=8)

@@ -11,6 +11,7 @@ import posenc_jax as pe
 from posenc_jax import positions
 from posenc_jax.positions import count_up, from_padding_mask, from_segment_ids
 from tests.oracle import attend
+from tests.support import slow
 
 bilevel, digit_places = jax.jit(positions.bilevel), jax.jit(positions.digit_places)
 CUTS = st.sampled_from([1, 5])  # Each is other shapes to compile.
@@ -132,6 +133,7 @@ def abacus(mask):
     return (np.arange(len(mask)) - reset[run] + 1) * np.asarray(mask)
 
 
+@slow
 @settings(deadline=None, max_examples=12)
 @given(st.lists(st.booleans(), min_size=12, max_size=12), CUTS, st.integers(0, 99))
 def test_digit_places_match_the_authors(mask, cut, shift):
@@ -154,6 +156,7 @@ def test_digit_places_of_rows_that_differ():
     np.testing.assert_array_equal(got, expected)
 
 
+@slow
 @settings(deadline=None, max_examples=12)
 @given(st.lists(st.booleans(), min_size=12, max_size=12), CUTS)
 def test_bilevel_matches_a_loop(mask, cut):

@@ -11,7 +11,7 @@ import posenc_jax as pe
 from posenc_jax import contrib
 from posenc_jax import positions as pos
 from tests.oracle import qkv
-from tests.support import parameters
+from tests.support import parameters, slow
 
 KEY = jax.random.key(3)
 PACKED = np.array([[0] * 5 + [1] * 11 + [-1] * 3, [7] * 12 + [8] * 7], np.int32)
@@ -50,6 +50,7 @@ def test_rows_segments_and_keys_draw_independently(draw):
     assert np.abs(other - out).max() > 0.01
 
 
+@slow
 @pytest.mark.parametrize("name", ["shifted", "continuous"])
 def test_a_decode_step_continues_the_draw(name):
     whole, step = jax.jit(
@@ -58,6 +59,7 @@ def test_a_decode_step_continues_the_draw(name):
     np.testing.assert_allclose(step, whole[:, 9:], atol=1e-6)
 
 
+@slow
 def test_randomized_numbers_are_distinct_and_below_the_maximum():
     draw = jax.jit(pos.randomized, static_argnums=2)
     for seed in range(10):
@@ -123,6 +125,7 @@ def noisy_alibi(slopes, length, drawn, future=None):
     return bias * np.array(slopes)[:, None, None]
 
 
+@slow
 def test_randomized_distances_match_the_authors():
     keys = jax.random.split(KEY)
     drawn, future = jax.jit(lambda keys: [pos.randomized_distances(k, 62, 2048) for k in keys])(

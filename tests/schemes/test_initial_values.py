@@ -9,6 +9,7 @@ import pytest
 import posenc_jax as pe
 from posenc_jax import contrib
 from posenc_jax.schemes.scheme import Scheme
+from tests.support import is_contrib, slow_but
 
 KEY = jax.random.key(0, impl="unsafe_rbg")  # It compiles fastest.
 
@@ -108,7 +109,11 @@ CASES: list[tuple[Scheme, dict]] = [
 ]
 
 
-@pytest.mark.parametrize(("scheme", "expected"), CASES, ids=lambda x: getattr(x, "name", ""))
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    slow_but(CASES, *(case for case in CASES if not is_contrib(type(case[0])))),
+    ids=lambda x: getattr(x, "name", ""),
+)
 def test_initial_values(scheme, expected):
     params = jax.device_get(jax.jit(scheme.init)(KEY))
     drawn = []

@@ -66,6 +66,7 @@ RECIPES = {
 }
 
 
+@slow
 @pytest.mark.parametrize("name", ["cohere2", pytest.param("llama4", marks=slow)])
 def test_decoding_through_layers_that_differ_equals_one_pass(name):
     layers = len(RECIPES[name])

@@ -17,6 +17,7 @@ from flax import nnx
 import posenc_jax as pe
 from posenc_jax import testing
 from tests.makers import scheme_pages
+from tests.support import slow
 
 
 def logarithm(shared, slope, q, k):
@@ -66,6 +67,7 @@ class Doubled(pe.FrequencyMap):
         return self.factor * frequencies, 1.0
 
 
+@slow
 def test_added_schemes_run_in_a_layer_and_in_a_chain():
     """A chain of both has the properties of a scheme; test_testing.py has one with features."""
     scheme = pe.chain(LogDistance(2), LearnedSpeed(8))

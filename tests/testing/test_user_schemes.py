@@ -12,7 +12,7 @@ from flax import nnx
 import posenc_jax as pe
 from posenc_jax import testing
 from posenc_jax.nnx import Attention
-from tests.support import SIZES
+from tests.support import SIZES, slow, slow_but
 
 
 def gate_difference(shared, head, row, col, q, k):
@@ -52,6 +52,7 @@ def chained():
     return testing.Case(pe.chain(KeyFoX(SIZES["num_heads"], SIZES["head_dim"])))
 
 
+@slow
 @pytest.mark.parametrize(
     "name",
     ["steps_after_right_padding_equal_rows_alone", "nan_in_the_padding_of_a_prompt_stays_there"],
@@ -137,8 +138,8 @@ class Empty(Unregistered):
     """A rule without a number."""
 
 
-@pytest.mark.parametrize("cls", [PerPair, PerTile])
-@pytest.mark.parametrize("implementation", ["reference", "dense", "xla"])
+@pytest.mark.parametrize("cls", slow_but([PerPair, PerTile], PerPair))
+@pytest.mark.parametrize("implementation", slow_but(["reference", "dense", "xla"], "xla"))
 def test_a_rule_is_one_method(cls, implementation):
     """Beside float64 logits in NumPy; gradients are those of "reference"."""
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 40, 2, 8)).astype(np.float32)
@@ -169,6 +170,7 @@ def test_rules_that_are_incomplete_are_named():
         pe.attention(q, k, v, rules=Unregistered())
 
 
+@slow
 def test_buckets_outside_of_a_table_are_the_nearest():
     """Buckets -3 to 9 of a table of 6, as with those of a function that clips."""
     numbers = np.random.default_rng(0)
@@ -198,6 +200,7 @@ class Wider(pe.Scheme):
     key = query
 
 
+@slow
 def test_the_factor_on_products_is_that_of_the_projections():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 12, 2, 8))
     out, expected = (pe.scheme_attention(s, {}, q, k, v)[0] for s in (Wider(), pe.NoPE()))

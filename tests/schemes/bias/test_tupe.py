@@ -9,7 +9,7 @@ import pytest
 
 import posenc_jax as pe
 from tests.oracle import attend, qkv, softmax_attention
-from tests.support import Option, golden, initial, parameters
+from tests.support import Option, golden, initial, parameters, slow
 
 OPTIONS = {
     pe.TUPE: {
@@ -100,6 +100,7 @@ def test_with_tied_cls_equals_a_chain_with_t5():
     np.testing.assert_allclose(attend(scheme, params, *ARRAYS), chained, atol=1e-5)
 
 
+@slow
 def test_each_packed_sequence_has_its_own_cls():
     scheme = small(num_buckets=32)
     params = parameters(scheme)

@@ -6,7 +6,7 @@ import pytest
 
 import posenc_jax as pe
 from tests.oracle import attend, qkv
-from tests.support import parameters, run
+from tests.support import parameters, run, slow
 
 ARRAYS = qkv(length=40)
 Q, K, V = (np.asarray(x[0], np.float64) for x in ARRAYS)
@@ -92,6 +92,7 @@ def test_a_ring_keeps_the_first_tokens():
         step(scheme, small, {}, *(a[:, :chunk] for a in ARRAYS))
 
 
+@slow
 def test_a_ring_loses_the_sink_tokens_of_a_second_sequence():
     """Sequences packed in one row: the reserved slots hold the first tokens of the first one."""
     scheme = pe.streaming(pe.RoPE(head_dim=8), 4)
@@ -127,6 +128,7 @@ def test_every_packed_sequence_keeps_its_first_tokens():
     assert np.all(out[:, 37:] == 0)
 
 
+@slow
 def test_content_and_value_rules_stream():
     """Shaw clips distances: beyond the clip the first tokens are as far as any."""
     shaw = pe.Shaw(num_heads=6, head_dim=8, clip=3)

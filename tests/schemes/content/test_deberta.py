@@ -15,7 +15,7 @@ import posenc_jax as pe
 from posenc_jax.schemes.content.deberta import deberta_boundaries
 from tests import oracle
 from tests.oracle import qkv
-from tests.support import Option, initial, parameters
+from tests.support import Option, initial, parameters, slow
 
 OPTIONS = {
     pe.DeBERTa: {
@@ -89,9 +89,12 @@ VARIANTS = [
 
 @pytest.mark.parametrize(
     "options, is_causal, far, implementation",
-    [(VARIANTS[0], True, True, "reference")]
+    [pytest.param(VARIANTS[0], True, True, "reference", marks=slow)]
     + [
-        (o, n % 2 == 0, n % 2 == 1, ("reference", "xla")[n // 2 % 2])
+        pytest.param(
+            *(o, n % 2 == 0, n % 2 == 1, ("reference", "xla")[n // 2 % 2]),
+            marks=slow if n in (2, 3) else (),
+        )
         for n, o in enumerate(VARIANTS)
     ],
     ids=str,

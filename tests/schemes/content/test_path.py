@@ -108,6 +108,7 @@ def test_matches_a_run_of_the_authors_code():
     np.testing.assert_allclose(out[0, :, 0], weights, atol=1e-6)
 
 
+@slow
 def test_reflections_over_many_chunks_keep_their_precision():
     rng = np.random.default_rng(2)
     q, k, v, w = (rng.normal(size=(1, 130, 2, 8)) for _ in range(4))
@@ -136,6 +137,7 @@ def test_a_mask_in_a_step_is_refused():
         jax.eval_shape(step)
 
 
+@slow
 def test_memory_is_linear_in_the_length():
     """No array, in the gradient either, has a number for each query and key."""
     length = 16384

@@ -7,6 +7,7 @@ import pytest
 
 import posenc_jax as pe
 from tests.oracle import key, qkv, query, softmax_attention
+from tests.support import slow
 
 OPTIONS = {
     pe.AxialRoPE: {
@@ -158,6 +159,7 @@ def test_angles_are_those_that_the_models_compute(name, angles, pairs):
     np.testing.assert_allclose(got, angles, atol=2e-6)
 
 
+@slow
 def test_coordinates_of_one_row_serve_a_batch():
     q, k, v = qkv(batch=2, length=7, dim=12)
     c = np.random.default_rng(0).integers(0, 50, size=(2, 1, 7))

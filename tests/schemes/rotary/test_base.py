@@ -26,6 +26,7 @@ def operations(jaxpr, name):
     return count
 
 
+@slow
 def test_layers_that_share_tables_compute_them_once():
     scheme, tokens = pe.RoPE(head_dim=8), make_batch()
 
@@ -71,6 +72,7 @@ class Damped(pe.Rotary):
         return pe.cos_sin(coordinates[..., None], params["rates"] * base)
 
 
+@slow
 def test_a_rotary_scheme_is_its_tables():
     scheme = Damped(head_dim=8, groups=3)
     q, k, v = qkv(length=9)
@@ -153,6 +155,7 @@ def _derivatives(scheme, point, way):
     return (slope, curved), jax.value_and_grad(along)(point)
 
 
+@slow
 @pytest.mark.parametrize(
     "name", [n if n == "rerope" else pytest.param(n, marks=slow) for n in ROTARY]
 )
@@ -164,6 +167,7 @@ def test_forward_mode_and_forward_over_reverse_agree_with_reverse_mode(name):
     jax.tree.map(close, curved, expected)
 
 
+@slow
 @pytest.mark.parametrize(
     ("names", "implementation"),
     [

@@ -9,6 +9,7 @@ import pytest
 
 import posenc_jax as pe
 from tests.oracle import apply_rope, qkv
+from tests.support import slow
 
 # x = [1, 2, 3, 4] at position 1. Made by gpt-neox, apply_rotary_pos_emb; mesh-transformer-jax, the
 # same name; nanochat, apply_rotary_emb; transformers, deepseek_v3, apply_rotary_pos_emb_interleave.
@@ -91,6 +92,7 @@ def test_weights_of_any_shape_and_kind():
     np.testing.assert_array_equal(heads.reshape(5, 24), moved)
 
 
+@slow
 def test_layouts_differ_in_bfloat16_too_and_keep_the_gradient():
     x = qkv(length=5)[0].astype(jnp.bfloat16)
 

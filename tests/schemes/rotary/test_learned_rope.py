@@ -7,6 +7,7 @@ import pytest
 
 import posenc_jax as pe
 from tests.oracle import qkv, query
+from tests.support import slow
 
 OPTIONS = {
     pe.LearnedRoPE: {
@@ -75,6 +76,7 @@ def test_matches_grape_with_frequencies_per_head(heads):
     np.testing.assert_allclose(got, grape(x, positions, log_freq, 16.0), atol=2e-5)
 
 
+@slow
 def test_is_rope_before_training():
     q, _, _ = qkv(length=21)
     positions = jnp.arange(21)[None]

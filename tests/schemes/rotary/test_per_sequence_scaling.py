@@ -89,6 +89,7 @@ def packed(scheme, tokens, segments):
     return np.asarray(output(scheme, {}, tokens, **placement))
 
 
+@slow
 @steps
 def test_rows_and_segments_of_different_length_equal_rows_alone(scaling, tokens):
     scheme = pe.RoPEByLength(head_dim=8, scaling=scaling)
@@ -112,6 +113,7 @@ def test_rows_and_segments_of_different_length_equal_rows_alone(scaling, tokens)
             close(out[row, part], alone(part)[row])
 
 
+@slow
 @steps
 def test_rows_cross_the_trained_length_at_their_own_step(scaling, tokens):
     """Row 0 begins with 11 tokens, row 1 with 7, in one padded prompt."""

@@ -7,7 +7,7 @@ import pytest
 
 import posenc_jax as pe
 from tests.oracle import attend, qkv, softmax_attention
-from tests.support import initial, parameters
+from tests.support import initial, parameters, slow
 
 OPTIONS = {pe.PoPE: {"theta": 100.0, "rotary_dim": 4, "uniform": initial(True)}}
 
@@ -56,6 +56,7 @@ def test_only_the_leading_dimensions_are_mapped():
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
+@slow
 def test_delta_is_initially_zero_or_uniform_and_clipped():
     assert np.all(pe.PoPE(num_heads=2, head_dim=4).init(jax.random.key(0))["delta"] == 0)
     scheme = pe.PoPE(num_heads=60, head_dim=64, uniform=True)

@@ -11,7 +11,7 @@ import pytest
 import posenc_jax as pe
 from posenc_jax.engine.mask import LEAST_LOGIT
 from posenc_jax.schemes.rotary.two_range import Far, OutOfRange
-from tests.support import close, output, slow
+from tests.support import close, output, slow, slow_but
 
 KINDS = [
     pe.ReRoPE(head_dim=8, window=7, leak=1.0, restart=2),
@@ -26,6 +26,7 @@ def options(seed=3):
     return {"implementation": "xla", "dropout_rate": 0.3, "window": 9} | more
 
 
+@slow
 def test_sinks_count_once_and_dropout_drops_the_same_weights(tokens):
     """Where all ranges have equal angles the merge is one attention, with all its options."""
     scheme = KINDS[-1]
@@ -35,6 +36,7 @@ def test_sinks_count_once_and_dropout_drops_the_same_weights(tokens):
     assert np.abs(a - b).max() > 0.01
 
 
+@slow
 def test_two_ranges_with_equal_angles_are_one_attention(tokens):
     """STRING that restarts at its window is RoPE, computed in two ranges."""
     scheme = pe.ReRoPE(head_dim=8, window=4, leak=1.0)
@@ -73,7 +75,9 @@ def test_softcap_is_refused(scheme, tokens):
         scheme.attend({}, tokens.q, tokens.k, tokens.v, positions, positions, None, None, call)
 
 
-@pytest.mark.parametrize("i, window", [(0, (11, 0)), (1, (3, 0)), (2, None)])
+@pytest.mark.parametrize(
+    "i, window", [(0, (11, 0)), *(pytest.param(*x, marks=slow) for x in [(1, (3, 0)), (2, None)])]
+)
 def test_ranges_are_the_same_by_position_and_by_coordinate(i, window, tokens):
     """Coordinates that are given are compared by a rule, positions by masks that skip tiles."""
     by_rule = {"coordinates": jnp.arange(tokens.q.shape[1])}
@@ -84,9 +88,7 @@ def test_ranges_are_the_same_by_position_and_by_coordinate(i, window, tokens):
     close(out, expected, 1e-5)
 
 
-@pytest.mark.parametrize(
-    "scheme", [KINDS[0], pytest.param(KINDS[1], marks=slow), KINDS[2]], ids=lambda s: s.name
-)
+@pytest.mark.parametrize("scheme", slow_but(KINDS, KINDS[2]), ids=lambda s: s.name)
 def test_ranges_at_the_least_positions_and_of_great_segment_ids(scheme, tokens):
     """The same as from position 0 and of small ids, by the same program."""
     slots = np.arange(tokens.q.shape[1])[None]

@@ -6,6 +6,7 @@ import pytest
 
 import posenc_jax as pe
 from tests.oracle import attend, decode, qkv, softmax_attention
+from tests.support import slow
 
 OPTIONS = {
     pe.VORoPE: {
@@ -55,6 +56,7 @@ def test_matches_the_paper(layout, qk):
     np.testing.assert_allclose(out, paper(*arrays, qk, layout), atol=2e-6)
 
 
+@slow
 def test_keys_and_values_of_one_array_decode_as_in_deepseek_v4():
     """One head of keys, which are the values too; positions that are no count."""
     scheme = pe.VORoPE(H, theta=100.0, layout="interleaved", rotary_start=START)

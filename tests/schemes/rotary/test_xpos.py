@@ -9,6 +9,7 @@ import pytest
 
 import posenc_jax as pe
 from tests.oracle import attend, decode, qkv, softmax_attention
+from tests.support import slow
 
 OPTIONS = {pe.XPos: {"theta": 100.0, "scale_base": 64.0, "gamma": 0.8, "layout": "half"}}
 
@@ -62,6 +63,7 @@ def test_attention_matches_the_paper(shift):
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
+@slow
 def test_decoding_a_million_tokens_after_the_prompt():
     scheme = pe.XPos(head_dim=8)
     q, k, v = qkv(length=17)
@@ -119,6 +121,7 @@ def test_float16_within_four_thousand():
     np.testing.assert_allclose(out.astype("f4"), expected, atol=5e-3)
 
 
+@slow
 def test_a_row_that_starts_anew_forgets_the_origin_of_the_one_before():
     """Slots that `reset` and `rewind` empty still hold the coordinates of their old tokens."""
     scheme = pe.XPos(head_dim=8)
