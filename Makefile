@@ -40,7 +40,7 @@ test: $(call installed,test) ## Run the tests (ARGS="-k rope -x": any arguments 
 test-quick: $(call installed,test) ## Run one scheme of each kind and a training step: under a minute
 	$(RUN) -m pytest $(WORKERS) $(ARGS) @tests/quick.txt
 
-test-all: $(call installed,test) ## Run the tests with the slow cases, twice as long
+test-all: $(call installed,test) ## Run the tests with the slow cases, several times as long
 	$(RUN) -m pytest $(WORKERS) -m "" $(ARGS)
 
 # The oldest versions that pyproject.toml allows. Warnings are those of packages about each other.
