@@ -102,9 +102,11 @@ def where_local(test: Callable[..., bool], key: str | None = None) -> LayerKinds
 
     def read(config):
         window, values = window_of(config), [config.get(key)] if key else []
+        if kinds := declared(config):
+            return kinds
         config.check(window is None or None not in values, f"a sliding_window and {key}=null")
         local = [window is not None and test(i, *values) for i in range(layer_count(config))]
-        return declared(config) or [LOCAL if x else FULL for x in local]
+        return [LOCAL if x else FULL for x in local]
 
     return read
 

@@ -364,6 +364,14 @@ OTHER_SCALINGS = [
 ]
 TWO = (pe.RoPE(head_dim=8), pe.RoPE(head_dim=8, theta=2.0))
 NO_END = {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": None}
+
+
+def test_layer_types_need_no_max_window_layers():
+    kinds = ["full_attention", "sliding_attention"]
+    layers = pe.from_hf(NO_END | {"num_hidden_layers": 2, "layer_types": kinds})
+    assert [layer.window for layer in layers] == [None, 4096]
+
+
 ERRORS = [
     (pe.to_hf, {"scheme": pe.ALiBi(num_heads=4)}, "only RoPE and MRoPE have rope parameters"),
     (
