@@ -206,7 +206,7 @@ def buffers(cache):
 
 
 @slow
-@pytest.mark.parametrize("kind", [{}, pytest.param({"ring": True}, marks=slow)], ids=str)
+@pytest.mark.parametrize("kind", [{}, {"ring": True}], ids=str)
 def test_a_donated_cache_is_written_in_place(kind):
     """No array with all slots is copied, and appending takes the same memory for any S."""
     fox = pe.FoX(num_heads=2, model_dim=DIM)
@@ -253,7 +253,7 @@ def test_one_token_of_one_row_is_written_in_place():
 
 
 @slow
-@pytest.mark.parametrize("committed", slow_but([False, True], True))
+@pytest.mark.parametrize("committed", [False, True])
 def test_counts_stay_where_they_are_beside_keys_on_automatic_axes(committed):
     """Outside of jit too: a step compiled with the shardings of a new cache takes its prompt's."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)

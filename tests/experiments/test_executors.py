@@ -86,7 +86,7 @@ def test_a_process_that_dies_loses_no_result(tmp_path):
 
 
 @slow
-@pytest.mark.parametrize("how", ["SIGTERM", pytest.param("Ctrl-C", marks=slow)])
+@pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
 def test_processes_that_are_stopped_write_their_states(tmp_path, how, request):
     number = signal.SIGTERM if how == "SIGTERM" else signal.SIGINT
     # A shell that starts tests in the background has them ignore Ctrl-C.
