@@ -2,11 +2,12 @@
 
 The interpreter simulates warpgroups, shared memory, copies and barriers. Products there take
 float32 operands too, which shows errors that the rounding of bfloat16 would hide. It compiles each
-block of threads anew, so two small cases run by default: a bias by distance, and features of
-tokens. Slow cases are the others.
+block of threads anew, so two small cases run by default: features of tokens, with gradients, and
+half precision, whose pipes have two slots. Slow cases are the others.
 """
 
 import dataclasses
+import functools
 import types
 
 import chex
@@ -16,7 +17,8 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from posenc_jax.kernels.gpu import implementation, tile
+from posenc_jax.kernels.checks.steps import steps
+from posenc_jax.kernels.gpu import forward, implementation, tile
 from posenc_jax.kernels.gpu.implementation import PallasGPU
 from tests.engine.rules import KINDS
 from tests.kernels import tma
@@ -79,9 +81,36 @@ def test_equals_the_reference(case, more):
     ],
 )
 def test_a_third_warpgroup_copies_or_the_second(moves_registers, case, monkeypatch):
-    """By the version of JAX; with a softcap the kernels by queries need many registers, too."""
+    """By the version of JAX, in the backward pass: in float32 the forward pass has one slot."""
     monkeypatch.setattr(implementation, "MOVES_REGISTERS", moves_registers)
     assert_equals_the_reference(case, KERNELS, arrays_of_case(case))
+
+
+@gpu_interpreted
+def test_the_second_warpgroup_copies_in_the_forward_pass():
+    """One block of queries goes through three tiles of keys: the last one takes a slot again."""
+    (step,) = (x for x in steps(KERNELS, small=True) if x.name == "forward: last queries")
+    changes = {"batch": 1, "heads": 1, "kv_heads": 1, "dim": 64, "length": 128, "later": 250}
+    case = dataclasses.replace(step.case, softcap=3.0, **changes)
+    assert dataclasses.replace(step, case=case).run() is None
+
+
+@gpu_lowered
+def test_the_second_warpgroup_copies_before_it_waits_for_its_turn(monkeypatch):
+    """The first one hands over its turn when it has keys: the other order waits for ever."""
+    calls = []
+
+    def record(owner, name):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: calls.append(name) or function(*args))
+
+    monkeypatch.setattr(implementation, "MOVES_REGISTERS", False)
+    record(forward.Forward, "start")
+    record(forward, "_next_turn")
+    q = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
+    attend = functools.partial(pe.attention, softcap=3.0, implementation=COMPILED)
+    jax.eval_shape(attend, q, q, q)
+    assert calls[:2] == ["start", "_next_turn"]
 
 
 @gpu_lowered

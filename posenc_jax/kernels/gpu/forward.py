@@ -392,12 +392,13 @@ class Forward(ByQuery):
         plgpu.copy_gmem_to_smem(wg.refs["x"].q.at[of_head], wg.part("q"), wg.part("ready"))
         self.bands.copy_rows(wg, b, head, q0)
         plgpu.barrier_wait(wg.part("ready"))
+        # Before its turn: the first warpgroup waits for these copies.
+        filled = self.start(wg)
         # The second warpgroup starts when the first has issued its products of queries and keys,
         # and stays half a tile behind. The last turn below is for its last arrival.
         pl.when(wg.number == 1)(lambda: _next_turn(wg))
         lowest = plgpu.layout_cast(jnp.full((ROWS,), LEAST_LOGIT, jnp.float32), ROW)
         empty = [zeros((ROWS, part.size), TILE) for part in self.parts]
-        filled = self.start(wg)
         start = (jnp.int32(0), _Softmax(empty, lowest, zeros((ROWS,), ROW))), filled
         _wait_for_keys(wg, jnp.int32(0), count)
 

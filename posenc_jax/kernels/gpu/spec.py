@@ -1,6 +1,6 @@
 """The static part of a problem for GPUs, and the list of tiles of each kernel.
 
-All kernels have two warpgroups that compute, of 64 rows of a tile each, and one that copies.
+Two warpgroups compute, 64 rows of a tile each. A third copies, or the second one does (`pipe`).
 """
 
 import dataclasses
