@@ -74,7 +74,7 @@ class Encoder(nnx.Module):
 
 
 def embed(model: Encoder, tokens: jax.Array, mask: jax.Array, pooling: str = "mean") -> jax.Array:
-    """Sentence embeddings [B, D] of length 1, from hidden states.
+    """Sentence embeddings [B, D] of length 1, from hidden states; zeros for a row without tokens.
 
     Args:
       model: the encoder.
@@ -89,7 +89,7 @@ def embed(model: Encoder, tokens: jax.Array, mask: jax.Array, pooling: str = "me
         raise ValueError(f'embed: pooling must be "mean" or "cls", got {pooling!r}.')
     pooled = mask & (jnp.cumsum(mask, axis=1) == 1) if pooling == "cls" else mask
     x = jnp.where(pooled[..., None], model(tokens, mask), 0.0).sum(1)
-    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
 
 _WITHOUT_TYPES = {

@@ -163,7 +163,7 @@ def load(config: Mapping[str, Any], state: Mapping[str, Any]) -> Qwen2VL:
     config = Config(config, "qwen2_vl")
     tied = {"tie_word_embeddings": config["tie_word_embeddings"]}
     language = families.model_config(tied | config["text_config"])
-    tower = config["vision_config"]
+    tower = Config(config["vision_config"] | {"model_type": "qwen2_vl"}, "qwen2_vl")
     head_dim = tower["embed_dim"] // tower["num_heads"]
     theta = (tower.get("rope_parameters") or {}).get("rope_theta", 1e4)
     rope = pe.AxialRoPE(head_dim=head_dim, theta=theta, axes=(0, 1), layout="half")

@@ -118,6 +118,8 @@ def test_sentence_embeddings_are_of_hidden_states_on_either_side_of_padding():
     for inputs, pooling in itertools.product(((tokens, mask), right), pooled):
         expected = pooled[pooling] / np.linalg.norm(pooled[pooling], axis=1, keepdims=True)
         np.testing.assert_allclose(embed(model, *inputs, pooling), expected, atol=1e-5)
+    empty = mask & (np.arange(len(mask)) != 1)[:, None]
+    assert not np.any(embed(model, tokens, empty, "mean")[1])
     with pytest.raises(ValueError, match=r'pooling must be "mean" or "cls", got \'max\'.'):
         encoders.embed(model, tokens, mask, "max")
 
@@ -180,6 +182,10 @@ def test_weights_that_do_not_fit_are_refused():
         del about["config"][key]
         with pytest.raises(ValueError, match=f"must have '{key}'"):
             load(about["config"], of_model)
+    about, _, of_model = read("qwen2_vl")
+    del about["config"]["vision_config"]["in_channels"]
+    with pytest.raises(ValueError, match="the qwen2_vl config must have 'in_channels'"):
+        qwen2_vl.load(about["config"], of_model)
     del config["intermediate_size"]
     with pytest.raises(ValueError, match="the llama config must have 'intermediate_size'"):
         families.load(config, state)
