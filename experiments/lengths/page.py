@@ -137,7 +137,7 @@ _WORDS = {
     HOLDS: "Hold",
     FAILS: "Fail",
     NOT_RESOLVED: "Not resolved",
-    GATE_FAILED: "Say nothing",
+    GATE_FAILED: "Gate failed",
 }
 
 
@@ -174,7 +174,7 @@ def _claim(outcome: Outcome) -> str:
         for m in outcome.criteria
     ]
     _, middle, low, high = max(by_sign)
-    return f"{outcome.claim.claim} (off its limit by {middle:+.3f} [{low:+.3f}, {high:+.3f}])"
+    return f"{outcome.claim.claim} (misses its limit by {middle:+.3f} [{low:+.3f}, {high:+.3f}])"
 
 
 def columns(plan: Plan) -> list[tuple[str, str, int]]:

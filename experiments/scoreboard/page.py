@@ -71,8 +71,8 @@ def _remarks(outcomes: Sequence[Outcome], files: Files) -> Iterator[str]:
             yield f"{word.capitalize()}: {', '.join(names)}"
     if count := sum(len(outcome.criteria) for outcome in outcomes if outcome.seeds):
         yield (
-            f"{count} {'criterion has' if count == 1 else 'criteria have'} been looked at. Without "
-            "any effect, one that compares with 0 would hold\n  once in 40 times"
+            f"{count} {'criterion was' if count == 1 else 'criteria were'} tested. Without "
+            "any effect, one that compares with 0 holds\n  once in 40 times"
         )
     for names in _shared(outcomes):
         yield f"Claims that share trained models are not independent: {', '.join(names)}"
@@ -85,8 +85,8 @@ def _remarks(outcomes: Sequence[Outcome], files: Files) -> Iterator[str]:
         yield f"Versions: {versions}; Python {python}. Processors: {processors}"
     minutes = [outcome.protocol.about.minutes for outcome in outcomes]
     yield (
-        f"`{files.command} NAME --run` runs a claim again, {min(minutes, default=0):g} to "
-        f"{max(minutes, default=0):g} minutes on two idle cores"
+        f"`{files.command} NAME --run --results FOLDER` runs a claim again, "
+        f"{min(minutes, default=0):g} to {max(minutes, default=0):g} minutes on two idle cores"
     )
 
 

@@ -60,7 +60,9 @@ def test_pages_count_what_there_is():
     assert f"for {len(MODEL_TYPES) - len(NOT_RUN)} model types" in models
     faults = len(re.findall(r"(?m)^### [0-9]+[.]", pages.read("docs/faults.md")))
     assert f"[{faults} faults in public" in readme
-    memory = "234 at 4096; this library with T5's bias 11 and 17"
+    measured = json.loads((pages.ROOT / "results/memory.json").read_text())
+    mib = [measured["MiB"]["rule"][measured["lengths"].index(t)] for t in (2048, 4096)]
+    memory = f"this library with T5's bias {mib[0]:.0f} and {mib[1]:.0f}"
     assert memory in prose("docs/faults.md")
     claims = re.findall(r"(?m)^\| \[R\w+\].* \| ([\w ]+) \|$", pages.read("docs/results.md"))
     assert f"{len(claims)} claims of papers" in readme

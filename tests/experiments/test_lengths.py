@@ -402,10 +402,11 @@ def test_the_page_says_what_is_known(plan, passes, tmp_path):
     assert "5.0, 7.0 | -2.0, -0.5 | 1.00 | 3 |" in page
     assert "| 0.35 | 3 |" in page  # Two passes at 0.5 and two at 0.2, which serve two targets each.
     assert (
-        "**Hold:** * Holds. **Fail:** * Fails (off its limit by +0.005 [+0.005, +0.005])." in page
+        "**Hold:** * Holds. **Fail:** * Fails (misses its limit by +0.005 [+0.005, +0.005])."
+        in page
     )
-    assert "**Not resolved:** * Open (off its limit by " in page
-    assert "**Say nothing: RoPE copies nothing:** * Gate." in page
+    assert "**Not resolved:** * Open (misses its limit by " in page
+    assert "**Gate failed: RoPE copies nothing:** * Gate." in page
     assert "NTK has -0.500 ± 0.000 more." in page and "more." not in empty
     assert "1 of 5 have too few" in page
     assert "score,ntk,at,8192,4,3.6500,-0.5000,-0.5000,-0.5000" in text[target.with_suffix(".csv")]

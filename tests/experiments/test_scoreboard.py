@@ -120,7 +120,8 @@ def test_claims_of_another_folder_have_their_own_page_and_results(call, tmp_path
     page = (tmp_path / "my claims" / "results.md").read_text()
     assert "[Z1](Z1.toml)" in page and "T1" not in page
     assert "\n\nTwo others never ran.\n\n" in page and "never ran" not in library
-    assert "scoreboard --folder 'my claims' NAME --run`" in page and "`my claims/results/`" in page
+    assert "scoreboard --folder 'my claims' NAME --run --results FOLDER`" in page
+    assert "`my claims/results/`" in page
     assert "[methods](../docs/methods.md#claims)" in page
 
 
