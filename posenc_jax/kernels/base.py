@@ -114,12 +114,11 @@ def _seen_if_not_finite(p: Problem) -> jax.Array:
     size = min(p.length, 256)
 
     def seen_by(block):
-        def part(x, axis=1):  # The last block overlaps the one before.
-            return None if x is None else jax.lax.dynamic_slice_in_dim(x, block * size, size, axis)
+        def part(axes, x):  # The last block overlaps the one before.
+            at = axes.find("T")
+            return x if at < 0 else jax.lax.dynamic_slice_in_dim(x, block * size, size, at)
 
-        queries = {name: part(getattr(p, name)) for name in ("q_positions", "q_segment_ids")}
-        rules = tuple(rule.with_pairs(part(rule.pairs, 2)) for rule in p.rules)
-        return dataclasses.replace(p, rules=rules, **queries).visible().any((1, 2))
+        return p.map_arrays(part).visible().any((1, 2))
 
     count = jnp.where(finite, 1, -(-p.length // size)).astype(jnp.int32)
     first, zero = jnp.int32(1), jnp.int32(0)

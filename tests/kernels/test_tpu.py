@@ -152,6 +152,31 @@ def test_nan_in_keys_that_no_query_sees_has_no_effect():
         np.testing.assert_array_equal(x[:, 140:], 0.0)
 
 
+def test_keys_that_masks_and_arrays_hide_are_looked_for_in_blocks_of_queries():
+    """Every 300 queries, 256 at a time, with a block mask and with a window by coordinates."""
+    at, pairs = np.arange(300, dtype=np.int32)[None], np.zeros((1, 1, 300, 300), np.float32)
+    pairs[:, :, :, 11], pairs[:, :, :280, 12] = -np.inf, -np.inf
+    k = np.ones((1, 300, 1, 8), np.float32)
+    k[0, 3] = np.nan
+    even = pe.block_mask(lambda b, h, q, k: (q - k) % 2 == 0, 300, 300)
+    coordinates = {"q_positions": at // 8, "k_positions": at // 8, "q_coordinates": at}
+    window = pe.SlidingWindow((9, 20), by="coordinates")
+    far = np.where((at < 5) | (at > 290), at, at + 600)  # Places of keys that few queries see.
+    distance = at.T - far
+    for options, pattern in (
+        ({"mask": even}, (at.T - at) % 2 == 0),
+        (
+            coordinates | {"k_coordinates": far, "window": window},
+            (distance >= -20) & (distance <= 8),
+        ),
+    ):
+        call = pe.AttentionCall(**options)
+        problem = api.make_problem(np.ones_like(k), k, k, (pe.DenseBias(pairs),), call)
+        seen = (pattern & (pairs[0, 0] == 0)).any(0)
+        hidden = jax.jit(without_hidden)(problem).k[0, :, 0, 0] == 0
+        np.testing.assert_array_equal(hidden, ~seen)
+
+
 @slow
 def test_strided_rotation_equals_rotation_in_steps():
     """The compiled kernels use the first, which takes the interpreter long to compile."""

@@ -2,7 +2,7 @@
 
 A block of threads has 128 queries of a head, and goes through their tiles. Its two warpgroups
 take turns: while one has the tensor cores, the other computes its softmax. A turn has no wait for
-copies: values are waited for before it, and the next keys while it multiplies.
+keys and values: values are waited for before it, and the next keys while it multiplies.
 """
 
 import abc

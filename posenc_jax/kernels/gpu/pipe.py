@@ -23,7 +23,7 @@ from posenc_jax.kernels.gpu.gather import opaque_zero
 from posenc_jax.kernels.gpu.spec import ROWS, GPUSpec, Int, Ref
 
 COMPUTE = 2
-"""The number of warpgroups that compute; the one after them copies."""
+"""The number of warpgroups that compute; a third one copies, or the second of them."""
 PAIRS = "pairs"
 """The name of a tile of an array of all pairs, in `Pipe.slots`."""
 _ROOM = 227 * 1024 - 2048  # Bytes of shared memory without barriers.
