@@ -544,7 +544,8 @@ class KVCache:
             coordinates = jnp.moveaxis(at_slots(batch_first(coordinates)), (0, 1), (-2, -1))
         segments = ids // self.ids_per_segment
         positions = restarting(segments) + before.positions_after(segments)
-        new = before.append(k, v, positions, ids, coordinates=coordinates, k_features=features)
+        options = {"coordinates": coordinates, "k_features": features, "state": self.state}
+        new = before.append(k, v, positions, ids, **options)
         return dataclasses.replace(new, lost=new.lost | past.any(1))
 
     def positions_after(

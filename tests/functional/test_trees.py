@@ -67,6 +67,7 @@ PARENTS = np.stack([_parents(0), _parents(1)])
 TOKENS = make_batch(2, T)
 SCHEMES = {
     "t5": pe.T5(N, num_buckets=8, max_distance=20),
+    "chain": pe.chain(pe.RoPE(H), pe.T5(N, num_buckets=8, max_distance=20)),
     "rope": pe.RoPE(H),
     "stick breaking": pe.StickBreaking(),
     "shaw": pe.Shaw(N, H, clip=4),
@@ -214,9 +215,9 @@ def _draft(scheme, ring, params, tokens, more, tree, keep):
 @pytest.mark.parametrize(
     ("name", "ring"),
     [
-        ("t5", True),
+        ("chain", True),
         pytest.param("t5", False, marks=slow),
-        *(pytest.param(n, n == "rope", marks=slow) for n in SCHEMES if n != "t5"),
+        *(pytest.param(n, n in ("t5", "rope"), marks=slow) for n in SCHEMES if n != "chain"),
         pytest.param("rope", False, marks=slow),
     ],
 )
