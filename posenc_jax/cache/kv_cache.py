@@ -544,8 +544,12 @@ class KVCache:
             coordinates = jnp.moveaxis(at_slots(batch_first(coordinates)), (0, 1), (-2, -1))
         segments = ids // self.ids_per_segment
         positions = restarting(segments) + before.positions_after(segments)
-        options = {"coordinates": coordinates, "k_features": features, "state": self.state}
-        new = before.append(k, v, positions, ids, **options)
+        new = before.append(
+            *(k, v, positions, ids),
+            coordinates=coordinates,
+            k_features=features,
+            state=self.state,
+        )
         return dataclasses.replace(new, lost=new.lost | past.any(1))
 
     def positions_after(
