@@ -35,6 +35,7 @@ from experiments.runs.run_queue import (
 )
 from experiments.settings.config_io import Parser, near
 from experiments.settings.trust import add_trust
+from experiments.training.layout import check_batch
 
 
 def main(arguments: list[str]) -> int:
@@ -66,6 +67,9 @@ def compare(experiment: Experiment, options: argparse.Namespace) -> int:
 
     def stages() -> Iterator[list[Run]]:
         results = known(folder)
+        if options.devices is not None:
+            for task in experiment.tasks.values():
+                check_batch(task, options.devices)  # Before anything is removed or written.
         if not options.fresh:
             remedy = "choose another --name, or --fresh"
             refuse_other_versions(runs, results, str(folder), remedy)

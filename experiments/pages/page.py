@@ -64,11 +64,17 @@ def details(title: str, lines: Sequence[str]) -> str:
     return f"<details><summary>{title}</summary><pre>\n{text}\n</pre></details>" if lines else ""
 
 
+WRITTEN = r"^(From|Made by) `python -m experiments "
+"""The beginning of a line that all pages have."""
+
+
 def target_of(page: Path | None, name: str) -> Path:
     """Returns the page to write: the option --page, or docs/NAME.md."""
     target = page or Path("docs") / f"{name}.md"
     if target.suffix != ".md":
         raise ConfigError(f"--page: must be the name of a Markdown file, got {target}")
+    if target.exists() and not re.search(WRITTEN, target.read_text(errors="replace"), re.MULTILINE):
+        raise ConfigError(f"--page: {target} was not written by a command; name another file")
     return target
 
 

@@ -3,6 +3,7 @@
 Captions are computed from the results. The page loads nothing; equal results give equal bytes.
 """
 
+import contextlib
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -355,8 +356,11 @@ def _not_tuned(section: str, rows: Mapping[str, SchemeResults]) -> Iterator[str]
         names = ", ".join(map(label, others))
         yield f"On {section} no rate was tuned for {names}: RoPE's was taken."
     compare, study = (tomllib.loads(file.read_text()) for file in _CONFIGS)
-    if task.rates == {name: Rates(**table) for name, table in compare["text"]["rates"].items()}:
+    rates, tuned = None, None
+    with contextlib.suppress(KeyError):  # Somebody may have edited these files.
+        rates = {name: Rates(**table) for name, table in compare["text"]["rates"].items()}
         tuned = study["text"]["corpus"], study["sizes"]["small"]["text"]["train"]["steps"]
+    if tuned and task.rates == rates:
         here = getattr(task, "corpus", task.name), task.train.steps
         if here != tuned:
             yield (

@@ -5,7 +5,6 @@ import io
 import json
 import signal
 import time
-import zipfile
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -160,5 +159,5 @@ def read_arrays(path: Path) -> dict[str, np.ndarray] | None:
     try:  # A zip file has a checksum of each array.
         with np.load(io.BytesIO(path.read_bytes())) as file:
             return {name: file[name] for name in file.files}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except Exception:  # NumPy evaluates the head of an array: damage raises nearly anything.
         return None

@@ -20,7 +20,7 @@ from experiments.models.schemes import (
     plain,
 )
 from experiments.runs.results import PACK
-from experiments.runs.run import Run
+from experiments.runs.run import Run, reference
 from experiments.settings.common import Seeds
 from experiments.settings.config_io import (
     Flag,
@@ -143,7 +143,7 @@ class Experiment:
     def to_tables(self) -> dict[str, Any]:
         """Returns the tables of a file with these settings."""
         return {name: getattr(self, name) for name in _SETTINGS} | {
-            "tasks": [_reference(type(task)) for task in self.tasks.values()],
+            "tasks": [reference(type(task)) for task in self.tasks.values()],
             "schemes": {"names": list(self.schemes), **self.options},
             **{name: to_tables(task) for name, task in self.tasks.items()},
         }
@@ -174,12 +174,6 @@ def _check_options(path: str, options: Mapping[str, Any]) -> None:
         if not isinstance(table, Mapping):
             raise ConfigError(f"{path}.{name}: must be a table of options, got {table!r}")
         find(name)
-
-
-def _reference(task: type[Task]) -> str:
-    """The name by which `find_task` finds a task."""
-    known = TASKS.get(task.name) is task
-    return task.name if known else f"{task.__module__}:{task.__qualname__}"
 
 
 def find_task(name: str) -> type[Task]:

@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from experiments.models.model import Position
-from experiments.models.schemes import code_of, parts_of, short
+from experiments.models.schemes import code_of, import_object, parts_of, short
 from experiments.runs import hosts, results
 from experiments.runs.checkpoints import Checkpoints, Deadline, OutOfTime
 from experiments.runs.environment import environment
 from experiments.runs.files import locked
 from experiments.runs.results import Result
 from experiments.settings.config_io import to_tables
+from experiments.tasks import TASKS, Task
 from experiments.tasks.base import Data, Evaluation
 from experiments.tasks.corpus import SOURCES
 from experiments.training.layout import Layout
@@ -132,7 +133,7 @@ class Run(Work):
         """All settings, of JSON's types."""
         task = {k: v for k, v in to_tables(self.task).items() if k not in ("schemes", "rates")}
         return {
-            "task": self.task.name,
+            "task": reference(type(self.task)),
             "scheme": self.scheme,
             "options": self.options,
             "seed": self.seed,
@@ -148,8 +149,10 @@ class Run(Work):
     @functools.cached_property
     def sources(self) -> dict[str, str]:
         """Digests of the files that the settings name: your code, and a corpus."""
-        names = (part.partition(":") for part in parts_of(self.scheme))
-        modules = [module for module, colon, _ in names if colon]
+        objects = [part for part in parts_of(self.scheme) if ":" in part]
+        modules = [part.partition(":")[0] for part in objects]
+        defined = (getattr(import_object(part, "schemes"), "__module__", None) for part in objects)
+        modules += filter(None, defined)  # Another module may import the object.
         corpus = getattr(self.task, "corpus", None)
         facts = load_data(self.task).facts if corpus not in (None, *SOURCES) else {}
         version = {"python": platform.python_version()} if corpus == "stdlib" else {}  # Its text.
@@ -239,6 +242,12 @@ class Run(Work):
             finished=now(),
             **measured,
         )
+
+
+def reference(task: type[Task]) -> str:
+    """Returns the name by which `find_task` finds a task."""
+    known = TASKS.get(task.name) is task
+    return task.name if known else f"{task.__module__}:{task.__qualname__}"
 
 
 Lookup = Callable[[Run], Result | None]

@@ -426,6 +426,8 @@ def carry_out(
     Returns:
       The exit status, and whether other processes still hold runs, and will show all results.
     """
+    if jax.config.jax_enable_x64:
+        raise ConfigError("JAX_ENABLE_X64: models and tasks are of 32 bits; unset it")
     again, workers = continuing(options), number_of_workers(options)
     executor = executor_of(options.executor) if options.executor else None
     layout = None

@@ -240,7 +240,7 @@ def permutation(bits: jax.Array, count: int) -> jax.Array:
 
 
 def _share(part: float, every: float) -> float | None:
-    return round(float(part / every), 5) if every else None
+    return round(float(part / every), 5) if every else None  # NaN stays NaN.
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "task"))
@@ -251,7 +251,9 @@ def _count_right(params: nnx.State, key: jax.Array, *, graphdef: Any, task: Look
     model = nnx.merge(graphdef, params)
     inputs, targets = model.inputs_and_targets(tokens, mask)
     coordinates = task.draw_coordinates(key, tokens, training=False)
-    right = (model(inputs, coordinates).argmax(-1) == targets) * mask[:, 1:]
+    logits = model(inputs, coordinates)
+    right = jnp.where(jnp.isfinite(logits).all(-1), logits.argmax(-1) == targets, jnp.nan)
+    right = jnp.where(mask[:, 1:] > 0, right, 0.0)
     places = jnp.arange(right.shape[1]) * PLACES // lengths[index[:, 1:]]
     cells = index[:, 1:], jnp.minimum(places, PLACES - 1)  # Padding lies beyond PLACES.
     none = jnp.zeros((len(lengths), PLACES))

@@ -67,11 +67,15 @@ class Layout:
 
     def check(self, task: Any) -> None:
         """Raises ConfigError for a task that does not divide."""
-        if task.train.batch % self.mesh.size:
-            raise ConfigError(
-                f"{task.name}.train.batch: {task.train.batch} is not a multiple of --devices "
-                f"{self.mesh.size}"
-            )
+        check_batch(task, self.mesh.size)
+
+
+def check_batch(task: Any, devices: int) -> None:
+    """Raises ConfigError for a task that a number of devices does not divide."""
+    if task.train.batch % devices:
+        raise ConfigError(
+            f"{task.name}.train.batch: {task.train.batch} is not a multiple of --devices {devices}"
+        )
 
 
 def layout_of(devices: int, shards_parameters: bool = False) -> Layout:

@@ -7,6 +7,7 @@ import re
 import sys
 import tomllib
 
+import jax
 import numpy as np
 import pytest
 
@@ -238,6 +239,44 @@ def test_another_configuration_loses_nothing(run):
     assert len(list(run.folder.glob("*/result.json"))) == 1
 
 
+def test_devices_that_do_not_divide_a_batch_remove_nothing(run, monkeypatch):
+    monkeypatch.setattr("experiments.runs.hosts.join", lambda: None)
+    run.without_training()
+    assert run("compare", "--schemes", "none")[0] == 0
+    before = run.files()
+    status, _, err = run("compare", "--schemes", "none,rope", "--fresh", "--devices", "8")
+    assert status == 2 and "kback.train.batch: 4 is not a multiple of --devices 8" in err
+    assert run.files() == before
+
+
+def test_experiments_are_of_32_bits(run):
+    with jax.enable_x64(True):
+        status, _, err = run("compare", "--schemes", "none")
+    assert status == 2 and err.startswith("config error: JAX_ENABLE_X64: ")
+    assert not run.folder.exists()
+
+
+def test_a_report_needs_no_settings_of_this_repository(run, monkeypatch):
+    """Rates of the study and its steps are read from files that anybody may edit."""
+    monkeypatch.setattr("experiments.pages.report._CONFIGS", (run.file, run.file))
+    run.without_training()
+    assert run("compare", "--schemes", "none", "--tasks", "text,kback")[0] == 0
+
+
+def test_tasks_of_one_name_share_no_results(run, tmp_path, monkeypatch):
+    """A task of your own may inherit the name of another, in its file or from here."""
+    names = "First", "Second"
+    lines = (f"@dataclass(frozen=True)\nclass {name}(KBack):\n    'A task.'\n" for name in names)
+    imports = "from dataclasses import dataclass\nfrom experiments.tasks import KBack\n"
+    (tmp_path / "my_tasks.py").write_text(imports + "".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    run.without_training()
+    for count, name in enumerate(("kback", "my_tasks:First", "my_tasks:Second"), 1):
+        status, out, _ = run("compare", "--schemes", "none", "--tasks", name)
+        assert status == 0 and "done before" not in out
+        assert len(list(run.folder.glob("*/result.json"))) == count
+
+
 def test_results_of_another_commit_are_named(run, monkeypatch):
     """A run is added to results of another commit: said before it runs, at the end, and shown."""
     run.without_training()
@@ -283,6 +322,12 @@ def test_results_of_other_code_are_refused(run, own_module, tmp_path, monkeypatc
     assert run("compare", "--schemes", "rope")[0] == 0  # It needs none of this code.
     edit("strength: float = 0.25", "strength: float = 0.1")
     assert "3 of 3 runs were done before" in run("compare", "--schemes", names)[1]
+    (tmp_path / "named.py").write_text("from my_schemes import Parity\n")
+    assert run("compare", "--schemes", "named:Parity", "--trust", "named:Parity")[0] == 0
+    edit("strength: float = 0.1", "strength: float = 0.25")
+    monkeypatch.delitem(sys.modules, "named")
+    status, _, err = run("compare", "--schemes", "named:Parity", "--trust", "named:Parity")
+    assert status == 2 and "code my_schemes has changed since its results" in err
 
 
 def test_states_of_other_code_are_not_continued(run, own_module, tmp_path, monkeypatch):

@@ -229,7 +229,7 @@ def stop_after_saving(self, *arguments):
     raise OutOfTime
 
 
-@pytest.mark.parametrize("how", ["truncated", "one bit", "other versions"])
+@pytest.mark.parametrize("how", ["truncated", "one bit", "head", "other versions"])
 def test_a_state_that_is_damaged_or_of_other_versions_is_never_used(tmp_path, how, monkeypatch):
     first, second = ({"x": jnp.arange(6144.0) * n} for n in (1, 2))
     lines = []
@@ -244,6 +244,9 @@ def test_a_state_that_is_damaged_or_of_other_versions_is_never_used(tmp_path, ho
     data = bytearray(path.read_bytes())
     assert len(data) > 1000
     data[len(data) // 2] ^= 4 * (how == "one bit")
+    if how == "head":  # NumPy reads it before the checksum.
+        assert data.count(b"{'descr'")
+        data = data.replace(b"{'descr'", b"{('descr")
     path.write_bytes(data[:100] if how == "truncated" else data)
     messages = []
     state, curve, _ = Checkpoints(tmp_path / "c", Deadline(), messages.append).load(second)

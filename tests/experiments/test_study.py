@@ -900,6 +900,9 @@ def test_a_scheme_is_added_with_one_command(call, monkeypatch, tmp_path):
     lines = csv.DictReader((tmp_path / "more.csv").read_text().splitlines())
     (row,) = [line for line in lines if line["scheme"] == "alibi"]
     assert row["score"].startswith("0.500")
+    (tmp_path / "faq.md").write_text("# Questions\n")
+    assert call("--page", "faq.md")[0] == 2  # No command wrote it.
+    assert (tmp_path / "faq.md").read_text() == "# Questions\n"
 
 
 def _claim(condition):

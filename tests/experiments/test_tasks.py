@@ -6,11 +6,13 @@ import pathlib
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import posenc_jax as pe
 from experiments.errors import ConfigError, CorpusError
+from experiments.models.model import initialize
 from experiments.settings.common import Model
 from experiments.tasks import (
     TASKS,
@@ -183,6 +185,27 @@ def test_a_length_without_answers_has_no_score(monkeypatch):
     monkeypatch.setattr("experiments.tasks.lookup._count_right", lambda *_, **__: counts)
     values = [e.value for e in task.evaluate(pe.NoPE(), None, 0, None)]
     assert values[:2] == [0.75, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class BreaksAt(pe.Scheme):
+    """Embeddings are NaN from a position on."""
+
+    position: int = 32
+
+    def embed(self, params, x, coordinates):
+        """Returns x or NaN."""
+        return jnp.where((coordinates < self.position)[..., None], x, jnp.nan)
+
+
+def test_logits_that_are_not_finite_are_no_answers():
+    """The greatest of them is the first symbol, which may be right."""
+    model = Model(model_dim=16, num_layers=1, num_heads=2)
+    task = KBack(test_lengths=(32, 48), eval_batch=4, eval_batches=1, model=model)
+    params = initialize(task.model, BreaksAt(), task.vocab_size, jax.random.key(0))
+    for scheme in (BreaksAt(32), BreaksAt(48)):
+        value = task.evaluate(scheme, params, 0, None)[1].value
+        assert np.isnan(value) if scheme.position == 32 else 0 <= value < 0.5
 
 
 def test_sparse_flip_flops_write_less_often():
