@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from posenc_jax.checks import require
 from posenc_jax.engine.simplified import Context, Simplified, Term
@@ -243,7 +244,14 @@ def as_tuple(x: Any) -> tuple:
 
 def shapes_of(tree: Any, axes: int) -> Any:
     """Returns the types of arrays without their first axes."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[axes:], x.dtype), tree)
+
+    def one(x):  # Inside `shard_map`, it varies over the same mesh axes.
+        full = jax.typeof(x)
+        sharding = NamedSharding(full.sharding.mesh, PartitionSpec()) if full.mat.varying else None
+        shape = full.shape[axes:]
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding, manual_axis_type=full.mat)
+
+    return jax.tree.map(one, tree)
 
 
 def added_logits(

@@ -53,7 +53,7 @@ from posenc_jax.engine.problem import (
     vary_over,
     with_sinks,
 )
-from posenc_jax.engine.rule import traced
+from posenc_jax.engine.rule import shapes_of, traced
 from posenc_jax.engine.rules import TableDot
 from posenc_jax.engine.simplified import AllPairs, Term
 from posenc_jax.engine.tables import ValueTable
@@ -179,14 +179,11 @@ def _prepare(p: Problem, lowered: Lowered, plan: Plan, pairs_at_once: int) -> Op
 
         return jax.tree.map(padded, tuple(features))
 
-    def one_token(tree, axes):
-        return jax.eval_shape(lambda: jax.tree.map(lambda x: x[(0,) * axes], tree))
-
-    q_coordinate, k_coordinate = (one_token(x, 2) for x in (p.q_coordinates, p.k_coordinates))
+    q_coordinate, k_coordinate = (shapes_of(x, 2) for x in (p.q_coordinates, p.k_coordinates))
 
     def traced_term(x):
-        q = Tokens(None, q_coordinate, one_token(x.q_features, 3))
-        k = Tokens(None, k_coordinate, one_token(x.k_features, 3))
+        q = Tokens(None, q_coordinate, shapes_of(x.q_features, 3))
+        k = Tokens(None, k_coordinate, shapes_of(x.k_features, 3))
         return dataclasses.replace(x.term, rule=traced(x.term.rule, q, k))
 
     mask = p.mask

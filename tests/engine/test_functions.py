@@ -231,6 +231,29 @@ def test_gradients_under_shard_map_are_of_arrays_of_the_device():
         gradients(PartitionSpec(), s)
 
 
+def test_gradients_under_shard_map_of_arrays_that_devices_share():
+    """A rule is traced with arrays that vary over the mesh, as they do where it is called."""
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    batch = PartitionSpec("batch")
+
+    def attend(scale, slopes, *arrays):
+        def logit(scale, slope, q, k):
+            return -scale * slope * distance(q, k)
+
+        rule = pe.LogitBias(logit, slopes, scale)
+        return pe.attention(*arrays, rules=rule, implementation="xla")
+
+    def formula(scale, slopes, *arrays):
+        return plain(*arrays, scale * slopes[:, None, None])
+
+    specs = (PartitionSpec(),) * 2 + (batch,) * 3
+    spread = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=batch)
+    arrays = jnp.float32(3), jnp.array([1.0, 4.0]), *np.concatenate([QKV, QKV[::-1]], 1)
+    assert_close(
+        *(testing.jit_fast(lambda *a, f=f: pull_of(f, *a)())(*arrays) for f in (spread, formula))
+    )
+
+
 def test_kernels_refuse_functions_that_close_over_arrays():
     @jax.jit
     def attend(s):
