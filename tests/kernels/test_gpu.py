@@ -331,6 +331,31 @@ def test_lowers_for_gpus(case, sinks, kernels):
     assert len(descriptors) > 2 * kernels
 
 
+@gpu_lowered
+@pytest.mark.parametrize("inside", [True, pytest.param(False, marks=slow)])
+def test_gradients_over_devices(inside):
+    """Inside of the caller's `shard_map` or our own, results vary over the axes of the mesh."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    kernels = COMPILED if inside else dataclasses.replace(COMPILED, batch_axes="data")
+    batch, whole = (jax.sharding.PartitionSpec(*axes) for axes in (("data",), ()))
+    scheme = pe.T5(num_heads=2)
+
+    def attend(params, q):
+        options = {"is_causal": True, "implementation": kernels}
+        out, _ = pe.scheme_attention(scheme, params, q, q, q, **options)
+        assert jax.typeof(out).mat.varying == ({"data"} if inside else set())
+        return out
+
+    if inside:
+        attend = jax.shard_map(attend, mesh=mesh, in_specs=(whole, batch), out_specs=batch)
+    q = jax.ShapeDtypeStruct((2, 128, 2, 64), jnp.bfloat16)
+    loss = jax.grad(lambda *args: attend(*args).astype(jnp.float32).sum(), (0, 1))
+    with jax.set_mesh(mesh):
+        traced = jax.jit(loss).trace(scheme.init(jax.random.key(0)), q)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 4
+
+
 @pytest.mark.parametrize(
     ("change", "fault"),
     [

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from posenc_jax.engine.problem import vary_over
 from posenc_jax.kernels.base import padded
 from posenc_jax.kernels.gpu.gather import opaque_zero
 from posenc_jax.kernels.gpu.spec import ROWS, GPUSpec, Int, Ref
@@ -264,7 +265,9 @@ def launch(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=_interpreter(interpret),
     )(*leaves)
-    return jax.tree.unflatten(out_tree, results)
+    # By themselves, the results would not vary over the mesh axes of `shard_map`.
+    axes = frozenset().union(*(x.manual_axis_type.varying for x in types))
+    return jax.tree.unflatten(out_tree, vary_over(results, axes))
 
 
 def _interpreter(interpret: Any) -> Any:
