@@ -1,5 +1,6 @@
 """The facts on the page of a scheme: from the code, its test file, and pages with numbers."""
 
+import csv
 import functools
 import inspect
 import re
@@ -162,9 +163,9 @@ def _page(name: str) -> str:
 
 @functools.cache
 def _decoding() -> dict[str, list[str]]:
-    """Returns the table of docs/serving.md: differences in full caches, rings and with sinks."""
-    rows = re.findall(r"(?m)^\| `(\w+)` \| (.*) \|$", _page("serving"))
-    return {name: cells.split(" | ") for name, cells in rows}
+    """Returns docs/decoding.csv: differences in full caches, rings and with sinks."""
+    with (ROOT / "docs" / "decoding.csv").open(newline="") as file:
+        return {name: cells for name, *cells in csv.reader(file)}
 
 
 def _test_file(cls: type) -> Path:

@@ -2,7 +2,7 @@
 
     python -m tests.makers scheme_pages NAME [NAME ...]
 
-For each scheme: the row of docs/serving.md, which takes 15 s. For all of them: the tables of
+For each scheme: the row of docs/decoding.csv, which takes 15 s. For all of them: the tables of
 docs/schemes.md, from traits and docstrings, docs/gallery.png and docs/gallery/, in five minutes.
 `--tables` writes docs/schemes.md alone.
 `tests/test_layout.py` calls `missing` for each scheme.
@@ -28,9 +28,8 @@ from tests.support import build
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "posenc_jax"
-PAGE, SERVING, SHEET, USE = (
-    ROOT / "docs" / name
-    for name in ("schemes.md", "serving.md", "gallery.png", "_ext/scheme_use.py")
+PAGE, SHEET, USE = (
+    ROOT / "docs" / name for name in ("schemes.md", "gallery.png", "_ext/scheme_use.py")
 )
 # The headings of docs/schemes.md.
 FAMILIES = {
@@ -174,7 +173,7 @@ def missing(cls: type[pe.Scheme]) -> list[str]:
     lines = [line for present, line in checks if not present]
     pages = {
         "its row in docs/schemes.md": row(cls) in PAGE.read_text(),
-        "its row in docs/serving.md": f"\n| `{cls.name}` |" in SERVING.read_text(),
+        "its row in docs/decoding.csv": cls.name in serving.table(),
         "its picture in docs/gallery.png": cls.name in pictured(),
     }
     if absent := [page for page, present in pages.items() if not present]:

@@ -1,4 +1,4 @@
-"""Writes the table of docs/serving.md: every scheme in every kind of cache, as a server uses it.
+"""Writes docs/decoding.csv: every scheme in every kind of cache, as a server uses it.
 
 An error is the largest difference between a decoded output and one pass over the same tokens.
 
@@ -8,8 +8,8 @@ An error is the largest difference between a decoded output and one pass over th
 
 import argparse
 import collections
+import csv
 import pathlib
-import re
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import posenc_jax as pe
 from posenc_jax import testing
 from tests.support import SIZES, build
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "serving.md"
+TABLE = pathlib.Path(__file__).parents[2] / "docs" / "decoding.csv"
 ROWS, LONGEST, WINDOW, SINKS, BACK = 3, 136, 8, 2, 7
 VOCABULARY = np.random.default_rng(0).normal(size=(64, SIZES["model_dim"])).astype(np.float32)
 OPTIONS = {
@@ -247,13 +247,16 @@ def main(argv: list[str]):
         jax.clear_caches()
 
 
+def table() -> dict[str, list[str]]:
+    """Returns the cells of the table by the name of the scheme."""
+    with TABLE.open(newline="") as file:
+        return {name: cells for name, *cells in [*csv.reader(file)][1:]}
+
+
 def write(new: dict[str, list[str]]) -> None:
     """Replaces these rows of the table."""
-    page = PAGE.read_text()
-    start = page.index("| scheme | full |")
-    cells = r" (\S+) \|" * len(POLICIES)
-    old = re.findall(rf"(?m)^\| `(\w+)` \|{cells}$", page)
-    rows = {name: values for name, *values in old} | new
-    head = ["scheme", *POLICIES], ["---"] * (1 + len(POLICIES))
-    lines = [*head, *([f"`{name}`", *rows[name]] for name in pe.SCHEMES if name in rows)]
-    PAGE.write_text(page[:start] + "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    rows = table() | new
+    with TABLE.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("scheme", *POLICIES))
+        writer.writerows((name, *rows[name]) for name in pe.SCHEMES if name in rows)

@@ -98,5 +98,5 @@ def test_the_list_of_missing_parts_is_complete(monkeypatch):
         "tests/schemes/bias/test_toy.py: a test with numbers from outside",
         "docs/_ext/scheme_use.py: when to take it, in WHEN",
         "python -m tests.makers scheme_pages toy writes its row in docs/schemes.md, its row in "
-        "docs/serving.md, its picture in docs/gallery.png",
+        "docs/decoding.csv, its picture in docs/gallery.png",
     ]
