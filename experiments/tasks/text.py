@@ -255,6 +255,8 @@ class Text(Task):
             raise ConfigError(
                 "text.model.is_causal: must be true; the task `masked` has an encoder"
             )
+        if not self.corpus:
+            raise ConfigError("text.corpus: must be the name of a corpus or a path, got ''")
         if self.coordinates != "positions":
             raise ConfigError(f"text.coordinates: must be positions, got {self.coordinates!r}")
         for length in self.test_lengths:

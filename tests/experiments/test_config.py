@@ -125,6 +125,7 @@ ON_THE_COMMAND_LINE = {
     "kback.coordinates: must be 'positions', 'shifted', 'randomized' or 'random_floats', got 'x'": (
         "--kback.coordinates x"
     ),
+    "text.corpus: must be the name of a corpus or a path, got": "--tasks text --text.corpus=",
     "text.test_lengths: 200 does not divide the longest": (
         "--tasks text --text.test-lengths 128,200,1024"
     ),
