@@ -266,7 +266,7 @@ def launch(
         interpret=_interpreter(interpret),
     )(*leaves)
     # By themselves, the results would not vary over the mesh axes of `shard_map`.
-    axes = frozenset().union(*(x.manual_axis_type.varying for x in types))
+    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in leaves))
     return jax.tree.unflatten(out_tree, vary_over(results, axes))
 
 
