@@ -38,7 +38,7 @@ def interval(values: Sequence[float], shifts: Sequence[float] = (0.0,)) -> Bound
     >>> [round(x, 3) for x in interval((1.0, 2.0, 3.0))]
     [2.0, -0.484, 4.484]
     >>> [round(x, 3) for x in interval((1.0, 2.0, 3.0), (0.0, 0.0, 1.0))]
-    [2.0, -0.24, 4.939]
+    [2.0, -0.25, 4.945]
     """
     x = np.asarray(values)
     mean = float(x.mean()) if len(x) else math.nan
@@ -50,7 +50,9 @@ def interval(values: Sequence[float], shifts: Sequence[float] = (0.0,)) -> Bound
         half = float(special.stdtrit(degrees, 0.975)) * error
         return mean, mean - half, mean + half
     quantiles = special.stdtrit(degrees, (np.arange(2000) + 0.5) / 2000) * error
-    low, high = np.quantile(mean + np.add.outer(np.asarray(shifts), quantiles), (0.025, 0.975))
+    sums = mean + np.add.outer(np.asarray(shifts), quantiles)
+    # Hazen: the i-th of n sorted sums is the quantile (i - 0.5) / n, as the grid above has it.
+    low, high = np.quantile(sums, (0.025, 0.975), method="hazen")
     return mean, float(low), float(high)
 
 

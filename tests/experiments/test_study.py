@@ -280,6 +280,9 @@ def test_intervals_with_shifts_are_those_of_the_mixture():
 
     expected = [optimize.brentq(lambda x, p=p: below(x) - p, 1, 3) for p in (0.025, 0.975)]
     np.testing.assert_allclose(interval(values, shifts)[1:], expected, atol=2e-4)
+    # A shift that is hardly one leaves Student's interval, also with its tails of one degree.
+    for few in (values[:2], values):
+        np.testing.assert_allclose(interval(few, [0.0, 1e-9]), interval(few), rtol=1e-3)
 
 
 def test_remarks_on_seeds(study_of):
