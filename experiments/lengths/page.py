@@ -12,7 +12,7 @@ from experiments.lengths.results import BIN, CELLS, CellResult
 from experiments.lengths.scores import LEAST, Table
 from experiments.models.methods import seen
 from experiments.pages import plots
-from experiments.pages.page import as_csv, files_of, table
+from experiments.pages.page import as_csv, command_of, files_of, table
 from experiments.runs import results
 from experiments.stats import interval, mean, ordered, plus_minus
 
@@ -33,7 +33,7 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
         [
             f"# {plan.title}",
             *_words(scores, "answer"),
-            f"Made by `python -m experiments lengths {file}` from results in `{folder}`; "
+            f"Made by `{command_of('lengths', file, folder, target)}` from results in `{folder}`; "
             f"[{target.stem}.csv]({target.stem}.csv) has all\nnumbers. "
             f"**{len(done)} of {len(cells)} passes have run**{part}.",
             f"{about.name} was trained with RoPE on {about.trained:,} tokens. Here it reads longer "

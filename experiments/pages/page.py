@@ -4,6 +4,7 @@ import csv
 import io
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -76,6 +77,19 @@ def target_of(page: Path | None, name: str) -> Path:
     if target.exists() and not re.search(WRITTEN, target.read_text(errors="replace"), re.MULTILINE):
         raise ConfigError(f"--page: {target} was not written by a command; name another file")
     return target
+
+
+def command_of(name: str, file: Path, folder: Path, target: Path, also: Sequence[str] = ()) -> str:
+    """Returns the command that writes a page: its file, and the options that are no defaults.
+
+    >>> command_of("study", Path("configs/a.toml"), Path("results/a"), Path("b.md"), ["t5", "shaw"])
+    'python -m experiments study configs/a.toml --also t5,shaw --page b.md'
+    """
+    words = ["python", "-m", "experiments", name, str(file)]
+    words += ["--also", ",".join(also)] if also else []
+    words += ["--results", str(folder)] if folder != Path("results") / file.stem else []
+    words += ["--page", str(target)] if target != Path("docs") / f"{file.stem}.md" else []
+    return shlex.join(words)
 
 
 def files_of(

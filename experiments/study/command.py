@@ -1,10 +1,10 @@
 """`python -m experiments study`: runs a study, and writes its page and plot."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from experiments.pages.page import files_of, target_of
+from experiments.pages.page import command_of, files_of, target_of
 from experiments.runs.files import write_whole
 from experiments.runs.run import Lookup, Run, known
 from experiments.runs.run_queue import (
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
         clock.measure(study.timed_sizes, folder, say)
     if options.run:
         status, _ = carry_out(options, folder, _stages(study, folder), wait=True)
-    for path, text in pages(study, options.file, folder, target).items():
+    for path, text in pages(study, options.file, folder, target, options.also).items():
         write_whole(path, text)
     say(f"Page: {target}")
     return status
@@ -92,11 +92,14 @@ BLOCKS: dict[str, Block] = {
 """Blocks by their names in files of studies, `experiments.study.plan.BlockName`."""
 
 
-def pages(study: Study, file: Path, folder: Path, target: Path) -> dict[Path, str]:
+def pages(
+    study: Study, file: Path, folder: Path, target: Path, also: Sequence[str] = ()
+) -> dict[Path, str]:
     """Returns the texts of the page, of its numbers and of its pictures, by path.
 
     The page is there as HTML too, with its pictures inside: `report.html` in the folder of results.
-    `file` and `folder` are of the study and its results, `target` is the page.
+    `file` and `folder` are of the study and its results, `target` is the page, and `also` has the
+    schemes that the file leaves out.
     """
     results, times = known(folder), clock.read(folder)
     rows = {size: _rows(study, size, results, times) for size in study.cells}
@@ -106,6 +109,7 @@ def pages(study: Study, file: Path, folder: Path, target: Path) -> dict[Path, st
         results=results,
         clock=times,
         file=str(file),
+        command=command_of("study", file, folder, target, also),
         numbers=f"{target.stem}.csv",
         methods=os.path.relpath("docs/methods.md", target.parent),
         name=target.stem,
@@ -121,7 +125,7 @@ def pages(study: Study, file: Path, folder: Path, target: Path) -> dict[Path, st
 def text_of(page: Context) -> str:
     """Returns the text of a page: its title, its sources and its blocks."""
     about, numbers = page.study.about, f" Numbers: [{page.numbers}]({page.numbers})"
-    command = f"From `python -m experiments study {page.file}`"
+    command = f"From `{page.command}`"
     command += (
         f"; protocol: [methods]({page.methods})."
         if "screen" in about.blocks

@@ -33,7 +33,8 @@ class Context:
       rows: of `rows_of`, by size.
       results: of its runs.
       clock: the times of steps, None before they are measured.
-      file, numbers, methods: of the study, and for links.
+      file, command: of the study, and that of its page.
+      numbers, methods: files for links.
       name: of the files of pictures, without their ends; "" leaves these out.
       pictures: drawn by blocks, by file.
     """
@@ -43,6 +44,7 @@ class Context:
     results: Lookup
     clock: Clock | None
     file: str
+    command: str
     numbers: str
     methods: str
     name: str

@@ -73,7 +73,12 @@ CLOCK = Clock(
     others={"small": 0.01},
     environment={"processor": "Some 1", "device": "cpu: cpu"},
 )
-PLACES = {"file": "mine.toml", "numbers": "mine.csv", "methods": "methods.md"}
+PLACES = {
+    "file": "mine.toml",
+    "command": "python -m experiments study mine.toml",
+    "numbers": "mine.csv",
+    "methods": "methods.md",
+}
 
 
 def measured(run, heights=HEIGHT):
@@ -903,6 +908,8 @@ def test_a_scheme_is_added_with_one_command(call, monkeypatch, tmp_path):
     lines = csv.DictReader((tmp_path / "more.csv").read_text().splitlines())
     (row,) = [line for line in lines if line["scheme"] == "alibi"]
     assert row["score"].startswith("0.500")
+    command = "python -m experiments study mine.toml --also alibi --page more.md"
+    assert f"From `{command}`." in (tmp_path / "more.md").read_text()
     (tmp_path / "faq.md").write_text("# Questions\n")
     assert call("--page", "faq.md")[0] == 2  # No command wrote it.
     assert (tmp_path / "faq.md").read_text() == "# Questions\n"
