@@ -55,7 +55,7 @@ def test_pages_count_what_there_is():
     assert f"{len(TASKS)} tasks" in readme and f"There are {len(TASKS)} tasks" in prose(
         "docs/experiments.md"
     )
-    assert f"table has {len(MODEL_TYPES)} model types" in models
+    assert f"model_types.csv) has {len(MODEL_TYPES)} model types" in models
     assert f"layers of {len(compared)} of them with numbers" in models
     assert f"for {len(MODEL_TYPES) - len(NOT_RUN)} model types" in models
     faults = len(re.findall(r"(?m)^### [0-9]+[.]", pages.read("docs/faults.md")))

@@ -1,9 +1,14 @@
-"""The table of model types in docs/models.md: python -m tests.makers hf_table."""
+"""Writes docs/model_types.csv, the table of model types: python -m tests.makers hf_table."""
+
+import csv
+import io
+import pathlib
 
 import posenc_jax as pe
 from posenc_jax.hf.config_reader import model_type_defaults
 from posenc_jax.hf.model_types import MODEL_TYPES
 
+TABLE = pathlib.Path(__file__).parents[2] / "docs" / "model_types.csv"
 # Their inputs are images or sounds, and XLNet has attention of its own; golden files have layers of
 # them, and `hf_towers.py` runs others.
 NOT_RUN = "dinov3_vit pixtral swin swinv2 wav2vec2-bert whisper xlnet".split()
@@ -76,18 +81,13 @@ def row(kind):
 
 
 def table():
-    """Markdown; model types that are alike have one row."""
-    groups = {}
-    for kind in sorted(MODEL_TYPES):
-        groups.setdefault(row(kind), []).append(f"`{kind}`")
-    lines = [
-        "| model types | layers by default | settings | `attention_options_from_hf` |",
-        "|---|---|---|---|",
-    ]
-    for (layers, settings, whole), kinds in sorted(groups.items(), key=lambda x: x[1]):
-        lines.append(f"| {', '.join(kinds)} | {layers} | {settings} | {whole} |")
-    return "\n".join(lines) + "\n"
+    """The text of the file."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(["model type", "layers by default", "settings", "attention_options_from_hf"])
+    writer.writerows((kind, *row(kind)) for kind in sorted(MODEL_TYPES))
+    return buffer.getvalue()
 
 
 def main(argv):
-    print(table(), end="")
+    TABLE.write_text(table(), encoding="utf-8")

@@ -1,10 +1,11 @@
 """How well the models in `examples` agree with transformers.
 
-`python -m tests.models.agreement` prints the table in docs/models.md; `makers/models.py` makes the
+`python -m tests.models.agreement` writes docs/models_agreement.csv; `makers/models.py` makes the
 files that it reads. Prompts, and random weights, which depend on names and shapes alone, are drawn
 again.
 """
 
+import csv
 import pathlib
 import zlib
 
@@ -16,6 +17,7 @@ from examples import deberta, decoder, deepseek, encoders, families, qwen2_vl, s
 from tests.support import recorded
 
 FOLDER = pathlib.Path(__file__).with_name("golden")
+TABLE = pathlib.Path(__file__).parents[2] / "docs" / "models_agreement.csv"
 ENCODERS = """
 bert roberta xlm_roberta camembert electra distilbert mpnet jina_v3 nomic_bert gte
 """.split()
@@ -129,15 +131,18 @@ def compare(arrays, new, logits, mask):
     return float(difference[mask[:, arrays["at"]]].max()), equal
 
 
-def table():
-    """The rows of docs/models.md."""
-    yield "| case | model type | greatest difference of logits | greedy steps with equal tokens |"
-    yield "|---|---|---|---|"
+def write():
+    """Measures all models, and writes the table."""
+    rows = [
+        ("case", "model type", "greatest difference of logits", "greedy steps with equal tokens")
+    ]
     for name in NAMES:
         error, steps = agreement(name)
         kind = read(name)[0]["config"]["model_type"]
-        yield f"| {name} | `{kind}` | {error:.0e} | {'-' if steps is None else steps} |"
+        rows.append((name, kind, f"{error:.0e}", "-" if steps is None else steps))
+    with TABLE.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 if __name__ == "__main__":
-    print("\n".join(table()))
+    write()
