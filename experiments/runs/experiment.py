@@ -185,6 +185,8 @@ def find_task(name: str) -> type[Task]:
     task = import_object(name, "tasks")
     if not (isinstance(task, type) and issubclass(task, Task) and task.name):
         raise ConfigError(f"tasks: {name!r} is no subclass of Task with a name")
+    if lacking := sorted(task.__abstractmethods__):
+        raise ConfigError(f"tasks: {name!r} must define {', '.join(lacking)}")
     return task
 
 

@@ -5,6 +5,7 @@ predicts tokens[:, 1:]. The mask float32 [B, T + 1] is 1 on the tokens that coun
 causality (`Model.is_causal`) reads tokens[:, 1:], with 0 for the tokens that count.
 """
 
+import abc
 import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -102,8 +103,8 @@ class Evaluation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
-    """A task. A subclass sets `name`, and overrides `sample` and `evaluate`."""
+class Task(abc.ABC):
+    """A task. A subclass sets `name`, and defines the abstract methods."""
 
     __pydantic_config__: ClassVar[Any] = STRICT
 
@@ -135,9 +136,9 @@ class Task:
     """Settings of the evaluation alone: trained parameters do not depend on them."""
 
     @property
+    @abc.abstractmethod
     def vocab_size(self) -> int:
         """The number of different tokens."""
-        raise NotImplementedError
 
     @property
     def longest(self) -> int:
@@ -193,6 +194,7 @@ class Task:
         """Returns the data of the task; empty by default, for tasks that draw their data."""
         return Data()
 
+    @abc.abstractmethod
     def sample(
         self, key: jax.Array, batch: int, length: int, data: Any = None
     ) -> tuple[jax.Array, jax.Array]:
@@ -204,7 +206,6 @@ class Task:
           length: inputs per sequence.
           data: `Data.train` from `load`.
         """
-        raise NotImplementedError
 
     def draw_coordinates(
         self, key: jax.Array, tokens: jax.Array, *, training: bool
@@ -232,6 +233,7 @@ class Task:
         spaced = pe.positions.spaced_floats(positions, 1, float(limit))
         return spaced / jnp.maximum(inputs, self.train_length)
 
+    @abc.abstractmethod
     def evaluate(
         self, position: Position, params: nnx.State, seed: int, data: Data
     ) -> list[Evaluation]:
@@ -243,15 +245,14 @@ class Task:
           seed: of the test data.
           data: from `load`.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def fits(self, score: float, data: Data) -> bool:
         """Returns whether a score at the training length means a learned task."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def fit_rule(self, data: Data) -> str:
         """Returns the rule of `fits` in words."""
-        raise NotImplementedError
 
     def fitted(self, evaluations: list[Evaluation], data: Data) -> bool:
         """Returns whether the score at the training length fits."""

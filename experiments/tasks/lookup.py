@@ -3,6 +3,7 @@
 `Lookup` is for streams, whose answers lie anywhere; `Rows` for rows with one problem each.
 """
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -110,7 +111,7 @@ class Lookup(Task):
 
 @dataclasses.dataclass(frozen=True)
 class Rows(Lookup):
-    """Rows with a problem of size n and its answer; a subclass overrides `most` and `fill`.
+    """Rows with a problem of size n and its answer; a subclass defines `most` and `fill`.
 
     In training n is random; rows of a longer test length have the largest n that fits. One row in
     eight, chosen by its tokens, is held out of training, and rows at the training length are
@@ -122,10 +123,11 @@ class Rows(Lookup):
     eval_batches: PositiveInt = 4
     """Batches of the evaluation."""
 
+    @abc.abstractmethod
     def most(self, length: int) -> int:
         """Returns the largest size n for `length` inputs."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def fill(self, bits: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns tokens int32 [B, W] and mask float32 [B, W].
 
@@ -134,7 +136,6 @@ class Rows(Lookup):
             from the last column; the last but one is for another draw per row.
           count: n per row, int32 [B, 1].
         """
-        raise NotImplementedError
 
     def _candidates(self, key, batch: int, length: int, purpose: str):
         """Returns random bits [B, C, W], to choose rows from, and a random n [B, C, 1]."""

@@ -6,6 +6,7 @@ import functools
 import jax.numpy as jnp
 
 import posenc_jax as pe
+from experiments.tasks.lookup import Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,12 @@ class Misspelt(pe.Scheme):
 
     def embedd(self, params, x, coordinates):
         """Is never called."""
+
+
+class Unfinished(Rows):
+    """A task without its two methods."""
+
+    name = "unfinished"
 
 
 class NoScheme:

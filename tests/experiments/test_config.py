@@ -172,6 +172,9 @@ ON_THE_COMMAND_LINE = {
     ),
     "chain:": "--schemes shaw+shaw",
     "tasks: 'experiments_mine:Parity' is no subclass of Task": f"--tasks {MINE}",
+    "tasks: 'experiments_mine:Unfinished' must define fill, most, vocab_size": (
+        "--tasks experiments_mine:Unfinished"
+    ),
     "tasks: two have one name": "--tasks kback,experiments.tasks:KBack",
     "has no table [quick], which --quick needs": "--quick",
 }
