@@ -74,6 +74,8 @@ def test_no_block_is_overlooked(page):
     markers = re.findall(r"(?m)^ *<!-- not run", text)
     excused = re.findall(r"(?m)^ *<!-- not run(?:: | without )[^>]+ -->\n+ *```python", text)
     assert len(markers) == len(excused)
+    # A fence after other words is text, and Sphinx says nothing.
+    assert not re.search(r"\S +:::", text)
 
 
 def test_checks_are_of_pages():
