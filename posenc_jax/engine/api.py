@@ -466,7 +466,7 @@ def choose(problem: Problem) -> Implementation:
         order = ("cudnn", *order)
     known = (IMPLEMENTATIONS[name] for name in order)
     chosen = next(x for x in known if x.refusal(problem) is None)
-    if platform == "gpu" and large and problem.length >= 128 and chosen.name == "xla":
+    if platform != "cpu" and large and problem.length >= 128 and chosen.name == "xla":
         chips.warn_of_tiles(problem, Pallas())
     return chosen
 

@@ -88,10 +88,15 @@ def warn_of_tiles(problem: Problem, kernels: Pallas) -> None:
         f"{chip.device_kind} with jax {chip.jax}, {chip.runtime} ({', '.join(chip.dtypes)})"
         for chip in CHIPS
     )
+    times = (
+        'On an H100 "xla" takes 6 to 13 times as long as they do.'
+        if problem.platform == "gpu"
+        else "They have not been timed on TPUs: time both."
+    )
     warnings.warn(
         f'attention: implementation=None takes "xla" for calls like this one, in {problem.q.dtype} '
         f"on {kind} with jax {version}, {runtime}: the kernels of this package were checked on "
-        f'{checked or "no chip"}. On an H100 "xla" takes 6 to 13 times as long as they do. Run '
+        f"{checked or 'no chip'}. {times} Run "
         "`python -m posenc_jax.kernels`, which checks them in minutes, and if all steps are right "
         f'give implementation=({word}, None). implementation="xla" keeps tiles without a warning.',
         stacklevel=2,

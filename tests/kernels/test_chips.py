@@ -136,6 +136,18 @@ def test_none_warns_once_where_kernels_were_not_checked(chip, monkeypatch, kind,
     assert _chosen(T5) == _chosen(q_segment_ids=jnp.zeros((1, 512), jnp.int32)) == "xla"
 
 
+def test_none_warns_on_tpus_too(chip, monkeypatch):
+    monkeypatch.setattr(chips, "warn_of_tiles", WARN_OF_TILES)
+    monkeypatch.setattr(chips, "_warned", set())
+    chip.platform, chip.device_kind = "tpu", "TPU v4"
+    assert _chosen() == "splash" and _chosen(T5) == "xla"  # No kernel is for this chip.
+    chip.device_kind = "TPU v5e"
+    assert _chosen() == "splash" and _chosen(T5, length=256) == "xla"
+    with pytest.warns(UserWarning, match=r"on TPU v5e with .* not been timed on TPUs: time both"):
+        assert _chosen(T5) == "xla"
+    assert _chosen(T5) == "xla"
+
+
 def test_versions_with_which_nobody_compiled_the_kernels_are_refused(chip, monkeypatch):
     monkeypatch.setattr(chips, "warn_of_tiles", WARN_OF_TILES)
     monkeypatch.setattr(chips, "_warned", set())
