@@ -345,7 +345,8 @@ class Decoder(nnx.Module):
         """
         x = self.embed(tokens, options.get("segment_ids")) if inputs is None else inputs
         if self.position is not None:
-            x = self.position(x, positions, cache=None if caches is None else caches[0])
+            cache = None if caches is None else caches[0]
+            x = self.position(x, positions, cache=cache, **options)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         new = []

@@ -21,7 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from posenc_jax.checks import array_of_rank, bool_rows, integer_positions, segments
+from posenc_jax.checks import array_of_rank, bool_rows, integer_positions, require, segments
+
+
+def _by_row(caller: str, name: str, x: jax.Array | int, batch: int) -> jax.Array:
+    """Returns integers, one or [B], as int32 [B, 1]."""
+    x = integer_positions(caller, x, name)
+    require(
+        x.shape in ((), (1,), (batch,)),
+        f"{caller}: {name} must be a number or [B] = ({batch},), got shape {x.shape}.",
+    )
+    return jnp.broadcast_to(x, (batch,))[:, None]
 
 
 def count_up(batch: int, length: int, start: jax.Array | int = 0) -> jax.Array:
@@ -31,8 +41,8 @@ def count_up(batch: int, length: int, start: jax.Array | int = 0) -> jax.Array:
     Array([[ 0,  1,  2],
            [10, 11, 12]], dtype=int32)
     """
-    start = jnp.broadcast_to(integer_positions("count_up", start, "start"), (batch,))
-    return start[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+    start = _by_row("count_up", "start", start, batch)
+    return start + jnp.arange(length, dtype=jnp.int32)[None]
 
 
 def from_segment_ids(segment_ids: jax.Array) -> jax.Array:
@@ -190,8 +200,7 @@ def from_padding_mask(mask: jax.Array, start: jax.Array | int = 0) -> tuple[jax.
         bool_rows("from_padding_mask", "mask", mask),
         isinstance(start, int) and start == 0,
     )
-    start = integer_positions("from_padding_mask", start, "start")
-    start = jnp.broadcast_to(start, mask.shape[:1])[:, None]
+    start = _by_row("from_padding_mask", "start", start, mask.shape[0])
     positions = start + jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
     segment_ids = jnp.where(mask, 0, -1).astype(jnp.int32)
     if at_zero:
@@ -228,7 +237,7 @@ def digit_places(
     starts = changes(digits) | changes(ids)
     first = jnp.cumsum(starts & (ids >= 0), axis=1, dtype=jnp.int32) == 1
     shift, before = (
-        jnp.broadcast_to(integer_positions("digit_places", x, name), digits.shape[:1])[:, None]
+        _by_row("digit_places", name, x, digits.shape[0])
         for name, x in (("shift", shift), ("before", before))
     )
     places = since(starts) + 1 + jnp.where(first, before, 0)
@@ -256,14 +265,16 @@ def bilevel(
     Array([[0, 1, 0, 1],
            [0, 0, 1, 1]], dtype=int32)
     """
-    before = jnp.pad(bool_rows("bilevel", "ends", ends), ((0, 0), (1, 0)))[:, :-1]
-    ids = segments("bilevel", segment_ids, before.shape)
+    ends = bool_rows("bilevel", "ends", ends)
+    ids = segments("bilevel", segment_ids, ends.shape)
+    before = jnp.pad(ends & (ids >= 0), ((0, 0), (1, 0)))[:, :-1]
     new = changes(ids)
     first_segment = jnp.cumsum(new & (ids >= 0), axis=1, dtype=jnp.int32) == 1
-    place, sentence = (
-        jnp.broadcast_to(integer_positions("bilevel", x, "start"), before.shape[:1])[:, None]
-        for x in start
+    require(
+        isinstance(start, tuple | list) and len(start) == 2,
+        f"bilevel: start must be two indices, of the token and of the sentence, got {start!r}.",
     )
+    place, sentence = (_by_row("bilevel", "start", x, ends.shape[0]) for x in start)
     ended = jnp.cumsum(before & ~new, axis=1, dtype=jnp.int32)
     since_new = jax.lax.cummax(jnp.where(new, ended, 0), axis=1)
     numbers = ended - since_new + jnp.where(first_segment, sentence, 0)

@@ -109,6 +109,18 @@ def test_all_projections_have_the_dot_general_of_the_config():
     assert len(shapes) == 2 * (4 + 3) + 1  # Attention and MLP of two layers, and the logits.
 
 
+def test_learned_positions_of_padded_and_packed_rows_are_those_of_rows_alone():
+    about, _, state = read("gpt2")
+    model, length = families.load(about["config"], state), 7
+    ids = np.repeat([[-1, 0], [0, 1]], (3, length), axis=1)
+    tokens = TOKENS[:, : ids.shape[1]]
+    out, alone, first = jit_fast(
+        lambda: (model(tokens, segment_ids=ids), model(tokens[:, 3:]), model(tokens[1:, :3]))
+    )()
+    np.testing.assert_allclose(out[:, 3:], alone, atol=1e-5)
+    np.testing.assert_allclose(out[1:, :3], first, atol=1e-5)
+
+
 def test_more_tokens_than_a_table_of_positions_holds_are_refused():
     about, _, state = read("gpt2")
     model = families.load(about["config"], state)

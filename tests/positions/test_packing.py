@@ -105,6 +105,12 @@ ERRORS = [
         {"ends": np.zeros((1, 3), bool), "segment_ids": np.zeros((1, 2), np.int32)},
         r"bilevel: segment_ids must be .*\(1, 3\), got \(1, 2\)",
     ),
+    (bilevel, {"ends": np.zeros((1, 3), bool), "start": 3}, "bilevel: start must be two indices"),
+    (
+        count_up,
+        {"batch": 2, "length": 3, "start": np.zeros(3, int)},
+        r"count_up: start must be a number or \[B\] = \(2,\), got shape \(3,\)",
+    ),
     (count_up, {"batch": 2, "length": 3, "start": 2**31}, "count_up: start must fit int32"),
     (
         count_up,
@@ -154,6 +160,13 @@ def test_digit_places_of_rows_that_differ():
     expected = [[0, 1, 2, 0, 1, 2, 3, 0, 1], [12, 0, 0, 0, 0, 0, 0, 8, 9]]
     got = digit_places(digits, shift=np.array([0, 7]), before=np.array([3, 4]))
     np.testing.assert_array_equal(got, expected)
+
+
+def test_padding_that_ends_a_sentence_leaves_the_start_of_bilevel():
+    """The id of padding may be that of the end of a sentence."""
+    ends, ids = np.array([[True, True, False, True, False]]), np.array([[-1, -1, 0, 0, 0]])
+    got = bilevel(ends, start=(4, 2), segment_ids=ids)
+    np.testing.assert_array_equal(got[:, 0, 2:], [[4, 5, 0], [2, 2, 3]])
 
 
 @slow
