@@ -13,7 +13,7 @@ python -m experiments <command> [file] [changes]
 With a released model: SmolLM2, which make released installs, or a GGUF or safetensors file.
 
   released   its text, its speed, and its loss beyond the trained
-             length, in five minutes                         model.gguf (or none)
+             length, in 3 to 7 minutes                       model.gguf (or none)
   lengths    twelve documents with sixteen methods,
              retrieval and copying                           configs/lengths.toml
 

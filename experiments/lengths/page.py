@@ -100,9 +100,9 @@ def _table(scores: Table) -> Iterator[str]:
         "RoPE's nats per token, and differences to it with 95 % intervals over documents "
         f"(Student's t, paired; {_documents(scores)},\nand {longest} in passes to "
         f"{plan.longest // 1024}k). Answers: nats of a five-digit number that the text states "
-        f"once, 11.5 by chance ({probed} documents).\nCopies: nats that a paragraph's second place "
-        "has above its first. Processor time relative to RoPE, and\nmemory without the parameters "
-        f"at {plan.shortest // 1024}k."
+        f"once, 11.5 by chance ({probed} documents).\nCopies: nats per token of a repeated "
+        "paragraph minus those of its first place. Processor time relative to RoPE, and\nmemory "
+        f"without the parameters at {plan.shortest // 1024}k."
     )
 
 

@@ -1,6 +1,6 @@
 """A released model: its text, its speed, and its loss beyond the trained length.
 
-  python -m experiments released                  SmolLM2-135M-Instruct, in under 5 minutes
+  python -m experiments released                  SmolLM2-135M-Instruct, in 3 to 7 minutes
   python -m experiments released --quick          4,096 tokens, with a window and sinks
   python -m experiments released model.gguf       or .safetensors, or the folder of them
   python -m experiments released --methods rope,yarn,self_extend --tokens 16384

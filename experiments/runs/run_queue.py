@@ -43,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, trains: bool = True) -> No
         "--workers",
         type=int,
         metavar="N",
-        help="processes, each with a processor, GPU or TPU chip of its own (default: one for each)",
+        help="processes, each with a processor, GPU or TPU chip of its own (default: "
+        f"{'one for each' if trains else 'one, with all processors'})",
     )
     parser.add_argument(
         "--executor",
