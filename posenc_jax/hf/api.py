@@ -262,6 +262,7 @@ def _read_text_model(config: Mapping[str, Any], decoder: bool | None, read: _Rea
         return out
     if kind not in MODEL_TYPES and f"{kind}_text" in MODEL_TYPES:
         kind = f"{kind}_text"  # Keys of the text model at the top, as in transformers 4.
+    require(kind is not None, "the config must have 'model_type'.")
     if kind not in MODEL_TYPES:
         hint = did_you_mean(str(kind), MODEL_TYPES) or "; all are in posenc_jax.hf.model_types."
         raise ValueError(f"unknown model_type {kind!r}{hint}")
@@ -286,7 +287,8 @@ def to_hf(
     """Returns the `rope_parameters` of RoPE or M-RoPE, as in configs of transformers 5.
 
     Layout, head size and windows belong to the model type and to other keys.
-    `from_hf(config | {"rope_parameters": to_hf(layers)})` has the same schemes.
+    `from_hf(config | {"rope_parameters": to_hf(layers)})` has the same schemes, for a config
+    without `rope_scaling` whose model type has `rope_parameters`.
 
     Args:
       scheme: a scheme, or the schemes of all layers.

@@ -197,6 +197,9 @@ def _mpt(config: TrackedConfig) -> Layers:
     for name, read in {"alibi": True, "rope": False}.items():
         part.check_ignored(part.get(name, read) == read, f"{name}={not read}")
     part.only("alibi_bias_max", 8)
+    part.only("attn_type", "multihead_attention")
+    part.only("qk_ln", False)
+    part.only("prefix_lm", False)
     part.ignore("rope_theta", "rope_impl", "rope_dail_config", "rope_hf_config")  # Of rope=True.
     part.finish()
     return _alibi(config)

@@ -19,7 +19,7 @@ from posenc_jax.schemes.scheme import (
 
 def check_mask(caller: str, scheme: Scheme, query: jax.Array, mask: jax.Array | None) -> None:
     """Refuses a scheme for causal attention without a mask, or with one of padding alone."""
-    if mask is None or mask.shape[-2] == 1 < query.shape[-3]:
+    if mask is None or ((mask.ndim < 2 or mask.shape[-2] == 1) and query.shape[-3] > 1):
         check_direction(caller, scheme)
 
 

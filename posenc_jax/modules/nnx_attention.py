@@ -292,6 +292,12 @@ class Attention(AttentionLayer, nnx.Module):
             decoding without a cache.
         """
         inputs = self._inputs(inputs_q, inputs_k, inputs_v)
+        for name, x in zip(("query", "key", "value"), inputs, strict=True):
+            width = self.model_dim if name == "query" else self.in_kv_features
+            require(
+                x.shape[-1] == width,
+                f"Attention: the {name} projection reads {width} features, got {x.shape}.",
+            )
         encoding = self.encoding if shared_encoding is None else shared_encoding
         scheme = scheme_of("Attention", encoding)
         check_acts_in_attention("Attention", scheme)
@@ -354,6 +360,10 @@ class Attention(AttentionLayer, nnx.Module):
           dtype: of k and v. Default: the layer's.
           **options: as in `new_cache`.
         """
+        require(
+            len(input_shape) > 1,
+            f"Attention.init_cache: input_shape must be (B, S, ...), got {input_shape}.",
+        )
         batch, capacity = input_shape[:2]
         self.kv_cache = nnx.Cache(self.new_cache(batch, capacity, dtype=dtype, **options))
 

@@ -57,7 +57,7 @@ class PositionEncoding(EncodingLayer, nnx.Module):
 
     def values(self) -> Params:
         """Returns the parameters as arrays."""
-        return jax.tree.map(lambda p: p[...], self.parameters, is_leaf=_is_variable)
+        return jax.tree.map(lambda p: p.get_value(), self.parameters, is_leaf=_is_variable)
 
 
 class HeadNorm(nnx.Module):

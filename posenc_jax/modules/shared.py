@@ -244,9 +244,11 @@ class AttentionLayer:
             inputs_k is not None or inputs_v is None,
             "Attention: inputs_v needs inputs_k beside it.",
         )
-        array_of_rank("Attention", "inputs_q", inputs_q, 3, "[B, T, D]")
         inputs_k = inputs_q if inputs_k is None else inputs_k
-        return inputs_q, inputs_k, inputs_k if inputs_v is None else inputs_v
+        inputs = inputs_q, inputs_k, inputs_k if inputs_v is None else inputs_v
+        for name, x, axes in zip(("inputs_q", "inputs_k", "inputs_v"), inputs, "TSS", strict=True):
+            array_of_rank("Attention", name, x, 3, f"[B, {axes}, D]")
+        return inputs
 
     def _heads(self) -> dict[str, int]:
         """Returns the number of heads of each projection."""
@@ -414,6 +416,8 @@ class AttentionLayer:
                 "Attention.new_cache: a ring=True of `capacity` slots and tokens_per_call, which "
                 "chooses their number; give one of them.",
             )
+            # A cache of all tokens, where no ring is smaller, has the first ones too.
+            sinks = max(sinks, options.pop("num_sink_tokens", 0))
             if sides is not None and sides[0] >= 0 and spec.chunk_size is None:
                 past, back = sides[0], options.get("max_rewind", 0)
                 count = max(past + tokens_per_call, back and max(past, 1) + back)

@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import array_of_rank, floating, one_of, require
+from posenc_jax.checks import (
+    array_of_rank,
+    floating,
+    integers_from,
+    one_of,
+    positive_integers,
+    require,
+)
 
 
 def _weights(size: int, new: int, method: str, align_corners: bool) -> np.ndarray:
@@ -68,9 +75,10 @@ def resize_grid(
     """
     floating("resize_grid", "grid", grid)
     one_of("resize_grid", ("bicubic", "bilinear"), method=method)
+    positive_integers("resize_grid", rows=rows, columns=columns)
     require(
-        min(rows, columns, *grid.shape[-2:]) >= 1,
-        f"resize_grid: sizes must be positive, got {grid.shape[-2:]} to ({rows}, {columns}).",
+        min(grid.shape[-2:]) >= 1,
+        f"resize_grid: grid must have a row and a column, got shape {grid.shape}.",
     )
     require(
         not (antialias and align_corners),
@@ -108,11 +116,8 @@ def grid_coordinates(
     Array([[0, 0, 0, 1, 1],
            [0, 0, 1, 0, 1]], dtype=int32)
     """
-    require(
-        min(batch, rows, columns) >= 1 and prefix >= 0,
-        f"grid_coordinates: sizes must be positive, got batch {batch}, {rows} rows, {columns} "
-        f"columns and prefix {prefix}.",
-    )
+    positive_integers("grid_coordinates", batch=batch, rows=rows, columns=columns)
+    integers_from(0, "grid_coordinates", prefix=prefix)
     grid = np.indices((rows, columns)).reshape(2, 1, -1)
     if centred:
         size = np.array([rows, columns])[:, None, None]

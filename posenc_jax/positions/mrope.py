@@ -109,6 +109,8 @@ def mrope_coordinates(
     coordinates = jnp.where(valid[None], coordinates, 0)
 
     following = n - first + jnp.where(vision, pick(grown), texts)
+    if not valid.shape[1]:
+        return coordinates, jnp.zeros(batch, jnp.int32)
     last = jnp.max(jnp.where(valid, slots, 0), 1, keepdims=True)
     delta = jnp.take_along_axis(following - index - 1, last, 1)[:, 0]
     return coordinates, jnp.where(valid.any(1), delta, 0)

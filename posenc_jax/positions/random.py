@@ -68,6 +68,7 @@ def randomized(
     True
     """
     positions, segments = checked("randomized", positions, segment_ids)
+    checks.positive_integers("randomized", max_length=max_length)
     batch, length = positions.shape
     require(
         max_length >= length,
@@ -158,8 +159,9 @@ def randomized_distances(key: jax.Array, count: int, max_length: int) -> jax.Arr
     >>> randomized_distances(jax.random.key(0), 3, 4)
     Array([1, 2, 3], dtype=int32)
     """
+    checks.positive_integers("randomized_distances", count=count, max_length=max_length)
     require(
-        1 <= count < max_length,
+        count < max_length,
         f"randomized_distances: count must be 1 to {max_length - 1} for max_length {max_length}, "
         f"got {count}.",
     )

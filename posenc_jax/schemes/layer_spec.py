@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from posenc_jax.checks import finite, one_of, positive, positive_integers, require
 from posenc_jax.engine.mask import SlidingWindow, Window, window_sides
 from posenc_jax.qk_norm import QKNorm
-from posenc_jax.schemes.scheme import Scheme, check_scheme
+from posenc_jax.schemes.scheme import Scheme, call_hint, check_scheme
 
 Mixer = Literal["attention", "linear_attention", "state_space", "convolution", "mlp"]
 Sinks = bool | Literal["projected"]
@@ -136,7 +136,12 @@ def layer_pattern(
         1 <= len(pattern) <= num_layers,
         f"layer_pattern: the pattern must have from 1 to {num_layers} layers, got {len(pattern)}.",
     )
-    layers = tuple(x if isinstance(x, LayerSpec) else LayerSpec(x) for x in pattern)
+    for x in pattern if last is None else (*pattern, last):
+        if not isinstance(x, LayerSpec | Scheme):
+            raise TypeError(
+                f"layer_pattern: layers must be Schemes or LayerSpecs, got {x!r}{call_hint(x)}."
+            )
+    layers = [x if isinstance(x, LayerSpec) else LayerSpec(x) for x in pattern]
     repeated = tuple(layers[i % len(layers)] for i in range(num_layers))
     if last is None:
         return repeated

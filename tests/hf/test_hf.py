@@ -372,6 +372,7 @@ def test_layer_types_need_no_max_window_layers():
     assert [layer.window for layer in layers] == [None, 4096]
 
 
+MPT = {"attn_type": "multiquery_attention", "qk_ln": True, "prefix_lm": True}
 ERRORS = [
     (pe.to_hf, {"scheme": pe.ALiBi(num_heads=4)}, "only RoPE and MRoPE have rope parameters"),
     (
@@ -385,6 +386,15 @@ ERRORS = [
         r"no rope_type for \(Proportional.* on 0.5 of a head",
     ),
     (pe.from_hf, {"config": NO_END}, "has a sliding_window and max_window_layers=null"),
+    (pe.from_hf, {"config": {"hidden_size": 64}}, "from_hf: the config must have 'model_type'"),
+    *(
+        (
+            pe.from_hf,
+            {"config": {"model_type": "mpt", "attn_config": {name: value}}},
+            f"{name}={value!r}; supported",
+        )
+        for name, value in MPT.items()
+    ),
     (pe.to_hf, {"scheme": TWO}, "schemes that differ need layer_types"),
     (pe.to_hf, {"scheme": TWO, "layer_types": ["a"] * 2}, "layers of type 'a' differ"),
     (pe.to_hf, {"scheme": TWO, "layer_types": ["a"] * 3}, "3 layer_types need as many schemes"),

@@ -224,8 +224,9 @@ def test_a_scheme_for_causal_attention_is_refused_without_causality_or_mask():
         fn(Q, K, V)
     padding = jnp.ones((len(Q), 1, 1, Q.shape[1]), bool)
     for layer in (fn, pl.AttentionFn(pe.StickBreaking()).bind({})):
-        with pytest.raises(ValueError, match="StickBreaking needs is_causal=True"):
-            layer(Q, K, V, mask=padding)
+        for mask in (padding, padding[0, 0, 0]):
+            with pytest.raises(ValueError, match="StickBreaking needs is_causal=True"):
+                layer(Q, K, V, mask=mask)
     causal = jnp.tril(jnp.ones((Q.shape[1],) * 2, bool))[None, None]
     assert jax.eval_shape(lambda: fn(Q, K, V, mask=causal & padding)).shape == Q.shape
     assert jax.eval_shape(lambda: fn(Q, K, V, is_causal=True)).shape == Q.shape

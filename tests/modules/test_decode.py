@@ -89,6 +89,9 @@ def test_a_cache_has_the_slots_that_the_window_needs():
     assert new_cache(window, tokens_per_call=33) == (40, False)
     sinks = pe.LayerSpec(pe.streaming(rope, 2), window=8)
     assert new_cache(sinks, tokens_per_call=5) == (2 + 7 + 5, True)
+    for first, capacity in ((1, 2 + 7 + 5), (3, 3 + 7 + 5)):
+        assert new_cache(sinks, tokens_per_call=5, num_sink_tokens=first) == (capacity, True)
+    assert new_cache(rope, tokens_per_call=5, num_sink_tokens=3) == (40, False)
     chunks = pe.LayerSpec(rope, window=8, chunk_size=16)
     for layer in (rope, pe.LayerSpec(rope, window=(-1, 0)), chunks):
         assert new_cache(layer, tokens_per_call=5) == (40, False)

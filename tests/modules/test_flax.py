@@ -241,7 +241,22 @@ ERRORS = [
         {"model_dim": D, "num_heads": N, "head_dim": 0, "rngs": RNGS},
         "Attention: head_dim must be >= 1, got 0",
     ),
-    (call, {"inputs_q": ZEROS[..., 1:]}, r"got \(19,\) and \(20,\)", TypeError),  # JAX's own.
+    (
+        call,
+        {"inputs_q": ZEROS[..., 1:]},
+        r"the query projection reads 20 features, got \(2, \d+, 19\)",
+    ),
+    (
+        call,
+        {"inputs_q": ZEROS, "inputs_k": ZEROS[..., 1:]},
+        r"the key projection reads 20 features, got \(2, \d+, 19\)",
+    ),
+    (call, {"inputs_q": ZEROS, "inputs_k": ZEROS[0]}, r"inputs_k must be \[B, S, D\], got"),
+    (
+        nnx_layer(pe.NoPE()).init_cache,
+        {"input_shape": (2,)},
+        r"input_shape must be \(B, S, \.\.\.\)",
+    ),
     (call, {"inputs_q": ZEROS[0]}, r"inputs_q must be \[B, T, D\], got shape \(2, 20\)"),
     (call, {"inputs_q": ZEROS, "postions": 0}, "unknown argument 'postions'; it tak", TypeError),
     (
@@ -270,6 +285,13 @@ ERRORS = [
         TypeError,
     ),
 ]
+
+
+def test_a_layer_without_arrays_has_caches():
+    layer = nnx.eval_shape(lambda: nnx_layer(build(pe.T5)))
+    cache = layer.new_cache(2, 8)
+    layer.init_cache((2, 8))
+    assert cache.k.shape == layer.kv_cache.get_value().k.shape == (2, 8, KV_HEADS, H)
 
 
 def test_encodings_equal_scheme_embedding():

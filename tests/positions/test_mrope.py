@@ -106,6 +106,12 @@ def test_packed_segments_restart():
     assert delta.tolist() == [expected[-1][1]]
 
 
+def test_rows_without_tokens():
+    kinds, grids = np.zeros((2, 0), bool), np.zeros((2, 0, 3), int)
+    coordinates, delta = coordinates_of(kinds, grids)
+    assert coordinates.shape == (3, 2, 0) and np.array_equal(delta, [0, 0])
+
+
 @slow
 def test_decoding_with_delta_equals_the_whole():
     """Two rows, one of them padded on the left; after the image each goes on in steps."""

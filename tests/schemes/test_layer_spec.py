@@ -153,6 +153,13 @@ ERRORS = [
     (lambda: pe.layer_pattern(0, LOCAL), {}, "num_layers must be >= 1, got 0"),
     (lambda: pe.layer_pattern(3), {}, "the pattern must have from 1 to 3 layers, got 0"),
     (lambda: pe.layer_pattern(3, *[LOCAL] * 4), {}, "must have from 1 to 3 layers, got 4"),
+    (
+        lambda: pe.layer_pattern(4, [LOCAL, LOCAL]),
+        {},
+        "layer_pattern: layers must be Schemes or LayerSpecs, got \\[LayerSpec",
+        TypeError,
+    ),
+    (lambda: pe.layer_pattern(4, LOCAL, last=pe.NoPE), {}, "NoPE'>; call it: NoPE", TypeError),
     (pe.LayerSpec, {"scheme": "rope"}, "scheme must be a Scheme, got 'rope'", TypeError),
     (pe.LayerSpec, {"scheme": LOCAL, "window": -2}, "window must be at least 1 token, got -2"),
     (

@@ -48,10 +48,11 @@ def on_distances(bias: LogitBias, past: jax.Array, future: jax.Array | None = No
     Array([[[-5., -2., -0.]]], dtype=float32)
     """
     require(bias.relative, f"on_distances: {bias.rule} does not depend on the distance alone.")
-    future = past if future is None else future
-    for name, x in (("past", past), ("future", future)):
+    named = {"past": past, "future": past if future is None else future}
+    for name, x in named.items():
         array_of_rank("on_distances", name, x, 1, "[L]")
-    shared = bias.shared, *(coordinate_values("on_distances", x) for x in (past, future))
+        require(x.size, f"on_distances: {name} must have at least one distance, got {x.shape}.")
+    shared = bias.shared, *(coordinate_values("on_distances", x, n) for n, x in named.items())
     return dataclasses.replace(
         bias, rule=_OfDistances(bias.rule), shared=shared, bounds=(None, None)
     )

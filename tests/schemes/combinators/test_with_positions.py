@@ -142,6 +142,13 @@ ERRORS = [
         {},
         r"on_distances: past must be \[L\], got shape \(2, 2\)",
     ),
+    (
+        lambda: pe.on_distances(
+            pe.ALiBi(num_heads=1).rules({}), jnp.arange(3), jnp.zeros(0, jnp.int32)
+        ),
+        {},
+        "on_distances: future must have at least one distance",
+    ),
     (lambda: pe.on_axis(pe.RoPE, 0), {}, "on_axis: scheme must be a Scheme, got", TypeError),
     (lambda: pe.with_positions("rope", abs), {}, "scheme must be a Scheme, got 'ro", TypeError),
     (lambda: pe.streaming(pe.RoPE), {}, "scheme must be a Scheme, got <class", TypeError),

@@ -227,5 +227,5 @@ def test_errors_name_the_sizes():
         pe.AxialRoPE(head_dim=8).query({}, qkv(length=5)[0], jnp.zeros((1, 1, 5), int))
     with pytest.raises(ValueError, match="axial_rope: the scheme is for head_dim 4"):
         pe.AxialRoPE(head_dim=4).query({}, qkv(length=5)[0], jnp.zeros((2, 1, 5), int))
-    with pytest.raises(ValueError, match=r"grid_coordinates: sizes must be positive.* 0 rows"):
+    with pytest.raises(ValueError, match=r"grid_coordinates: rows must be >= 1, got 0"):
         pe.grid_coordinates(1, 0, 3)
