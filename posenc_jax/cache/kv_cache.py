@@ -232,7 +232,8 @@ class KVCache:
             does not hold all keys in the window of these tokens. Default: not checked.
 
         Raises:
-          ValueError: if the tokens are known not to fit; if an array does not have the shape that
+          ValueError: if T tokens, padding included, are more than the slots, or the tokens are
+            known not to fit; if an array does not have the shape that
             the cache was made for; and if a ring has too few slots for `window`.
         """
         count, sinks = k.shape[1], self.storage.num_sink_tokens
@@ -249,6 +250,7 @@ class KVCache:
                 x.shape == shape, f"KVCache: {name} must be {shape} for this cache, got {x.shape}."
             )
 
+        positions = integer_positions("KVCache", positions)
         check("positions", positions)
         check("segment_ids", segment_ids)
         check("k", k, *self.k.shape[2:])
@@ -264,9 +266,7 @@ class KVCache:
             *(self.state, state),
         )
         window = None if isinstance(self.storage, Slots) else _with_pairs(window)
-        without: dict[str, Any] = dict.fromkeys(_VALUES)
-        bare = dataclasses.replace(self, scheme=None, **without)
-        new, slots, added, is_full = bare._counted(
+        new, slots, added, is_full = self._without_values()._counted(
             *(positions, segment_ids, coordinates, visible_until),
             limit=self.max_rewind or 0,
             window=window,
@@ -278,6 +278,11 @@ class KVCache:
         return dataclasses.replace(
             new, scheme=self.scheme, **dict(zip(_VALUES, values, strict=True))
         )
+
+    def _without_values(self) -> Self:
+        """Returns the cache with its counts and tokens alone."""
+        without: dict[str, Any] = dict.fromkeys(_VALUES)
+        return dataclasses.replace(self, scheme=None, **without)
 
     # Outside of `jit` every operation of `append` would be a program, some forty to compile. These
     # are two, as the compiler would shard counts and positions like the keys of their program.
@@ -563,7 +568,13 @@ class KVCache:
           segment_ids: int32 [B, T].
           ids_per_segment: in place of the attribute, for a cache that no layer made.
         """
-        ids_per_segment = ids_per_segment or self.ids_per_segment
+        return self._without_values()._position_after(
+            segment_ids, ids_per_segment or self.ids_per_segment
+        )
+
+    @functools.partial(jax.jit, static_argnums=2, inline=True)
+    def _position_after(self, segment_ids: jax.Array, ids_per_segment: int) -> jax.Array:
+        """Returns `positions_after`; jitted, as a branch would compile in every call outside."""
         written = jnp.arange(self.capacity, dtype=jnp.int32)[None] < self.written[:, None]
         held = jnp.where(written, self.segment_ids // ids_per_segment, -1)
         last = jnp.where(self.length > 0, self.next_segment_ids // ids_per_segment, -1)
@@ -667,6 +678,11 @@ class KVCache:
             same_ring if other.ring else other.capacity <= self.capacity,
             f"KVCache.insert: the other cache must have at most {self.capacity} slots or be the "
             f"same ring, got {other.capacity} slots{', a ring' if other.ring else ''}.",
+        )
+        require(
+            other.ids_per_segment == self.ids_per_segment,
+            "KVCache.insert: caches with and without chunks; the cache has "
+            f"{self.ids_per_segment} ids per segment, the other {other.ids_per_segment}.",
         )
 
         def sizes(cache):

@@ -563,7 +563,7 @@ def _until_outside(
 ) -> jax.Array:
     """Returns `k_visible_until` of a window with sink tokens, int32 [B, S]."""
     until = add_saturated(add_saturated(positions, window.sides[0]), 1)
-    always = positions < window.num_sink_tokens
+    always = (positions >= 0) & (positions < window.num_sink_tokens)
     if prefix is not None:
         always |= positions < prefix[:, None]
     return jnp.where(always, jnp.iinfo(jnp.int32).max, until)
@@ -730,7 +730,20 @@ def _check_numbers(call: AttentionCall) -> None:
         f"attention: dropout_rate and dropout_key go together, got dropout_rate={rate} and "
         f"{'no' if key is None else 'a'} dropout_key.",
     )
+    if key is not None and not _is_key(key):
+        kind, shape = type(key).__name__, jnp.shape(key)
+        raise ValueError(
+            f"attention: dropout_key must be one random key, got {kind} of shape {shape}."
+        )
     require(softcap is None or softcap > 0, f"attention: softcap must be positive, got {softcap}.")
+
+
+def _is_key(key: Any) -> bool:
+    """Returns whether something is one random key, of a typed array or as integers."""
+    dtype = getattr(key, "dtype", np.dtype(object))
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return key.shape == ()
+    return dtype == np.uint32 and key.ndim == 1
 
 
 def _tokens(

@@ -193,6 +193,7 @@ def block_mask(
     return dataclasses.replace(mask, table=table, distances=distances)
 
 
+@jax.jit
 def _table(mask: BlockMask) -> tuple[jax.Array, jax.Array]:
     """Returns the table and the distances of a mask, from one block of queries at a time."""
     size, (length, keys) = mask.block_size, mask.shape[2:]

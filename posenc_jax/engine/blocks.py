@@ -316,7 +316,7 @@ class Visibility:
             if q_low.dtype == k_high.dtype == jnp.int32:  # q - k > horizon - 1, without overflow.
                 full = full & (q_low > add_saturated(k_high, self.horizon - 1))
             else:
-                full = full & (q_low >= k_high + self.horizon)
+                full = full & (q_low - k_high >= self.horizon)
         if self.none_interior:
             full = np.zeros(live.shape, bool)
         return live, live & full

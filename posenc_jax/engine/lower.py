@@ -132,7 +132,8 @@ def lower(p: Problem, *, max_table: int) -> Lowered:
 def _seen_distances(p: Problem, distances: jax.Array) -> jax.Array:
     """Returns distances between slots; where all keys of a distance are hidden, another distance.
 
-    Rules may be NaN at hidden distances. Earlier queries see keys below `prefix_length` too.
+    Rules may be NaN at hidden distances. Earlier queries see keys below `prefix_length` too. Where
+    all are hidden, the other distance is 0.
     """
     low: Any = 1 - p.keys
     high: Any = p.length - 1
@@ -141,15 +142,16 @@ def _seen_distances(p: Problem, distances: jax.Array) -> jax.Array:
     if right_side >= 0:
         low = max(low, -right_side)
     if p.prefix_length is not None:
-        low = jnp.minimum(low, 1 - jnp.max(p.prefix_length))
+        low = jnp.minimum(low, jnp.min(p.q_positions) + 1 - jnp.max(p.prefix_length))
     elif left_side >= 0:
         high = min(high, left_side)
     if p.q_segment_ids is not None:
-        longest = jnp.max(since(changes(p.q_segment_ids)))
+        inside = since(changes(p.q_segment_ids))
+        longest = jnp.max(jnp.where(p.q_segment_ids < 0, 0, inside))
         low, high = jnp.maximum(low, -longest), jnp.minimum(high, longest)
     if p.k_visible_until is not None:
         high = jnp.minimum(high, jnp.max(_last_distances(p)))
-    distances = jnp.clip(distances, low, high)
+    distances = jnp.where(low <= high, jnp.clip(distances, low, high), 0)
     if p.mask is None and p.block_mask is None:
         return distances
     every = jnp.arange(1 - p.keys, p.length, dtype=jnp.int32)
@@ -158,7 +160,8 @@ def _seen_distances(p: Problem, distances: jax.Array) -> jax.Array:
         seen &= diagonal_sums(jnp.any(p.mask, (0, 1)).astype(jnp.float32))[::-1] > 0
     if p.block_mask is not None:
         seen &= p.block_mask.distances
-    return jnp.where(seen[distances - every[0]], distances, every[jnp.argmax(seen)])
+    another = jnp.where(jnp.any(seen), every[jnp.argmax(seen)], 0)
+    return jnp.where(seen[distances - every[0]], distances, another)
 
 
 def _last_distances(p: Problem) -> jax.Array:

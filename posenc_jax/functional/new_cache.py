@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from posenc_jax.cache.kv_cache import KVCache
-from posenc_jax.checks import integers_from, positive_integers, require
+from posenc_jax.checks import divides, integers_from, positive_integers, require
 from posenc_jax.functional.arguments import checked_params
 from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.schemes.scheme import Params, Scheme, check_scheme, check_sizes
@@ -56,9 +56,9 @@ def new_cache(
       value_dim: V, the head dim of v. Default: H.
       model_dim: D, for schemes that read `x`.
       dtype: of k and v.
-      coordinates: an array or shape [T], [B, T] or [A, B, T] with the axes and the kind of
-        numbers of the coordinates of calls: integers, or real numbers for float32. Default: calls
-        give positions only.
+      coordinates: an array, or its `jax.ShapeDtypeStruct`, [T], [B, T] or [A, B, T] with the axes
+        and the kind of numbers of the coordinates of calls: integers, or real numbers for float32.
+        Default: calls give positions only.
       visible_until: whether calls may give `visible_until`, such as trees of drafts.
       ring: whether a full cache overwrites its oldest slots; needs a window.
       num_sink_tokens: number of first tokens that a ring keeps, as the `SlidingWindow` of calls.
@@ -86,9 +86,10 @@ def new_cache(
     integers_from(0, "new_cache", num_sink_tokens=num_sink_tokens)
     require(ring or not num_sink_tokens, "new_cache: num_sink_tokens needs ring=True.")
     heads_of = {"num_heads": num_heads, "num_kv_heads": num_kv_heads or num_heads}
+    divides("new_cache", **heads_of)
     check_sizes("new_cache", scheme, head_dim=head_dim, model_dim=model_dim, **heads_of)
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"new_cache: dtype must be a floating type, got {dtype!r:.60}.")
     spec = () if qkv_sharding is None else tuple(qkv_sharding)
 
@@ -104,6 +105,11 @@ def new_cache(
 
     lead, real = (), False
     if coordinates is not None:
+        if not hasattr(coordinates, "dtype"):
+            raise TypeError(
+                "new_cache: coordinates must be an array or a jax.ShapeDtypeStruct, got "
+                f"{coordinates!r:.60}."
+            )
         shape = coordinates.shape
         require(
             1 <= len(shape) <= 3,

@@ -88,8 +88,8 @@ def are_grouped(ids: Any) -> Any:
 
 def grouping(ids: jax.Array) -> jax.Array:
     """Returns the slots of tokens by segment, in their order, and then of padding, int32 [B, T]."""
-    last = jnp.iinfo(jnp.int32).max
-    return jnp.argsort(jnp.where(ids < 0, last, ids), axis=1, stable=True).astype(jnp.int32)
+    order = jnp.where(ids < 0, jnp.uint32(2**32 - 1), ids.astype(jnp.uint32))
+    return jnp.argsort(order, axis=1, stable=True).astype(jnp.int32)
 
 
 def _ranks(ids: jax.Array) -> jax.Array:

@@ -282,6 +282,7 @@ def test_rows_that_do_not_exist_are_refused_and_left_out_under_jit():
         (lambda: everything(1, ring=True), "or be the same ring, got 5 slots, a ring"),
         (lambda: everything(2), "rows must be one for each of the 2 rows of the other cache"),
         (lambda: everything(1, scheme=pe.NoPE()), r"is for None, the other for NoPE\(\)"),
+        (lambda: dataclasses.replace(everything(1), ids_per_segment=16), "1 ids .* the other 16"),
         (lambda: dataclasses.replace(everything(1), state=None), "arrays must be .* per row, got"),
         (
             lambda: dataclasses.replace(everything(1), coordinates=jnp.zeros((3, 1, 5), int)),

@@ -72,6 +72,14 @@ def vector_clipped(shared, head, n):
     return shared * jnp.sqrt(jnp.maximum(n, 0).astype(jnp.float32))
 
 
+def vector_near(shared, head, n):
+    return shared * jnp.sqrt(5.5 - n.astype(jnp.float32))
+
+
+def vector_near_clipped(shared, head, n):
+    return shared * jnp.sqrt(5.5 - jnp.clip(n, 0, 5).astype(jnp.float32))
+
+
 def row_of(shared, heads, q_feature, k_features, logits, seen, q, k):
     return logits - heads[:, None] * jnp.log1p(q - k)[None]
 
@@ -167,6 +175,11 @@ HOW |= {
     | {"k_visible_until": np.where(np.arange(T) < 34, np.arange(T) % 17 + 6, 99)},
 }
 CASES += [pytest.param("until", "until", "dense", marks=slow), ("until", "until, packed", "xla")]
+# `near` in documents of 6 tokens, before padding that is longer.
+BOTH["tail"], BOTH["tail, dot"] = BOTH["until"], (dot(vector_near), dot(vector_near_clipped))
+HOW["tail"] = {"is_causal": True}
+HOW["tail"]["q_segment_ids"] = np.repeat([[0, 1, -1], [2, 3, -1]], (6, 6, T - 12), axis=1)
+CASES += [("tail", "tail", "xla"), pytest.param("tail, dot", "tail", "xla", marks=slow)]
 # `near` at every other distance: `odd` divides by zero at the others.
 BOTH["odd"] = bias(odd, relative=True), CLIPPED
 HOW["block mask"] = {"is_causal": True, "mask": None}
@@ -219,6 +232,38 @@ def test_hidden_pairs_have_no_gradient(name, how, word):
     for a, b in zip(got, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-4)
     assert np.abs(got[0]).min() > 1e-4
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"k_visible_until": np.zeros(T, np.int32)},
+        pytest.param({"mask": ~CAUSAL}, marks=slow),
+        pytest.param({"q_segment_ids": np.full((B, T), -1)}, marks=slow),
+    ],
+    ids=["until", "mask", "padding"],
+)
+def test_calls_without_pairs_have_no_gradient(how):
+    got = gradients(BOTH["relative"][0], {"is_causal": True} | how, "xla")
+    assert not any(np.any(x) for x in got)
+
+
+@pytest.mark.parametrize("window", [None, pytest.param((3, 2), marks=slow)])
+def test_prefixes_of_positions_below_zero(window):
+    """Shifted, positions and the prefix say the same."""
+
+    def out(shift, word):
+        options = {"is_causal": window is None, "window": window}
+        options |= {
+            "q_positions": np.arange(T) + shift,
+            "prefix_length": np.array([35, 20]) + shift,
+        }
+        rules = pe.KERPLELog(num_heads=N).rules({"r1": 3 * SLOPES, "r2": SLOPES})
+        return jax.jit(
+            lambda q: pe.attention(q, K, V, rules=rules, implementation=word, **options)
+        )(Q)
+
+    np.testing.assert_allclose(out(-15, "xla"), out(0, "reference"), atol=1e-5)
 
 
 def test_the_gradient_is_that_of_a_loop():

@@ -267,21 +267,13 @@ def test_an_empty_axis_gives_an_empty_output(axis, implementation):
         assert out.shape == shape and lse.shape == q.shape[:3]
 
 
-@pytest.mark.parametrize("length", [1, 40])
-def test_calls_outside_jit_compile_once(length):
-    q, k, v = tokens(length=length)
+def check_that_calls_compile_once(call):
+    """Calls with a few seeds, outside of jit: from the third on nothing is compiled."""
     compiled = []
 
     def listen(event, duration, **_):
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(event)
-
-    def call(seed):
-        rules = pe.T5(num_heads=N).rules({"table": np.full((N, 32), seed, np.float32)})
-        positions = np.full((1, length), seed, np.int32)
-        return pe.attention(
-            q, k, v, rules=rules, q_positions=positions, k_positions=positions, is_causal=True
-        ).block_until_ready()
 
     call(0)
     call(1)
@@ -292,6 +284,40 @@ def test_calls_outside_jit_compile_once(length):
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert compiled == []
+
+
+@pytest.mark.parametrize("length", [1, 40])
+def test_calls_outside_jit_compile_once(length):
+    q, k, v = tokens(length=length)
+
+    def call(seed):
+        rules = pe.T5(num_heads=N).rules({"table": np.full((N, 32), seed, np.float32)})
+        positions = np.full((1, length), seed, np.int32)
+        return pe.attention(
+            q, k, v, rules=rules, q_positions=positions, k_positions=positions, is_causal=True
+        ).block_until_ready()
+
+    check_that_calls_compile_once(call)
+
+
+def test_steps_with_segments_and_block_masks_compile_once():
+    scheme, q = pe.RoPE(head_dim=8), np.ones((2, 1, 2, 8), np.float32)
+    cache = pe.new_cache(scheme, 2, 16, num_heads=2, head_dim=8)
+
+    def step(seed):
+        nonlocal cache
+        ids = np.full((2, 1), seed // 2, np.int32)
+        _, cache = pe.scheme_attention(
+            scheme, {}, q, q, q, cache=cache, segment_ids=ids, is_causal=True
+        )
+
+    check_that_calls_compile_once(step)
+    starts = jax.device_put(np.arange(4, dtype=np.int32))
+    check_that_calls_compile_once(lambda seed: pe.block_mask(_from_start, 64, 64, starts[seed]))
+
+
+def _from_start(b, h, q, k, start):
+    return (k >= start) & (k <= q)
 
 
 def _near_only(shared, slope, q, k):

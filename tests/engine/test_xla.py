@@ -52,6 +52,17 @@ def test_blocks_cover_the_tokens_and_waste_little(length, keys, heads):
     assert keys <= p.keys <= 1.25 * keys + 16
 
 
+@pytest.mark.parametrize("at", [1e6, pytest.param(2.0**31, marks=slow)])
+def test_equal_coordinates_are_near_at_any_place(at):
+    """Where float32 has no number between a coordinate and one a horizon later."""
+    (q, k, v), (table, rules) = _tokens(40), _t5()
+    where = jnp.full((1, 40), at, jnp.float32)
+    options = {"rules": rules(table), "q_coordinates": where, "k_coordinates": where}
+    tiles = XLA(Blocks(16, 16))
+    out, expected = (_attend(q, k, v, implementation=i, **options) for i in (tiles, "reference"))
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, (5, -1), (9, 3), (-1, 6)])
 @pytest.mark.parametrize("horizon", [0, 7, None])

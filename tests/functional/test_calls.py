@@ -96,6 +96,14 @@ ATTENTION = {
     "dropout_rate must be in [0, 1), got 1.0": {"dropout_rate": 1.0},
     ".*together, got dropout_rate=0.1 and no dropout_key": {"dropout_rate": 0.1},
     ".*together, got dropout_rate=0.0 and a dropout_key": {"dropout_key": KEY},
+    "dropout_key must be one random key, got int of shape ()": {
+        "dropout_rate": 0.1,
+        "dropout_key": 0,
+    },
+    "dropout_key must be one random key, got PRNGKeyArray of shape (2,)": {
+        "dropout_rate": 0.1,
+        "dropout_key": jax.random.split(KEY),
+    },
     "prefix_length must be [B], got shape ()": {"prefix_length": 3},
     "prefix_length must be integers, got float32": {"prefix_length": REAL[:2]},
     "prefix_length .*(2,), got (3,)": {"prefix_length": AT[:3]},

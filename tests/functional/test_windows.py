@@ -57,6 +57,16 @@ def test_first_tokens_are_seen_at_their_distances(name, implementation):
 
 
 @slow
+def test_first_tokens_begin_at_position_zero():
+    at = np.arange(63) - 40  # Of which the window, or a mask, hides those before 0.
+    sees = (at[:, None] - at < WINDOW) | ((at >= 0) & (at < SINKS))
+    options = {"positions": at, "is_causal": True}
+    out = oracle.attend(pe.NoPE(), {}, *ARRAYS, window=KEEPS_FIRST, **options)
+    expected = oracle.attend(pe.NoPE(), {}, *ARRAYS, mask=sees[None, None], **options)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+@slow
 def test_packed_rows_have_first_tokens_each():
     ids = np.r_[[0] * 31, [1] * 31][None]  # Of one length: one program for both alone.
     arrays = [x[:, :62] for x in ARRAYS]
@@ -204,6 +214,12 @@ def test_windows_that_do_not_fit_are_refused():
         pe.attention(*ARRAYS, q_coordinates=np.zeros((2, 1, 63), int), **away)
     with pytest.raises(ValueError, match="num_sink_tokens needs ring=True"):
         pe.new_cache(pe.NoPE(), 1, 20, num_sink_tokens=2, **sizes)
+    with pytest.raises(ValueError, match="num_heads=4 must be a multiple of num_kv_heads=3"):
+        pe.new_cache(pe.NoPE(), 1, 20, num_heads=4, num_kv_heads=3, head_dim=8)
+    with pytest.raises(TypeError, match=r"new_cache: coordinates must be an array .* got \(1, 4\)"):
+        pe.new_cache(pe.NoPE(), 1, 20, coordinates=(1, 4), **sizes)
+    with pytest.raises(TypeError, match="new_cache: dtype must be a floating type, got None"):
+        pe.new_cache(pe.NoPE(), 1, 20, dtype=None, **sizes)
 
 
 @pytest.mark.parametrize("window", [[3, 0], pe.SlidingWindow([3, 0])], ids=str)

@@ -155,6 +155,12 @@ def test_digit_places_match_the_authors(mask, cut, shift):
     np.testing.assert_array_equal(packed[0], [*abacus(mask[:cut]), *abacus(mask[cut:])])
 
 
+@pytest.mark.parametrize("last", [5, 2**31 - 1])
+def test_the_greatest_id_is_a_segment_like_others(last):
+    ids = np.array([[last, -1, last, 0, -1, last]])
+    np.testing.assert_array_equal(from_segment_ids(ids), [[0, 0, 1, 0, 1, 2]])
+
+
 def test_digit_places_of_rows_that_differ():
     digits = np.array([[0, 1, 1, 0, 1, 1, 1, 0, 1], [1, 0, 0, 0, 0, 0, 0, 1, 1]]) == 1
     expected = [[0, 1, 2, 0, 1, 2, 3, 0, 1], [12, 0, 0, 0, 0, 0, 0, 8, 9]]

@@ -94,7 +94,7 @@ def keys_before(
       count: the distance of the last key that is seen, an integer or int32 [B, T].
       window: the window of these keys, from the last one.
     """
-    attention.refuse_branches("Self-Extend and dual chunks")
+    attention.refuse_branches("ReRoPE, Self-Extend and dual chunks")
     call = attention.replace(
         is_causal=True, window=window, contiguous=False, q_positions=q - count, k_positions=k
     )
