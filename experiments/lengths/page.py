@@ -42,7 +42,7 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
             *_pictured(scores, [*pictures]),
             *_table(scores),
             *_words(scores, "remark"),
-            *_claims(plan, outcomes, link),
+            *_claims(plan, outcomes, link, f"{target.stem}.csv"),
             *_protocol(plan, done, link),
         ]
     )
@@ -116,8 +116,8 @@ def _words(scores: Table, name: str) -> Iterator[str]:
         yield text
 
 
-def _claims(plan: Plan, outcomes: Sequence[Outcome], link: str) -> Iterator[str]:
-    """Yields the claims by their outcomes."""
+def _claims(plan: Plan, outcomes: Sequence[Outcome], link: str, numbers: str) -> Iterator[str]:
+    """Yields the claims that do not hold by their outcomes; `numbers` has all."""
     few = sum(outcome.word == NOT_RUN for outcome in outcomes)
     yield "## Claims"
     yield (
@@ -126,6 +126,8 @@ def _claims(plan: Plan, outcomes: Sequence[Outcome], link: str) -> Iterator[str]
         '"The length" is the trained one, '
         '"within" is up to it.' + (f"\n{few} of {len(outcomes)} have too few." if few else "")
     )
+    holding = sum(outcome.word == HOLDS for outcome in outcomes)
+    yield f"**{holding} of {len(outcomes)} hold**; [{numbers}]({numbers}) has all of them."
     for word, title in _WORDS.items():
         if lines := [f"* {_claim(outcome)}." for outcome in outcomes if outcome.word == word]:
             reason = f": {plan.silent}" if word == GATE_FAILED and plan.silent else ""
@@ -134,7 +136,6 @@ def _claims(plan: Plan, outcomes: Sequence[Outcome], link: str) -> Iterator[str]
 
 
 _WORDS = {
-    HOLDS: "Hold",
     FAILS: "Fail",
     NOT_RESOLVED: "Not resolved",
     GATE_FAILED: "Gate failed",

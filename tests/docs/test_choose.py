@@ -327,11 +327,6 @@ EVIDENCE = [
     f"makes T5 {OWN_SCALES['t5'].strip('+')} worse and TUPE {OWN_SCALES['tupe'].strip('-')} better",
     f"{int(AHEAD) - int(RESOLVED)} of the {AHEAD} leads may be chance",
 ]
-SINUSOIDAL = (
-    f"{SMALL['sinusoidal', TRAINED]:.3f} bits per byte at 128, "
-    f"{SMALL['sinusoidal', 'nonoverlapping 256']:.3f} at 256, "
-    f"{SMALL['sinusoidal', LONGEST]:.3f} at 1024"
-)
 NAMES = {
     "t5": "T5", "kerple": "KERPLELog", "fox": "FoX", "rope": "RoPE", "alibi": "ALiBi",
 }  # fmt: skip
@@ -401,10 +396,6 @@ def test_the_evidence_is_that_of_the_results():
 def test_choices_are_few_rows_with_a_number_each():
     (rows,) = re.findall(r"\|---\|---\|---\|\n((?:\| .*\n)+)", pages.read("docs/choose.md"))
     assert len(rows.splitlines()) <= 12 and "[-" not in rows and "[+" not in rows
-
-
-def test_claims_have_the_same_numbers():
-    assert SINUSOIDAL in pages.read("docs/claims.md")
 
 
 def test_the_readme_decides_by_the_same_numbers():

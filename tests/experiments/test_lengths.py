@@ -402,8 +402,8 @@ def test_the_page_says_what_is_known(plan, passes, tmp_path):
     assert "5.0, 7.0 | -2.0, -0.5 | 1.00 | 3 |" in page
     assert "| 0.35 | 3 |" in page  # Two passes at 0.5 and two at 0.2, which serve two targets each.
     assert (
-        "**Hold:** * Holds. **Fail:** * Fails (misses its limit by +0.005 [+0.005, +0.005])."
-        in page
+        "**1 of 5 hold**; [x.csv](x.csv) has all of them. "
+        "**Fail:** * Fails (misses its limit by +0.005 [+0.005, +0.005])." in page
     )
     assert "**Not resolved:** * Open (misses its limit by " in page
     assert "**Gate failed: RoPE copies nothing:** * Gate." in page
