@@ -182,7 +182,8 @@ def attention(
       sinks: [N] or [B, T, N], a logit per head, or per query and head, that takes its share of
         the softmax and has no value; queries of padding have none in [B, T, N].
       dropout_rate: share of the weights that are dropped; needs `dropout_key`.
-      dropout_key: a JAX random key.
+      dropout_key: a JAX random key. Equal keys drop equal weights in every implementation; under
+        `jit`, rows whose segments are interleaved drop others than outside of it.
       return_lse: whether to return the log-sum-exp of the logits too.
       implementation: "reference" (materialises T x S, defines correct results), "dense"
         (whole rows of logits in blocks of queries), "xla" (tiles), "pallas" (kernels for TPU and

@@ -50,7 +50,8 @@ class Attention(AttentionLayer, nn.Module):
       head_dim: the head dim, H. Default: D / N.
       position: a scheme; or a `LayerSpec`, which also has `window`, `chunk_size`, `softcap`,
         `scale`, `qk_norm` and `sinks`. Default: the scheme of `shared_encoding`, or `NoPE`.
-      shared_encoding: parameters of the scheme that layers share. Default: the layer's own.
+      shared_encoding: parameters of the scheme that layers share, in a loop over them: `nn.scan`
+        scans its table too. Default: the layer's own.
       num_kv_heads: K, a divisor of N. Default: N.
       is_causal, window, softcap, implementation: as in `posenc_jax.attention`.
       scale: the factor on q . k. Default: 1/sqrt(H).
