@@ -6,7 +6,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import posenc_jax as pe
-from experiments.claims import FAILS, GATE_FAILED, HOLDS, NOT_RESOLVED, NOT_RUN, Outcome
+from experiments.claims import (
+    FAILS,
+    GATE_FAILED,
+    HOLDS,
+    NOT_RESOLVED,
+    NOT_RUN,
+    Margin,
+    Outcome,
+)
 from experiments.lengths.plan import WIDTH, Plan
 from experiments.lengths.results import BIN, CELLS, CellResult
 from experiments.lengths.scores import LEAST, Table
@@ -14,7 +22,7 @@ from experiments.models.methods import seen
 from experiments.pages import plots
 from experiments.pages.page import as_csv, command_of, files_of, table
 from experiments.runs import results
-from experiments.stats import interval, mean, ordered, plus_minus
+from experiments.stats import Bounds, interval, mean, ordered, plus_minus
 
 
 def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]:
@@ -169,13 +177,16 @@ def _protocol(plan: Plan, done: Sequence[CellResult], link: str) -> Iterator[str
 def _claim(outcome: Outcome) -> str:
     if outcome.word not in (FAILS, NOT_RESOLVED):
         return outcome.claim.claim
-    # The condition that is farthest from its side of the threshold.
-    by_sign = [
-        (m.bounds[0] if m.condition.holds_at(-1.0) else -m.bounds[0], *m.bounds)
-        for m in outcome.criteria
-    ]
-    _, middle, low, high = max(by_sign)
+    side = False if outcome.word == FAILS else None
+    deciding = [m for m in outcome.criteria if m.side is side]
+    middle, low, high = max(map(_missed, deciding))
     return f"{outcome.claim.claim} (misses its limit by {middle:+.3f} [{low:+.3f}, {high:+.3f}])"
+
+
+def _missed(margin: Margin) -> Bounds:
+    """Returns by how much a condition is on the other side of its limit."""
+    middle, low, high = margin.bounds
+    return margin.bounds if margin.condition.holds_at(-1.0) else (-middle, -high, -low)
 
 
 def columns(plan: Plan) -> list[tuple[str, str, int]]:

@@ -51,6 +51,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pydantic import PositiveInt
+
 import posenc_jax as pe
 from experiments.claims import Claim, Condition, check, parse
 from experiments.errors import ConfigError
@@ -95,7 +97,7 @@ class Checkpoint:
     requirement: str
     sha256: str
     name: str
-    trained: int
+    trained: PositiveInt
     config: dict[str, Any] = dataclasses.field(hash=False)
 
     @functools.cached_property
@@ -318,6 +320,8 @@ def load(path: Path) -> Plan:
                 raise ConfigError(f"methods: unknown method {name!r}{near(name, METHODS)}")
         if "rope" not in plan.methods:
             raise ConfigError("methods: must have rope, to which others are compared")
+        if not (plan.kinds and plan.stages and any(stage.targets for stage in plan.stages)):
+            raise ConfigError("kinds, stages: must have one at least, and a stage a target")
         picture = plan.picture
         for name in (*picture.methods, picture.minus, *picture.answers):
             if name not in plan.methods:
@@ -344,8 +348,8 @@ def load(path: Path) -> Plan:
         for each in filter(None, (probe, plan.probe_within)):
             if len(each.contexts) * each.facts > len(CITIES):
                 raise ConfigError(f"probe: must have at most {len(CITIES)} facts in all contexts")
-        if max(probe.distances) <= trained:
-            raise ConfigError(f"probe: distances must have one above {trained}")
+        if not probe.contexts or max(probe.distances, default=0) <= trained:
+            raise ConfigError(f"probe: must have contexts, and a distance above {trained}")
         if plan.probe_within and plan.probe_within.contexts[-1] > trained:
             raise ConfigError(f"probe_within: contexts must end at {trained} or before")
         for stage in plan.stages:

@@ -74,6 +74,8 @@ def target_of(page: Path | None, name: str) -> Path:
     target = page or Path("docs") / f"{name}.md"
     if target.suffix != ".md":
         raise ConfigError(f"--page: must be the name of a Markdown file, got {target}")
+    if target.is_dir():
+        raise ConfigError(f"--page: {target} is a folder; name a file")
     if target.exists() and not re.search(WRITTEN, target.read_text(errors="replace"), re.MULTILINE):
         raise ConfigError(f"--page: {target} was not written by a command; name another file")
     return target

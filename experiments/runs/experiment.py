@@ -157,6 +157,8 @@ Defaults are those of the file. --quick applies its table [quick]. Settings of s
 --minutes M as a limit. --trust A,B allows package.module:object of installed packages.
 """
 _SETTINGS = ("name", "results", "seeds", "first_seed", "schemes")
+_NO_TASKS = {*_SETTINGS, "task", "tasks", "scheme", "options", "seed", "quick"}
+"""Names of other settings, beside which the table of a task stands."""
 
 
 def refuse_plan(tables: Mapping[str, Any], what: str) -> None:
@@ -185,6 +187,9 @@ def find_task(name: str) -> type[Task]:
     task = import_object(name, "tasks")
     if not (isinstance(task, type) and issubclass(task, Task) and task.name):
         raise ConfigError(f"tasks: {name!r} is no subclass of Task with a name")
+    if not task.name.isidentifier() or task.name in _NO_TASKS:
+        words = "must have a name that is a word, and no setting"
+        raise ConfigError(f"tasks: {name!r} {words}, got {task.name!r}")
     if lacking := sorted(task.__abstractmethods__):
         raise ConfigError(f"tasks: {name!r} must define {', '.join(lacking)}")
     return task
@@ -261,7 +266,7 @@ def load(
     if quick:
         if overlay is None:
             raise ConfigError(f"{path}: has no table [quick], which --quick needs")
-        tables = merge(tables, overlay)
+        tables = merge(tables, convert(dict[str, Any], overlay, "quick"))
     flags = [argument for argument in arguments if argument not in ("-h", "--help")]
     experiment = from_file(merge(tables, _of_flags(flags)), others)
     if len(flags) < len(arguments):

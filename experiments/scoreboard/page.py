@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from experiments.claims import GATE_FAILED, NOT_RUN, Margin
+from experiments.errors import ConfigError
 from experiments.models.schemes import short
 from experiments.pages.page import as_csv, table
 from experiments.scoreboard.outcomes import Outcome
@@ -57,7 +58,7 @@ def page(outcomes: Sequence[Outcome], files: Files = LIBRARY) -> str:
         f"[{numbers}]({numbers}) has all gates, criteria with\ntheir intervals, and scores; the "
         f"file behind a name has source, protocol and remarks;\n[methods]({methods}#claims) "
         "explains outcomes.",
-        *([remark.read_text(encoding="utf-8").strip()] if remark.exists() else []),
+        *([_text_of(remark)] if remark.exists() else []),
         *([table(["", "claim", "outcome"], claims, 3)] if claims else []),
         "\n".join(f"* {line}." for line in _remarks(outcomes, files)),
     ]
@@ -90,6 +91,13 @@ def _remarks(outcomes: Sequence[Outcome], files: Files) -> Iterator[str]:
     )
 
 
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read: {error}") from None
+
+
 def _link(outcome: Outcome, files: Files) -> str:
     name = outcome.protocol.name
     return f"[{name}]({os.path.relpath(files.folder / f'{name}.toml', files.page.parent)})"
@@ -105,7 +113,9 @@ def _shared(outcomes: Sequence[Outcome]) -> list[list[str]]:
     """Returns the names of claims with runs in common."""
     groups: list[tuple[set[str], list[str]]] = []  # Runs, claims.
     for outcome in (outcome for outcome in outcomes if outcome.seeds):
-        runs, names = {run.name for run in outcome.protocol.runs.values()}, [outcome.protocol.name]
+        protocol = outcome.protocol
+        of_seeds = map(protocol.of_seed, outcome.seeds)
+        runs, names = {run.name for of in of_seeds for run in of.values()}, [protocol.name]
         for group in [group for group in groups if group[0] & runs]:
             groups.remove(group)
             runs, names = runs | group[0], group[1] + names

@@ -15,6 +15,7 @@ import difflib
 import functools
 import itertools
 import json
+import math
 import textwrap
 import tomllib
 import typing
@@ -59,7 +60,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def refuse_extremes(tables: Mapping[str, Any], where: str = "") -> None:
-    """Raises ConfigError for integers beyond int32, and for more levels than any setting has."""
+    """Raises ConfigError for numbers beyond int32 or not finite, and for too many levels."""
     level: list[tuple[str, Any]] = list(tables.items())
     for _ in range(20):
         inner: list[tuple[str, Any]] = []
@@ -71,6 +72,8 @@ def refuse_extremes(tables: Mapping[str, Any], where: str = "") -> None:
             elif isinstance(value, int) and abs(value) >= 2**31:
                 words = f"{value}" if value.bit_length() < 64 else f"{value.bit_length()} bits"
                 raise ConfigError(f"{where}{path}: must be below 2**31, got {words}")
+            elif isinstance(value, float) and not math.isfinite(value):
+                raise ConfigError(f"{where}{path}: must be a finite number, got {value}")
         level = inner
     if level:
         raise ConfigError(f"{where}{level[0][0]:.60}: is nested too deeply")

@@ -198,7 +198,9 @@ def _in_time(row: Row, chose: int, step: float | None, curve: Mapping[float, flo
     if step is None or math.isnan(value):
         return ""
     at_step = np.interp(np.log2(step), np.log2([*curve]), [*curve.values()])
-    bound = "" if step <= max(curve) else "> " if row.task.labels.sign > 0 else "< "
+    # Beyond the numbers of steps that the baseline has, it is at least, or at most, this good.
+    signs = "<>" if row.task.labels.sign > 0 else "><"
+    bound = f"{signs[0]} " if step < min(curve) else f"{signs[1]} " if step > max(curve) else ""
     return f"{bound}{value - at_step:+.3f}"
 
 

@@ -195,6 +195,10 @@ def load(path: Path, also: Sequence[str] = ()) -> Study:
         of_steps = [name for name in about.blocks if name in get_args(_OfSteps)]
         if of_steps and (about.reference is None or len(about.sizes) < 2):
             raise ConfigError(f"blocks: {of_steps[0]} needs a reference and two sizes or more")
+        names = [*map(short, schemes)]
+        for name in about.reference.schemes if about.reference else ():
+            if name not in names:
+                raise ConfigError(f"reference.schemes: {name!r} is not compared{near(name, names)}")
         common = {k: v for k, v in tables.items() if k not in known}
         refuse_plan(common, "a study")
         cells: dict[str, dict[str, Cell]] = {}
@@ -239,6 +243,8 @@ def _cells(
         rates, source = about_size.rates, about_size.rates_of
         if source and source not in sizes_above:
             raise ConfigError(f"rates_of: must be a size above{near(source, sizes_above)}")
+        if source and any(cell.source for cell in sizes_above[source].values()):
+            raise ConfigError(f"rates_of: {source} has no rates of its own; name the size that has")
         if not source and (len(rates) < 3 or list(rates) != sorted(set(rates))):
             raise ConfigError(f"rates: must be at least three that grow, got {list(rates)}")
         if about_size.seeds > about.first_selection_seed:

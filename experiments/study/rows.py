@@ -39,11 +39,13 @@ class Row(SchemeResults):
     @functools.cached_property
     def shifts(self) -> list[float]:
         """Changes of the mean score by other choices of the settings."""
-        return self.selection.shifts() or [0.0]
+        return [0.0] if self.cell.about.rate else self.selection.shifts() or [0.0]
 
     @functools.cached_property
     def shifts_against(self) -> list[float]:
         """Changes of the mean difference by other choices, of both schemes by the same seeds."""
+        if self.cell.about.rate:  # Which nothing chose.
+            return [0.0]
         shifts = self.selection.shifts(), self.baseline_selection.shifts()
         return [a - b for a, b in zip(*shifts, strict=True)] or [0.0]
 

@@ -29,7 +29,7 @@ def leads(rows: Mapping[str, Row], references: Collection[str]) -> tuple[str, di
 
     def validated(name: str) -> tuple[bool, float]:
         value = mean(by_name[name].values(task.selection_view, task.train_length))
-        return math.isnan(value), value  # A reference without a score is last.
+        return math.isnan(value), task.labels.sign * value  # A reference without a score is last.
 
     stable.sort(key=validated)
     scores = {name: row.at_trained_length for name, row in by_name.items()}

@@ -178,8 +178,14 @@ class Task(abc.ABC):
         return self.views[0]
 
     def at_trained_length(self) -> Self:
-        """Returns the task with an evaluation at the training length alone, to choose settings."""
-        return dataclasses.replace(self, test_lengths=self.test_lengths[:1])
+        """Returns the task with an evaluation at the training length alone, to choose settings.
+
+        The range of random coordinates stays: it is of the training, too.
+        """
+        range_ = 0 if self.coordinates == "positions" else self.num_coordinates
+        return dataclasses.replace(
+            self, test_lengths=self.test_lengths[:1], coordinate_range=range_
+        )
 
     def in_distribution(self, view: str, length: int) -> bool:
         """Returns whether the sequences of a view at a length are as in training."""

@@ -44,6 +44,12 @@ class Unfinished(Rows):
     name = "unfinished"
 
 
+class Options(Unfinished):
+    """A task with the name of a setting."""
+
+    name = "options"
+
+
 class NoScheme:
     """Not a scheme."""
 

@@ -71,6 +71,9 @@ IN_FILE = {
     "a.toml: a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a: is nested too deeply": (
         ".".join(["a"] * 5000) + " = 1"
     ),
+    "a.toml: schemes.learned.stddev: must be a finite number, got inf": (
+        "[schemes]\nnames = ['learned']\n[schemes.learned]\nstddev = inf"
+    ),
     "a.toml: first_seed: must be below 2**31, got 2147483648": "first_seed = 2147483648",
     "a.toml: kback.train.steps: must be below 2**31, got 1329 bits": (
         "[kback.train]\nsteps = 1" + 400 * "0"
@@ -174,6 +177,9 @@ ON_THE_COMMAND_LINE = {
     "tasks: 'experiments_mine:Parity' is no subclass of Task": f"--tasks {MINE}",
     "tasks: 'experiments_mine:Unfinished' must define fill, most, vocab_size": (
         "--tasks experiments_mine:Unfinished"
+    ),
+    "tasks: 'experiments_mine:Options' must have a name that is a word, and no setting": (
+        "--tasks experiments_mine:Options"
     ),
     "tasks: two have one name": "--tasks kback,experiments.tasks:KBack",
     "has no table [quick], which --quick needs": "--quick",

@@ -18,10 +18,11 @@ import posenc_jax as pe
 from examples import families
 from examples.decoder import Decoder
 from experiments import __main__
+from experiments.claims import FAILS, NOT_RESOLVED, Claim, Margin, Outcome, parse
 from experiments.errors import ConfigError, CorpusError
 from experiments.lengths import plan as plans
 from experiments.lengths import read, texts
-from experiments.lengths.page import columns, pages
+from experiments.lengths.page import _claim, columns, pages
 from experiments.lengths.results import BIN, CELLS, CellResult
 from experiments.lengths.scores import Table
 from experiments.models.methods import METHODS, changed, window_of
@@ -30,6 +31,7 @@ from experiments.released import losses
 from experiments.runs import results
 from experiments.runs.files import locked
 from experiments.runs.run import here
+from experiments.stats import interval
 from tests.docs import pages as docs
 from tests.support import slow, slow_but
 
@@ -388,6 +390,25 @@ def test_a_stage_leaves_methods_out(tmp_path):
     assert {x.document.title for x in cells if x.method == "rope"} == {"A", "B", "C", "D"}
 
 
+def test_by_how_much_a_claim_misses_its_limit():
+    """Of the criteria that decide, the one that is farthest beyond; above zero is beyond."""
+
+    def margin(text, *values):
+        (condition,) = parse(text, "criteria")
+        return Margin(condition, interval(values), values)
+
+    undecided = margin("a[1] <= 1", -0.2, 0.0)
+    holds = margin("a[1] <= 1", -0.0501, -0.0499)
+    at_least, at_most = margin("a[1] >= 1", -0.021, -0.019), margin("a[1] <= 1", 0.009, 0.011)
+    for word, criteria, expected in (
+        (FAILS, (at_least,), "+0.020 [+0.007, +0.033]"),
+        (FAILS, (at_most, holds, undecided, at_least), "+0.020 ["),
+        (NOT_RESOLVED, (holds, undecided), "-0.100 [-1.371, +1.171]"),
+    ):
+        outcome = Outcome(Claim("A", ()), word, (), criteria)
+        assert f"A (misses its limit by {expected}" in _claim(outcome)
+
+
 def test_the_page_says_what_is_known(plan, passes, tmp_path):
     file, folder, target = tmp_path / "plan.toml", tmp_path / "results", tmp_path / "x.md"
     empty = pages(plan, file, folder, target)[target]
@@ -482,7 +503,8 @@ def test_a_wrong_plan_is_one_line(tmp_path, capsys):
         ("facts = 2", "fact = 2", "fact"),
         ("facts = 2", "facts = 30", "at most 40 facts"),
         ("targets = [8192]", "targets = [8000]", "multiples of 2048 from the trained length on"),
-        ("distances = [1024, 6144]", "distances = [1024]", "distances must have one above 4096"),
+        ("distances = [1024, 6144]", "distances = [1024]", "contexts, and a distance above 4096"),
+        ("trained = 4096", "trained = 0", "trained: must be greater than 0"),
         ("rope.at[4096] <= 1", GATE, "copied_within needs [probe_within], and is of rope alone"),
         ('"llama"', '"lama"', "unknown model_type 'lama'"),
         ("rope_theta = 500.0", 'rope_scaling = { type = "linear", factor = 2.0 }', "with PI"),

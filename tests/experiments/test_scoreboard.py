@@ -117,6 +117,9 @@ def test_claims_of_another_folder_have_their_own_page_and_results(call, tmp_path
     (tmp_path / "my claims" / "remark.md").write_text("Two others never ran.\n")
     status, out, _ = call("--folder", "my claims", "Z1")
     assert status == 0 and "Page: my claims/results.md" in out and call.page() == library
+    (tmp_path / "my claims" / "remark.md").write_bytes(b"\xff")
+    status, _, err = call("--folder", "my claims", "Z1")
+    assert status == 2 and "remark.md: cannot be read: " in err
     page = (tmp_path / "my claims" / "results.md").read_text()
     assert "[Z1](Z1.toml)" in page and "T1" not in page
     assert "\n\nTwo others never ran.\n\n" in page and "never ran" not in library

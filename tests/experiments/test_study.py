@@ -486,7 +486,7 @@ seeds = 2
     assert "| scheme | resolved | all | other |" in answer and answer.count("| sliding 32 |") == 2
 
 
-def test_leads_of_speed_and_of_the_limit(study_of):
+def test_leads_of_speed_and_of_the_limit(study_of, monkeypatch):
     """Against the best theta, which is 100 at first and 10,000 at last."""
     names = [f"experiments.models.mixes:{n}" for n in ("rope_100", "rope_500")]
     size = "rates = [1e-3, 2e-3, 4e-3]\nselection_seeds = 1\nseeds = 2\ntext.train.steps = "
@@ -522,8 +522,8 @@ def test_leads_of_speed_and_of_the_limit(study_of):
     assert re.search(r"\| none \|.* \| not learned at first \| Outcomes", text)
     least = 0.02 - half * 1.25**0.5
     assert f" last (half the first minus the last): holds: +0.020 [{least:+.3f}" in text
-    assert "at first (its lead minus 0.02): holds: +0.030 [" in text
-    assert "ahead at last (0.02 minus its lead): holds: +0.030 [" in text
+    assert "after 1,000 steps (its lead minus 0.02): holds: +0.030 [" in text
+    assert "ahead after 16,000 steps (0.02 minus its lead): holds: +0.030 [" in text
     assert "The best rate lies at the edge of the grid for " in text
     for name in ("t5", "rope"):  # Two seeds that differ by 0.6 are not compared.
 
@@ -539,7 +539,7 @@ def test_leads_of_speed_and_of_the_limit(study_of):
         page = page_of(study, spread, rows=of_spread)
         assert f"above 0.1: {name} (" in page
         assert ("(half the first minus the last): not run" in page) == (name == "t5")
-        assert ("ahead at last (0.02 minus its lead): not run" in page) == (name != "t5")
+        assert ("ahead after 16,000 steps (0.02 minus its lead): not run" in page) == (name != "t5")
         assert steps_picture(study, of_spread)
     svg = steps_picture(study, rows)
     assert svg.count(">rope, best theta<") == 1 and ">none<" not in svg
@@ -549,6 +549,11 @@ def test_leads_of_speed_and_of_the_limit(study_of):
     lost = dataclasses.replace(first, scores=first.scores | {"validation": {"128": None}})
     lost = dataclasses.replace(rows["few"]["rope"], results=[lost, other])
     assert leads(rows["few"] | {"rope": lost}, thetas)[0] == "rope_100"
+    # Of a score that is better where it is higher, the greatest is.
+    task = type(study.cells["few"]["rope"].task)
+    monkeypatch.setattr(task, "labels", dataclasses.replace(task.labels, higher_is_better=True))
+    assert leads(rows["few"], thetas)[0] == "rope"
+    monkeypatch.undo()
     of_two = {scheme: row for scheme, row in rows["many"].items() if scheme != names[1]}
     assert leads(of_two, thetas) == ("", {})  # The third theta may be the best one.
     assert ">2.550<" in svg and ">2.100<" in svg  # Of the best RoPE after 100 and 1,600 steps.
@@ -705,6 +710,11 @@ def test_the_best_run_with_more_seeds(study_of):
     of_time, _ = rows_by_size(timed, results, CLOCK)
     text = text_of(context_of(timed, of_time, results, CLOCK))
     assert "| to rope in its time |" in text
+    for step, bound in ((2.0, ">"), (80.0, "<")):  # RoPE has 0.5 to 2 times its own 8.
+        other = {"small": CLOCK.steps["small"] | {"kerple": step}}
+        other = dataclasses.replace(CLOCK, steps=other)
+        page = text_of(context_of(timed, rows_by_size(timed, results, other)[0], results, other))
+        assert re.search(rf"\| kerple \|.*\| {bound} -", page)
     kerple = 0.409 - 0.905 - 0.01 * np.log2(10 / 8)
     assert re.search(rf"\| kerple \|.*\| {kerple:+.3f} \|\n", text)
     always = more.replace("best = 2", 'best = 1\nalways = ["none"]')
@@ -783,6 +793,8 @@ def test_a_size_takes_the_rates_of_another(study_of):
     assert {run.task.model.model_dim for run in runs} == {32}
     assert of_a.finals(by_steps)[0].task.test_lengths == runs[0].task.test_lengths == (32, 48)
     fixed = study_of(SIZES.replace('rates_of = "a"', 'rates_of = "a"\nrate = 3e-3'))
+    of_fixed = rows_by_size(fixed, by_steps)[0]["b"]["t5"]
+    assert of_fixed.shifts == of_fixed.shifts_against == [0.0]  # Nothing chose the rate.
     assert rates(fixed.cells["b"]["rope"].finals(by_steps)) == {3e-3}
     assert "the settings of the size a, at the rate 0.003." in page_of(fixed, by_steps)
 
@@ -921,6 +933,12 @@ def _claim(condition):
     return task, f'{task}\nclaims = [{{claim = "A", criteria = ["{condition}"]}}]'
 
 
+CHAINED = '[sizes.a]\nrates_of = "small"\nseeds = 1\n[sizes.b]\nrates_of = "a"\nseeds = 1\n'
+REFERENCE = """baseline = "rope"
+reference = {about = "x", parameter = "x", close = 0.1, shown = 0.1, schemes = {ropr = "x"}}
+"""
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -929,6 +947,11 @@ def _claim(condition):
         (("rates = [1e-3, 2e-3, 4e-3]", ""), "sizes.large: rates: is missing"),
         (("[1e-3, 2e-3, 4e-3]", '[1.0]\nrates_of = "small"'), "rates: and rates_of exclude"),
         (("rates = [1e-3, 2e-3, 4e-3]", 'rates_of = "c"'), "large: rates_of: must be a size above"),
+        (
+            ("num_layers = 3\n", f"num_layers = 3\n{CHAINED}"),
+            "b: rates_of: a has no rates of its own",
+        ),
+        (('baseline = "rope"', REFERENCE), "reference.schemes: 'ropr' is not compared"),
         (('baseline = "rope"', 'baseline = "alibi"'), "baseline: must be one of the schemes"),
         (
             ('baseline = "rope"', 'baseline = "rope"\nblocks = ["steps"]'),

@@ -277,6 +277,15 @@ def test_contradictions_are_named(task, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+def test_settings_are_chosen_with_the_coordinates_of_the_report():
+    for coordinates, count in (("positions", 32), ("randomized", 128), ("shifted", 128)):
+        task = KBack(coordinates=coordinates).at_trained_length()
+        task.check()
+        assert task.test_lengths == (32,) and task.num_coordinates == count
+    other = KBack(coordinates="shifted", coordinate_range=200).at_trained_length()
+    assert other.num_coordinates == 200
+
+
 def test_a_study_a_claim_or_a_tour_uses_every_task():
     texts = [path.read_text() for path in CONFIGS.rglob("*.toml")]
     lines = [line for text in texts for line in re.findall(r"(?m)^tasks? = .*", text)]

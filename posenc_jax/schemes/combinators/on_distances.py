@@ -51,7 +51,7 @@ def on_distances(bias: LogitBias, past: jax.Array, future: jax.Array | None = No
     named = {"past": past, "future": past if future is None else future}
     for name, x in named.items():
         array_of_rank("on_distances", name, x, 1, "[L]")
-        require(x.size, f"on_distances: {name} must have at least one distance, got {x.shape}.")
+        require(x.size > 0, f"on_distances: {name} must have at least one distance, got {x.shape}.")
     shared = bias.shared, *(coordinate_values("on_distances", x, n) for n, x in named.items())
     return dataclasses.replace(
         bias, rule=_OfDistances(bias.rule), shared=shared, bounds=(None, None)
