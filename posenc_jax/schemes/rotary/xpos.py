@@ -89,9 +89,9 @@ class XPos(Rotary):
         """Returns the origin of each query, the origin and the age of each key, and the state.
 
         Features of queries are [B, T]; features of keys are two arrays [B, T], the origin and the
-        number of tokens so far. The state is the origin, the last segment and the number of tokens,
-        [B] each. Padding has its own coordinate as the origin of its query, which makes its factor
-        1.
+        number of tokens up to the key, so that after `rewind` a new key is the newest one. The
+        state is the origin, the last segment and the number of tokens, [B] each. Padding has its
+        own coordinate as the origin of its query, which makes its factor 1.
         """
         coordinates = check_coordinates(self.name, coordinates, 1)
         if segment_ids is None:
@@ -102,7 +102,7 @@ class XPos(Rotary):
         places = jnp.arange(count)[None]
         last = jnp.where(tokens, places, -1).max(1, keepdims=True, initial=-1)
         segment = jnp.where(places == last, segment_ids, 0).sum(1)
-        number = tokens.sum(1, dtype=jnp.int32)
+        number, numbers = tokens.sum(1, dtype=jnp.int32), jnp.cumsum(tokens, 1, dtype=jnp.int32)
         if state is None:
             origin = jnp.where(number > 0, greatest, 0)
         else:
@@ -111,10 +111,8 @@ class XPos(Rotary):
             origin = jnp.where(continues, jnp.maximum(before, greatest), greatest)
             origin = jnp.where(number > 0, origin, before)
             segment = jnp.where(number > 0, segment, of_before)
-            number = number + number_before
-        origins, numbers = (
-            jnp.broadcast_to(x[:, None], coordinates.shape) for x in (origin, number)
-        )
+            number, numbers = number + number_before, numbers + number_before[:, None]
+        origins = jnp.broadcast_to(origin[:, None], coordinates.shape)
         state = origin, segment.astype(jnp.int32), number
         return jnp.where(tokens, origins, coordinates), (origins, numbers), state
 

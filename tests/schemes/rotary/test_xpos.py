@@ -122,6 +122,29 @@ def test_float16_within_four_thousand():
 
 
 @slow
+@pytest.mark.parametrize("back", [2, pytest.param(4, marks=slow)])
+def test_tokens_after_rejected_drafts_are_those_of_one_pass(back):
+    scheme, length = pe.XPos(head_dim=8, scale_base=8.0), 11
+    arrays = qkv(batch=1, length=length)
+    sizes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 8}
+    whole = attend(scheme, {}, *arrays, is_causal=True)
+
+    @jax.jit
+    def run(arrays):
+        cache = pe.new_cache(scheme, 1, 32, max_rewind=back, **sizes)
+        # The last `back` of 7 + back tokens are drafts.
+        drafts = [jnp.concatenate([x[:, :7], x[:, -back:] + 1], 1) for x in arrays]
+        _, cache = pe.scheme_attention(scheme, {}, *drafts, is_causal=True, cache=cache)
+        cache, outs = cache.rewind(back), []
+        for t in range(7, length):
+            token = (x[:, t : t + 1] for x in arrays)
+            out, cache = pe.scheme_attention(scheme, {}, *token, is_causal=True, cache=cache)
+            outs.append(out)
+        return jnp.concatenate(outs, 1)
+
+    np.testing.assert_allclose(run(arrays), whole[:, 7:], atol=1e-5)
+
+
 def test_a_row_that_starts_anew_forgets_the_origin_of_the_one_before():
     """Slots that `reset` and `rewind` empty still hold the coordinates of their old tokens."""
     scheme = pe.XPos(head_dim=8)
