@@ -348,11 +348,13 @@ def padded_tokens(
     def padded(count, positions, coordinates, segments, index, until=None):
         slots = jnp.arange(count, dtype=jnp.int32)[None]
         coordinates = coordinates[:1] if p.same_rows else coordinates
+        if segments is not None:  # Padding may have any id below zero, and gets -1.
+            segments = pad_axis(jnp.maximum(segments, -1) + 1, 1, count) - 1
         arrays = TokenArrays(
             slots=slots,
             positions=slots if by_slot else pad_axis(positions, 1, count, mode="edge"),
             coordinates=pad_axis(coordinates, 1, count, mode="edge"),
-            segments=None if segments is None else pad_axis(segments + 1, 1, count) - 1,
+            segments=segments,
             until=None if until is None else pad_axis(until, 1, count),
             index=None if index is None else pad_axis(index, 1, count, mode="edge"),
         )

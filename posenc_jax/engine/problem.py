@@ -370,11 +370,12 @@ def feature_refusal(features: Mapping[str, Any]) -> str | None:
 def _map_fields(
     tree: Any, axes: Mapping[str, str], function: Callable, skipped: tuple[str, ...] = ()
 ) -> Any:
-    """Replaces the arrays of a dataclass; each field must have its axes."""
+    """Replaces the arrays of a dataclass; a field of a rule of one's own is of all tokens."""
     fields = (x.name for x in dataclasses.fields(tree) if not x.metadata.get("static"))
     arrays = {name: getattr(tree, name) for name in fields if name not in skipped}
     mapped = {
-        name: jax.tree.map(functools.partial(function, axes[name]), x) for name, x in arrays.items()
+        name: jax.tree.map(functools.partial(function, axes.get(name, "")), x)
+        for name, x in arrays.items()
     }
     return dataclasses.replace(tree, **mapped)
 

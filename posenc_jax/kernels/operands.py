@@ -306,6 +306,7 @@ def prepare(
     # Masks do not hide NaN or infinity, which a rule of hidden pairs may have.
     any_value = spec.pairs or any(x.term.rule.any_value for x in lowered.terms)
     mask_by_distance &= spec.by_slot and p.softcap is None and not any_value
+    mask_by_distance &= lowered.bias is None  # Which has the mask, or must not have it.
     if mask_by_distance and visibility.ordered:
         visibility = dataclasses.replace(visibility, mask_in_bias=True)
     spec = dataclasses.replace(spec, visibility=visibility)

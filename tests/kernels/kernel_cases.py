@@ -47,6 +47,11 @@ def _hides(params, q, k):
     return (LogitBias(_hiding, shared=params, relative=True),)
 
 
+def _past(shared, head, q, k):
+    """NaN at later keys."""
+    return -shared * jnp.log1p((q - k).astype(jnp.float32))
+
+
 def _gate(shared, head, row, col, q, k):
     return head * jnp.tanh(row - col) - shared * (q - k).astype(jnp.float32) / 100.0
 
@@ -98,6 +103,9 @@ cases.RULES |= {
     ),
     "kerple by pair": _rule(_kerple, lambda params, q, k: (LogitBias(_scalars, heads=params),)),
     "hiding": _rule(lambda random, c: np.float64(0.05), _hides),
+    "past": _rule(
+        lambda random, c: np.float64(0.5), lambda params, q, k: (LogitBias(_past, shared=params),)
+    ),
     "gate": _rule(lambda random, c: np.linspace(0.5, 1.0, c.heads), _gated),
     "several": _rule(_numbers, _several),
     "distance and pairs": _rule(lambda random, c: np.float64(0.05), _distance_and_pairs),

@@ -34,6 +34,8 @@ KERNELS = PallasGPU(interpret=True)
 COMPILED = PallasGPU(cross_compile=True)
 MORE_CASES = [
     (case_of("hiding", softcap=3.0, length=128), {}),
+    (case_of("past", softcap=3.0, length=128), {}),
+    (case_of("table", length=384, kv_heads=1, window=70, blocks=True), {}),
     (case_of("gate", segments=True, kv_heads=1), {}),
     (case_of("narrow", causal=False, segments=True), {}),
     (case_of("narrow", softcap=3.0), {}),

@@ -64,6 +64,8 @@ MORE_CASES = [
         (case_of(images=True, window=(90, -1), length=256), {}, TILES),
         (case_of(causal=False, length=384, blocks=True), {}, TILES),
         (case_of("distance and pairs", length=200, window=(70, 3)), {}, TILES),
+        (case_of("table", length=384, kv_heads=1, window=(70, 3), blocks=True), {}, TILES),
+        (case_of("past", length=130, softcap=3.0), {}, TILES),
         *(pytest.param(*case, marks=slow) for case in MORE_CASES),
     ],
 )

@@ -153,7 +153,10 @@ class Tile:
             if not (ruled or element.everywhere):
                 continue
             term = inlined(lambda *x, e=element: evaluate(e, self.shape, *x)[0])
-            s = s + in_units(term(*self._scalars(element)), self.spec.unit)
+            term = term(*self._scalars(element))
+            if masked and element.careful and self.spec.softcap is not None:
+                term = jnp.where(self._visible(), term, 0.0)  # Its slope is multiplied by zero.
+            s = s + in_units(term, self.spec.unit)
         return s
 
     def _hide(self, ruled: bool, masked: bool, s: jax.Array) -> jax.Array:

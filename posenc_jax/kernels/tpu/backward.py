@@ -528,6 +528,8 @@ class BackwardStep:
             arrays = scalars, q_scalars, k_scalars
             places = q_tokens.coordinates, k_tokens.coordinates
             term, pull = evaluate(element, s.shape, *arrays, *places)
+            if see is not None and element.careful and self.spec.softcap is not None:
+                term = jnp.where(see, term, 0.0)
             s += in_units(term, self.spec.unit)
             pulls.append((e, pull))
         slope = None

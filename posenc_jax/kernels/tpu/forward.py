@@ -397,6 +397,8 @@ class ForwardStep:
                 arrays = scalars, q_scalars, k_scalars
                 places = q_tokens.coordinates, k_tokens.coordinates
                 term, _ = evaluate(element, s.shape, *arrays, *places)
+                if see is not None and element.careful and spec.softcap is not None:
+                    term = jnp.where(see, term, 0.0)  # Its slope is multiplied by zero.
                 s += in_units(term, spec.unit)
         if spec.softcap is not None:
             may_hide = ruled and (spec.rules_in_bias or spec.pairs or bool(refs["elements"]))
