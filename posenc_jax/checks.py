@@ -64,6 +64,13 @@ def bool_rows(caller: str, name: str, x) -> jax.Array:
     return x
 
 
+def integers(caller: str, **sizes) -> None:
+    """Raises `TypeError` unless all named sizes are integers."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise TypeError(f"{caller}: {name} must be an integer, got {size!r}.")
+
+
 def integers_from(least: int, caller: str, **sizes) -> None:
     """Raises unless all named sizes are integers of at least `least`.
 
@@ -71,9 +78,8 @@ def integers_from(least: int, caller: str, **sizes) -> None:
       TypeError: for a size that is not an integer.
       ValueError: for a size below `least`.
     """
+    integers(caller, **sizes)
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int | np.integer):
-            raise TypeError(f"{caller}: {name} must be an integer, got {size!r}.")
         require(size >= least, f"{caller}: {name} must be >= {least}, got {size}.")
 
 

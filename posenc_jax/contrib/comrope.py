@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from posenc_jax.checks import one_of, positive_fields, require
+from posenc_jax.checks import one_of, positive, positive_fields, require
 from posenc_jax.schemes.rotary.base import check_coordinates, check_heads
 from posenc_jax.schemes.rotary.multi_axis import sum_of_axes
 from posenc_jax.schemes.scheme import Scheme, Traits
@@ -67,6 +67,7 @@ class ComRoPE(Scheme):
             f"comrope: size={self.size} must be at least 2 and divide head_dim={self.head_dim}.",
         )
         one_of("comrope", ("scaled", "by_block"), axes=self.axes)
+        positive("comrope", init_std=self.init_std)  # At zero, equal rates have no gradient.
         require(
             self.axes == "scaled" or self.head_dim % (2 * self.size) == 0,
             f"comrope: both axes need blocks of size={self.size} in head_dim={self.head_dim}.",

@@ -68,6 +68,8 @@ class LieRE(Scheme):
       groups: the number of sets of matrices for consecutive heads; it divides the number of key
         heads.
 
+    Second derivatives of blocks larger than 2 are NaN where rates are equal, as at position 0.
+
     Raises:
       ValueError: for a size outside of [2, H], or `groups` below one.
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from posenc_jax.checks import in_table, integer_positions, positive_fields, require
+from posenc_jax.checks import in_table, integer_positions, integers, positive_fields, require
 from posenc_jax.positions.image_grids import resize_grid
 from posenc_jax.schemes.scheme import Scheme
 
@@ -113,6 +113,7 @@ class LearnedAbsolute(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "max_length", "model_dim")
+        integers("learned", offset=self.offset)
         require(self.offset >= 0, f"learned: offset must be >= 0, got {self.offset}.")
 
     def init(self, key):

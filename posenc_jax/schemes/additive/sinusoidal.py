@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import coordinate_values, one_of, positive, require
+from posenc_jax.checks import coordinate_values, integers, one_of, positive, require
 from posenc_jax.schemes.scheme import Scheme, Traits
 
 
@@ -73,6 +73,7 @@ def sinusoidal_encoding(
 
 def _check(dim: int, theta: float, layout: str) -> None:
     one_of("sinusoidal", ("interleaved", "concat", "t2t"), layout=layout)
+    integers("sinusoidal", model_dim=dim)
     require(dim >= 2, f"sinusoidal: model_dim must be at least 2, got {dim}.")
     require(
         dim % 2 == 0 or layout == "t2t",

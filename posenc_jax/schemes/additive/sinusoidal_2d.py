@@ -25,7 +25,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from posenc_jax.checks import coordinate_values, one_of, positive, require
+from posenc_jax.checks import coordinate_values, integers, one_of, positive, require
 from posenc_jax.schemes.additive.sinusoidal import sinusoidal_encoding
 from posenc_jax.schemes.scheme import Scheme, Traits
 
@@ -58,6 +58,7 @@ class Sinusoidal2D(Scheme):
     traits: ClassVar = Traits(num_axes=2)
 
     def __post_init__(self):
+        integers("sinusoidal_2d", model_dim=self.model_dim)
         require(
             self.model_dim >= 4 and self.model_dim % 4 == 0,
             f"sinusoidal_2d: model_dim must be a multiple of 4, got {self.model_dim}.",

@@ -37,7 +37,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import finite, one_of, positive_fields, positive_integers, require
+from posenc_jax.checks import finite, integers, one_of, positive_fields, positive_integers, require
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.schemes.scheme import Scheme, Traits
 
@@ -130,6 +130,7 @@ class ALiBi(Scheme):
                 f'alibi: symmetry="split" needs a past_offset below 1, got {self.past_offset}.',
             )
         count = self.num_biased_heads
+        integers("alibi", num_biased_heads=1 if count is None else count)
         require(
             count is None or (self.symmetry == "symmetric" and 1 <= count <= self.num_heads),
             f"alibi: num_biased_heads must be 1 to {self.num_heads}, or None with a symmetry other "

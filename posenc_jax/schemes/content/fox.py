@@ -69,7 +69,12 @@ class FoX(Scheme):
     max_time: float | None = None
     name: ClassVar[str] = "fox"
     param_axes: ClassVar = {"w": "model_dim num_heads", "b": "num_heads"}
-    traits: ClassVar = Traits(relative=True, order_only=True, reads_x=True)
+
+    @property
+    def traits(self):
+        """Gates that do not read the token forget the future as the past."""
+        mirrored = self.gate != "full"
+        return Traits(relative=True, order_only=True, reads_x=True, mirrored=mirrored)
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "model_dim")

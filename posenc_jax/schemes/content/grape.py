@@ -103,8 +103,9 @@ class GRAPEA(Scheme):
 
     def _slopes(self, base, direction, x):
         direction = direction.astype(jnp.float32)
-        norm = jnp.sqrt(jnp.sum(direction**2, -1, keepdims=True))
-        direction = direction / jnp.maximum(norm, 1e-6)
+        squares = jnp.sum(direction**2, -1, keepdims=True)
+        # At zero the root has no derivative.
+        direction = direction / jnp.sqrt(jnp.maximum(squares, 1e-12))
         grouped = direction.reshape(x.shape[2], -1, self.head_dim)  # [K, N / K, H] for keys.
         x = x.astype(jnp.float32)
         if (axis := jax.typeof(x).sharding.spec[2]) is not None:  # On an explicit mesh.

@@ -23,7 +23,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from posenc_jax.checks import positive_fields, require
+from posenc_jax.checks import integers, positive_fields, require
 from posenc_jax.ops.short_conv import preceding_tokens
 from posenc_jax.schemes.scheme import Scheme, Traits
 
@@ -53,6 +53,7 @@ class PartialKeyOffset(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "head_dim")
+        integers("partial_key_offset", start=self._start)
         require(
             1 <= self._start < self.head_dim,
             f"partial_key_offset: start must be a dimension of a head of head_dim={self.head_dim} "

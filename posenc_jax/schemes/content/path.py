@@ -34,7 +34,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import activations, positive_fields, query_heads, require
+from posenc_jax.checks import activations, integers, positive_fields, query_heads, require
 from posenc_jax.engine.api import AttentionCall
 from posenc_jax.engine.rule import Rule
 from posenc_jax.engine.rules import LogitsTransform
@@ -157,7 +157,7 @@ class PaTH(Scheme):
       num_heads: the number of query heads, N.
       head_dim: the head dim, H.
       model_dim: the model dim, D.
-      num_kv_heads: number of heads with separate reflections, K or N. Default: N.
+      num_kv_heads: K, for reflections of the key heads. Default: of the N query heads.
       rank: rank of the projection to w; None: a full matrix.
       short_conv: whether w is convolved over 3 tokens.
       forget_gate: whether to add FoX's forget gate per token and query head.
@@ -190,6 +190,7 @@ class PaTH(Scheme):
         positive_fields(self, "num_heads", "head_dim", "model_dim")
         if self.rank is not None:
             positive_fields(self, "rank")
+        integers("path", num_kv_heads=self._kv_heads)
         require(
             self._kv_heads >= 1 and self.num_heads % self._kv_heads == 0,
             f"path: num_kv_heads must divide num_heads = {self.num_heads}, "

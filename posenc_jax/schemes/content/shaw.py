@@ -27,7 +27,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import not_negative, positive_fields, require
+from posenc_jax.checks import integers, not_negative, positive_fields, require
 from posenc_jax.engine.rules import DotBias, ValueBias
 from posenc_jax.schemes.scheme import Acts, Scheme, Traits
 
@@ -85,6 +85,7 @@ class Shaw(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim")
+        integers("shaw", clip=self.clip)
         not_negative("shaw", clip=self.clip)
         require(self.keys or self.values, "shaw: keys and values must not both be False.")
 

@@ -49,7 +49,9 @@ def query_temperature(
         out = jnp.log(count) / np.float32(np.log(length))
         return out if form == "log_n" else jnp.maximum(out, 1.0)
     if form in ("llama4", "ministral3"):  # Whole numbers: a rounded quotient may be one off.
-        steps = (positions + int(form == "llama4")) // length
+        steps = positions // length
+        if form == "llama4":  # (positions + 1) // length, which would overflow.
+            steps += (positions % length >= length - 1).astype(steps.dtype)
         return 1.0 + strength * jnp.log1p(steps.astype(jnp.float32))
     if form == "beam":
         return jnp.exp(strength * jnp.log1p(count / length))

@@ -21,7 +21,7 @@ and models/deepseek_v3/modeling_deepseek_v3.py; karpathy/nanochat, nanochat/gpt.
 import jax
 import numpy as np
 
-from posenc_jax.checks import one_of, require
+from posenc_jax.checks import integers, one_of, require
 
 _LAYOUTS = (
     "half",
@@ -86,6 +86,10 @@ def permute_qk(
     check_layout("permute_qk", source)
     check_layout("permute_qk", target)
     dim = rotary_dims("permute_qk", head_dim, rotary_dim, rotary_start)
+    require(
+        -weights.ndim <= axis < weights.ndim,
+        f"permute_qk: axis must be one of weights of shape {weights.shape}, got {axis}.",
+    )
     size, axis = weights.shape[axis], axis % weights.ndim
     require(
         size % head_dim == 0,
@@ -100,6 +104,7 @@ def permute_qk(
 def rotary_dims(caller: str, head_dim: int, rotary_dim: int | None, rotary_start: int) -> int:
     """Returns the number of dimensions to rotate: `rotary_dim`, by default all after the start."""
     least = 0 if rotary_dim is None else rotary_dim
+    integers(caller, rotary_dim=least, rotary_start=rotary_start)
     require(
         0 <= least <= head_dim,
         f"{caller}: rotary_dim must be in [0, head_dim={head_dim}], got {rotary_dim}.",

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.angles import cos_sin
-from posenc_jax.checks import positive, positive_fields, query_heads, require
+from posenc_jax.checks import integers, positive, positive_fields, query_heads, require
 from posenc_jax.schemes.rotary.base import check_coordinates, check_heads
 from posenc_jax.schemes.rotary.frequencies import static_number
 from posenc_jax.schemes.rotary.rotate import materialize
@@ -61,6 +61,7 @@ class PoPE(Scheme):
 
     def __post_init__(self):
         positive_fields(self, "num_heads", "head_dim")
+        integers("pope", rotary_dim=self._dim)
         require(
             1 <= self._dim <= self.head_dim,
             f"pope: rotary_dim must be in [1, head_dim={self.head_dim}], got {self.rotary_dim}.",

@@ -59,6 +59,22 @@ def test_attention_matches_the_authors(gate, heads):
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
+def test_a_direction_of_zeros_has_a_gradient():
+    """As of `torch.nn.functional.normalize`, which divides by 1e-6 there."""
+    scheme = pe.GRAPEA(num_heads=6, head_dim=8)
+    params, arrays = parameters(scheme), qkv(length=5)
+    params |= {"u": params["u"] * (np.arange(6) > 0)[:, None]}
+
+    @jax.jit
+    @jax.grad
+    def gradient(params):
+        out, _ = pe.scheme_attention(scheme, params, *arrays, is_causal=True)
+        return (out**2).sum()
+
+    u = gradient(params)["u"]
+    assert np.isfinite(u).all() and np.abs(u).max(1).min() > 0
+
+
 def test_the_bias_at_far_positions():
     scheme = pe.GRAPEA(num_heads=12, head_dim=8, gate="both")
     params = spread(parameters(scheme))

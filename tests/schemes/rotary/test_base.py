@@ -101,6 +101,27 @@ def test_a_head_dim_that_is_not_an_integer_is_a_type_error(cls, head_dim):
 
 
 @pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda x: pe.Shaw(2, 8, clip=x), "shaw: clip"),
+        (lambda x: pe.LearnedAbsolute(8, 16, offset=x), "learned: offset"),
+        (lambda x: pe.Sinusoidal(8 * x), "sinusoidal: model_dim"),
+        (lambda x: pe.Sinusoidal2D(8 * x), "sinusoidal_2d: model_dim"),
+        (lambda x: pe.PaTH(2, 8, 16, num_kv_heads=x), "path: num_kv_heads"),
+        (lambda x: pe.PoPE(2, 8, rotary_dim=2 * x), "pope: rotary_dim"),
+        (lambda x: pe.RoPE(8, rotary_dim=4, rotary_start=x), "rope: rotary_start"),
+        (lambda x: pe.PartialKeyOffset(8, start=x), "partial_key_offset: start"),
+        (lambda x: pe.ClippedFrequencies(2 * x), "ClippedFrequencies: pairs"),
+        (lambda x: pe.ALiBi(2, num_biased_heads=x), "alibi: num_biased_heads"),
+    ],
+)
+def test_other_sizes_are_integers_too(make, name):
+    make(1)
+    with pytest.raises(TypeError, match=f"{name} must be an integer, got .*0"):
+        make(1.0)
+
+
+@pytest.mark.parametrize(
     "make",
     [
         lambda x: pe.RoPE(head_dim=8, theta=x),

@@ -19,7 +19,7 @@ import dataclasses
 
 import numpy as np
 
-from posenc_jax.checks import require
+from posenc_jax.checks import integers, require
 from posenc_jax.schemes.rotary.frequencies import FrequencyMap
 
 
@@ -42,6 +42,7 @@ class ClippedFrequencies(FrequencyMap):
     hard: bool = False
 
     def __post_init__(self):
+        integers("ClippedFrequencies", pairs=self.pairs)
         least = 1 if self.hard else 2
         require(
             self.pairs >= least,
