@@ -417,3 +417,9 @@ def test_wrong_arguments_are_refused():
         testing.check(pe.RoPE)
     with pytest.raises(ValueError, match=r"max_length must be at least 64 .* got 8"):
         testing.check(pe.LearnedAbsolute(max_length=8, model_dim=4))
+
+
+def test_temperatures_of_long_texts_read_coordinates():
+    """Which change nothing within a thousand tokens."""
+    case = testing.Case(pe.QueryTemperature("llama4", 8192))
+    assert testing.PROPERTIES["coordinates_change_the_output"].check(case) is None
