@@ -121,7 +121,6 @@ def test_float16_within_four_thousand():
     np.testing.assert_allclose(out.astype("f4"), expected, atol=5e-3)
 
 
-@slow
 @pytest.mark.parametrize("back", [2, pytest.param(4, marks=slow)])
 def test_tokens_after_rejected_drafts_are_those_of_one_pass(back):
     scheme, length = pe.XPos(head_dim=8, scale_base=8.0), 11
@@ -145,6 +144,7 @@ def test_tokens_after_rejected_drafts_are_those_of_one_pass(back):
     np.testing.assert_allclose(run(arrays), whole[:, 7:], atol=1e-5)
 
 
+@slow
 def test_a_row_that_starts_anew_forgets_the_origin_of_the_one_before():
     """Slots that `reset` and `rewind` empty still hold the coordinates of their old tokens."""
     scheme = pe.XPos(head_dim=8)
