@@ -45,7 +45,7 @@ class Rule(abc.ABC):
     """A term of attention, as data: arrays, and static functions that read them.
 
     A rule of your own is a pytree with `on` and `logit`, the number of one query and one key, or
-    `tile`, the numbers of many pairs:
+    `tile`, the numbers of many pairs. Arrays in fields of other names are of all heads and tokens:
 
     >>> @jax.tree_util.register_dataclass
     ... @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import posenc_jax as pe
-from posenc_jax.engine import api
+from posenc_jax.engine import api, chips
 from posenc_jax.engine.api import choose, make_problem
 from posenc_jax.engine.problem import platform_of
 from posenc_jax.engine.rule import as_tuple
@@ -201,6 +201,7 @@ def on_tpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(jax, "local_devices", lambda **_: devices)
+    monkeypatch.setattr(chips, "warn_of_tiles", lambda *_: None)
     return monkeypatch
 
 

@@ -244,12 +244,12 @@ ERRORS = [
     (
         call,
         {"inputs_q": ZEROS[..., 1:]},
-        r"the query projection reads 20 features, got \(2, \d+, 19\)",
+        r"the query projection reads 20 features, got \(\d+, \d+, 19\)",
     ),
     (
         call,
         {"inputs_q": ZEROS, "inputs_k": ZEROS[..., 1:]},
-        r"the key projection reads 20 features, got \(2, \d+, 19\)",
+        r"the key projection reads 20 features, got \(\d+, \d+, 19\)",
     ),
     (call, {"inputs_q": ZEROS, "inputs_k": ZEROS[0]}, r"inputs_k must be \[B, S, D\], got"),
     (

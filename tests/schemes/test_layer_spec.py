@@ -156,7 +156,7 @@ ERRORS = [
     (
         lambda: pe.layer_pattern(4, [LOCAL, LOCAL]),
         {},
-        "layer_pattern: layers must be Schemes or LayerSpecs, got \\[LayerSpec",
+        "layer_pattern: layers must be Schemes or LayerSpecs, got \\[RoPE",
         TypeError,
     ),
     (lambda: pe.layer_pattern(4, LOCAL, last=pe.NoPE), {}, "NoPE'>; call it: NoPE", TypeError),
