@@ -109,7 +109,7 @@ def _table(scores: Table) -> Iterator[str]:
         f"(Student's t, paired; {_documents(scores)},\nand {longest} in passes to "
         f"{plan.longest // 1024}k). Answers: nats of a five-digit number that the text states "
         f"once, 11.5 by chance ({probed} documents).\nCopies: nats per token of a repeated "
-        "paragraph minus those of its first place. Processor time relative to RoPE, and\nmemory "
+        "paragraph, minus the nats where it is new. Processor time relative to RoPE, and\nmemory "
         f"without the parameters at {plan.shortest // 1024}k."
     )
 

@@ -321,7 +321,7 @@ def load(path: Path) -> Plan:
         if "rope" not in plan.methods:
             raise ConfigError("methods: must have rope, to which others are compared")
         if not (plan.kinds and plan.stages and any(stage.targets for stage in plan.stages)):
-            raise ConfigError("kinds, stages: must have one at least, and a stage a target")
+            raise ConfigError("kinds and stages: must not be empty, and a stage must have targets")
         picture = plan.picture
         for name in (*picture.methods, picture.minus, *picture.answers):
             if name not in plan.methods:

@@ -33,7 +33,8 @@ class Context:
       rows: of `rows_of`, by size.
       results: of its runs.
       clock: the times of steps, None before they are measured.
-      file, command: of the study, and that of its page.
+      file: of the study.
+      command: writes the page.
       numbers, methods: files for links.
       name: of the files of pictures, without their ends; "" leaves these out.
       pictures: drawn by blocks, by file.

@@ -39,15 +39,17 @@ class Row(SchemeResults):
     @functools.cached_property
     def shifts(self) -> list[float]:
         """Changes of the mean score by other choices of the settings."""
-        return [0.0] if self.cell.about.rate else self.selection.shifts() or [0.0]
+        return self._shifts(self.selection) or [0.0]
 
     @functools.cached_property
     def shifts_against(self) -> list[float]:
         """Changes of the mean difference by other choices, of both schemes by the same seeds."""
-        if self.cell.about.rate:  # Which nothing chose.
-            return [0.0]
-        shifts = self.selection.shifts(), self.baseline_selection.shifts()
+        shifts = self._shifts(self.selection), self._shifts(self.baseline_selection)
         return [a - b for a, b in zip(*shifts, strict=True)] or [0.0]
+
+    def _shifts(self, selection: Selection) -> list[float]:
+        """Returns the shifts of a selection, none where the file sets the rate."""
+        return [] if self.cell.about.rate else selection.shifts()
 
     def against(self, results: Sequence[Result] | None = None) -> list[float]:
         """Returns differences to the baseline at the trained length, NaN where one diverged."""

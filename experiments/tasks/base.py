@@ -182,10 +182,8 @@ class Task(abc.ABC):
 
         The range of random coordinates stays: it is of the training, too.
         """
-        range_ = 0 if self.coordinates == "positions" else self.num_coordinates
-        return dataclasses.replace(
-            self, test_lengths=self.test_lengths[:1], coordinate_range=range_
-        )
+        limit = 0 if self.coordinates == "positions" else self.num_coordinates
+        return dataclasses.replace(self, test_lengths=self.test_lengths[:1], coordinate_range=limit)
 
     def in_distribution(self, view: str, length: int) -> bool:
         """Returns whether the sequences of a view at a length are as in training."""

@@ -232,9 +232,9 @@ class KVCache:
             does not hold all keys in the window of these tokens. Default: not checked.
 
         Raises:
-          ValueError: if T tokens, padding included, are more than the slots, or the tokens are
-            known not to fit; if an array does not have the shape that
-            the cache was made for; and if a ring has too few slots for `window`.
+          ValueError: if T, padding included, exceeds the slots, or the tokens are known not to fit;
+            if an array does not have the shape that the cache was made for; and if a ring has too
+            few slots for `window`.
         """
         count, sinks = k.shape[1], self.storage.num_sink_tokens
         require(

@@ -192,7 +192,11 @@ class Problem:
 
         `axes` are letters of the first axes of x, as in `_AXES` and `Rule.axes`.
         """
-        rules = tuple(_map_fields(rule, rule.axes, function) for rule in self.rules)
+        # Arrays in a rule's fields of other names are of all heads and tokens.
+        rules = tuple(
+            _map_fields(rule, dict.fromkeys(vars(rule), "") | dict(rule.axes), function)
+            for rule in self.rules
+        )
         block_mask = self.block_mask
         if block_mask is not None:
             block_mask = _map_fields(block_mask, block_mask.axes, function)
@@ -370,12 +374,11 @@ def feature_refusal(features: Mapping[str, Any]) -> str | None:
 def _map_fields(
     tree: Any, axes: Mapping[str, str], function: Callable, skipped: tuple[str, ...] = ()
 ) -> Any:
-    """Replaces the arrays of a dataclass; a field of a rule of one's own is of all tokens."""
+    """Replaces the arrays of a dataclass; each field must have its axes."""
     fields = (x.name for x in dataclasses.fields(tree) if not x.metadata.get("static"))
     arrays = {name: getattr(tree, name) for name in fields if name not in skipped}
     mapped = {
-        name: jax.tree.map(functools.partial(function, axes.get(name, "")), x)
-        for name, x in arrays.items()
+        name: jax.tree.map(functools.partial(function, axes[name]), x) for name, x in arrays.items()
     }
     return dataclasses.replace(tree, **mapped)
 

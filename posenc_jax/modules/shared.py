@@ -15,6 +15,7 @@ from posenc_jax.cache.kv_cache import KVCache
 from posenc_jax.checks import (
     array_of_rank,
     divides,
+    integers_from,
     positive_integers,
     refuse_unknown,
     require,
@@ -417,7 +418,9 @@ class AttentionLayer:
                 "chooses their number; give one of them.",
             )
             # A cache of all tokens, where no ring is smaller, has the first ones too.
-            sinks = max(sinks, options.pop("num_sink_tokens", 0))
+            more = options.pop("num_sink_tokens", 0)
+            integers_from(0, "Attention.new_cache", num_sink_tokens=more)
+            sinks = max(sinks, more)
             if sides is not None and sides[0] >= 0 and spec.chunk_size is None:
                 past, back = sides[0], options.get("max_rewind", 0)
                 count = max(past + tokens_per_call, back and max(past, 1) + back)

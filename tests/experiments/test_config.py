@@ -186,6 +186,11 @@ ON_THE_COMMAND_LINE = {
 }
 
 
+def test_a_quick_table_is_a_table(file):
+    with pytest.raises(ConfigError, match="quick: must be a valid dictionary, got True"):
+        load(file("quick = true"), quick=True)
+
+
 @pytest.mark.parametrize(("message", "arguments"), ON_THE_COMMAND_LINE.items())
 def test_invalid_command_line_is_one_line_and_writes_nothing(
     file, tmp_path, capsys, message, arguments

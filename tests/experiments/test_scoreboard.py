@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,7 @@ from experiments.runs.results import packed
 from experiments.runs.run import Result, Run
 from experiments.scoreboard import plan
 from experiments.scoreboard.outcomes import outcomes
-from experiments.scoreboard.page import numbers, page
+from experiments.scoreboard.page import _shared, numbers, page
 from tests.experiments.stub_tasks import TASK
 from tests.support import slow
 
@@ -106,6 +107,16 @@ def test_a_claim_is_run_decided_and_not_run_again(call):
     status, out, _ = call("--run")
     assert status == 0 and "6 runs, 6 with a result" in out and call.page() == page
     assert before == {path: path.read_bytes() for path in call.results.glob("*/*")}
+
+
+@pytest.mark.parametrize(("seeds", "shared"), [((0, 1), [["B", "A"]]), ((5, 6), [])])
+def test_claims_share_models_of_equal_seeds(tmp_path, seeds, shared):
+    rows = []
+    for name, of in (("A", (0, 1)), ("B", seeds)):
+        (tmp_path / f"{name}.toml").write_text(CLAIM)
+        protocol = plan.load(tmp_path / f"{name}.toml")
+        rows.append(types.SimpleNamespace(protocol=protocol, seeds=of))
+    assert [sorted(x) for x in _shared(rows)] == [sorted(x) for x in shared]
 
 
 def test_claims_of_another_folder_have_their_own_page_and_results(call, tmp_path):

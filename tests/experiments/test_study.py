@@ -922,6 +922,8 @@ def test_a_scheme_is_added_with_one_command(call, monkeypatch, tmp_path):
     assert row["score"].startswith("0.500")
     command = "python -m experiments study mine.toml --also alibi --page more.md"
     assert f"From `{command}`." in (tmp_path / "more.md").read_text()
+    (tmp_path / "pages.md").mkdir()
+    assert call("--page", "pages.md")[0] == 2
     (tmp_path / "faq.md").write_text("# Questions\n")
     assert call("--page", "faq.md")[0] == 2  # No command wrote it.
     assert (tmp_path / "faq.md").read_text() == "# Questions\n"

@@ -92,6 +92,8 @@ def test_a_cache_has_the_slots_that_the_window_needs():
     for first, capacity in ((1, 2 + 7 + 5), (3, 3 + 7 + 5)):
         assert new_cache(sinks, tokens_per_call=5, num_sink_tokens=first) == (capacity, True)
     assert new_cache(rope, tokens_per_call=5, num_sink_tokens=3) == (40, False)
+    with pytest.raises(ValueError, match="new_cache: num_sink_tokens must be >= 0, got -1"):
+        new_cache(rope, tokens_per_call=5, num_sink_tokens=-1)
     chunks = pe.LayerSpec(rope, window=8, chunk_size=16)
     for layer in (rope, pe.LayerSpec(rope, window=(-1, 0)), chunks):
         assert new_cache(layer, tokens_per_call=5) == (40, False)

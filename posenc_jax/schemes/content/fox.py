@@ -72,7 +72,7 @@ class FoX(Scheme):
 
     @property
     def traits(self):
-        """Gates that do not read the token forget the future as the past."""
+        """Static facts; mirrored with gates that do not read the token."""
         mirrored = self.gate != "full"
         return Traits(relative=True, order_only=True, reads_x=True, mirrored=mirrored)
 

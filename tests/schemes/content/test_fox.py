@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
+from posenc_jax import testing
+from posenc_jax.testing.properties import mirrored_change
 from tests.oracle import qkv, softmax_attention
 from tests.support import Option, initial, parameters
 
@@ -98,3 +100,11 @@ ERRORS = [
         "gate='fixed' starts from its times, not from init_bias=1.0",
     ),
 ]
+
+
+@pytest.mark.parametrize("gate", ["full", "bias", "fixed"])
+def test_gates_that_do_not_read_the_token_are_mirrored(gate):
+    times = {} if gate == "full" else {"min_time": 2.0, "max_time": 64.0}
+    scheme = pe.FoX(num_heads=6, model_dim=20, gate=gate, **times)
+    change = mirrored_change(testing.Case(scheme))
+    assert scheme.traits.mirrored == (change < 2e-5) == (gate != "full")
