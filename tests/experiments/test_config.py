@@ -187,7 +187,7 @@ ON_THE_COMMAND_LINE = {
 
 
 def test_a_quick_table_is_a_table(file):
-    with pytest.raises(ConfigError, match="quick: must be a valid dictionary, got True"):
+    with pytest.raises(ConfigError, match="quick: must be a table, got True"):
         load(file("quick = true"), quick=True)
 
 
