@@ -28,15 +28,15 @@ Tables = tuple[jax.Array, jax.Array]
 
 
 def check_heads(name: str, x: jax.Array, head_dim: int, groups: int = 1) -> None:
-    """Raises `ValueError` unless q or k [B, T, N, H] has the scheme's head dim and groups."""
+    """Raises `ValueError` unless x [B, T, N, H] has the scheme's head dim and groups."""
     require(
         x.shape[-1] == head_dim,
-        f"{name}: the scheme is for head_dim {head_dim}, got q or k of shape {x.shape}.",
+        f"{name}: the scheme is for head_dim {head_dim}, got an array of shape {x.shape}.",
     )
     require(
         x.shape[2] % groups == 0,
-        f"{name}: the number of heads must be a multiple of groups={groups}, got q or k of shape "
-        f"{x.shape}.",
+        f"{name}: the number of heads must be a multiple of groups={groups}, got an array of "
+        f"shape {x.shape}.",
     )
 
 
