@@ -193,7 +193,7 @@ def without_derivative(implementation: str, arrays: Any) -> Any:
 def _refuse_derivative(implementation, *_):
     raise NotImplementedError(
         f'attention: implementation="{implementation}" has first derivatives in reverse mode only; '
-        'for others use implementation="xla" or "reference".'
+        'for jax.jvp of a gradient use implementation="xla", for any other "dense".'
     )
 
 

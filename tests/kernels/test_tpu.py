@@ -77,6 +77,21 @@ def test_equals_the_reference(case, more, blocks):
     assert_equals_the_reference(case, kernels, x, expected=expected)
 
 
+def test_gradients_of_large_logits_in_bfloat16():
+    """Scaled in bfloat16, q and k made errors of 3 %; in float32 0.5 %, as with "xla"."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, d_out = (jax.random.normal(y, (1, 256, 1, 64), jnp.bfloat16) for y in keys)
+
+    def grads(x, implementation):
+        f = functools.partial(pe.attention, is_causal=True, implementation=implementation)
+        return jax.vjp(f, *x)[1](d_out.astype(x[0].dtype))
+
+    x = 10 * q, k, v
+    expected = grads([y.astype(jnp.float32) for y in x], "reference")
+    for y, y_exact in zip(grads(x, KERNELS), expected, strict=True):
+        assert jnp.linalg.norm(y.astype(jnp.float32) - y_exact) < 0.01 * jnp.linalg.norm(y_exact)
+
+
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("sides", [(-1, -1), (-1, 0), (70, 0), (60, 3), (0, 129), (129, 1)])
 def test_tiles_without_a_visible_pair_have_no_step(sides, by_key):

@@ -276,7 +276,6 @@ def _scratch_shapes(grid: BackwardGrid, x: Operands, bands: BandInputs) -> dict[
     column = functools.partial(pltpu.VMEM, (bk, LANES))
     per_key = [[column(jnp.float32) for _ in e.k_scalars] for e in x.elements]
     shapes = {
-        "k": pltpu.VMEM((bk, spec.dim), x.k.dtype),
         "d_q": pltpu.VMEM((spec.length, spec.dim), jnp.float32),
         "d_k": pltpu.VMEM((keys, spec.dim), jnp.float32),
         "d_v": pltpu.VMEM((keys, spec.value_dim), jnp.float32),
@@ -419,8 +418,6 @@ class BackwardStep:
     def start_keys(self) -> None:
         """Prepares a block of keys, and sets sums over the queries of a head to zero."""
         refs, scratch = self.refs, self.scratch
-        k = refs["k"][...].astype(jnp.float32) * (self.spec.scale * self.spec.unit)
-        scratch["k"][...] = k.astype(refs["k"].dtype)
         columns = zip(*map(jax.tree.leaves, (refs["columns"], scratch["columns"])), strict=True)
         for row, column in columns:
             column[...] = to_column(row[...])
@@ -498,7 +495,7 @@ class BackwardStep:
             # Rotations overlap with the matrix products that come after them.
             bands.append(band_slices(band, self.offset, range(bq), range(bk)))
             added.append(band_logits(band, product, columns, bands[-1]))
-        s = dot(scratch["k"][...], q, (1, 1))
+        s = dot(refs["k"][...], q, (1, 1)) * (self.spec.scale * self.spec.unit)
         bias_lanes = [self.grid.strip.lane(self.offset, r) for r in range(0, bk, LANES)]
         if ruled and "line" in refs:
             parts = s.reshape(-1, LANES, bq)

@@ -216,7 +216,6 @@ def _query_scratch(grid: ForwardGrid, x: Operands, bands: BandInputs) -> dict[st
     spec = grid.spec
     column = functools.partial(pltpu.VMEM, (spec.forward.q, LANES))
     shapes = {
-        "q": pltpu.VMEM((spec.forward.q, spec.dim), x.q.dtype),
         "rows": jax.tree.map(lambda _: column(jnp.int32), x.rows),
         "q_scalars": [[column(jnp.float32) for _ in e.q_scalars] for e in x.elements],
         "steps": bands.columns,
@@ -308,9 +307,6 @@ class ForwardStep:
     def start_queries(self) -> None:
         """Prepares a block of queries."""
         refs, scratch = self.refs, self.scratch
-        # Scaled once for all tiles of the block.
-        q = refs["q"][...].astype(jnp.float32) * (self.spec.scale * self.spec.unit)
-        scratch["q"][...] = q.astype(refs["q"].dtype)
         rows = zip(*map(jax.tree.leaves, (refs["rows"], scratch["rows"])), strict=True)
         for row, column in rows:
             column[...] = to_column(row[...])
@@ -370,7 +366,8 @@ class ForwardStep:
         """Returns the logits of a slice of keys in units of log 2, and the softcap's slope."""
         refs, scratch, spec = self.refs, self.scratch, self.spec
         size = self.grid.slice
-        s = dot(scratch["q"][...], refs["k"][start : start + size], (1, 1))
+        # Scaled in float32: q * scale in bfloat16 would be off by 2^-9, and its logits with it.
+        s = dot(refs["q"][...], refs["k"][start : start + size], (1, 1)) * (spec.scale * spec.unit)
         if ruled and "line" in refs:
             parts = []
             for r in range(0, spec.forward.q, LANES):
