@@ -32,6 +32,7 @@ from experiments.settings.config_io import (
     settings_help,
     to_tables,
 )
+from experiments.settings.trust import code_of_task
 from experiments.tasks import TASKS, Task
 
 DEFAULT_TASKS = ("kback", "kth", "text")
@@ -131,7 +132,8 @@ class Experiment:
             find(name)
         _check_options("schemes", self.options)
         for name, task in self.tasks.items():
-            task.check()
+            with code_of_task(name):
+                task.check()
             _check_options(f"{name}.schemes", task.schemes)
             for part in (part for text in task.rates for part in parts_of(text)):
                 if ":" not in part and part not in pe.SCHEMES:
@@ -222,7 +224,10 @@ def from_file(tables: Mapping[str, Any], others: Iterable[str] = ()) -> Experime
     running = [find_task(name).name for name in run]
     if len(set(running)) != len(running):
         raise ConfigError(f"tasks: two have one name, got {run}")
-    tasks = {n: from_tables(task, tables.pop(n, {}), n) for n, task in known.items()}
+    tasks = {}
+    for name, task in known.items():
+        with code_of_task(name):
+            tasks[name] = from_tables(task, tables.pop(name, {}), name)
     schemes = tables.pop("schemes", {})
     if isinstance(schemes, Mapping) and "names" in schemes:
         schemes = dict(schemes)

@@ -29,6 +29,7 @@ from experiments.runs.environment import environment
 from experiments.runs.files import locked
 from experiments.runs.results import Result
 from experiments.settings.config_io import to_tables
+from experiments.settings.trust import code_of_task
 from experiments.tasks import TASKS, Task
 from experiments.tasks.base import Data, Evaluation
 from experiments.tasks.corpus import SOURCES
@@ -269,7 +270,8 @@ def known(folder: Path) -> Callable[[Any], Any]:
 @functools.lru_cache(maxsize=8)
 def load_data(task: Any) -> Data:
     """Returns the data of a task, loaded once."""
-    return task.load()
+    with code_of_task(task.name):
+        return task.load()
 
 
 def duration(seconds: float) -> str:

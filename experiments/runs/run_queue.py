@@ -15,7 +15,6 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from pathlib import Path
@@ -32,7 +31,7 @@ from experiments.runs.executors import executor_of, processes
 from experiments.runs.files import is_locked
 from experiments.runs.results import PACK, RUNS, Kind, pack, versions_of
 from experiments.runs.run import Work, commit, duration, here
-from experiments.settings.trust import add_trust, is_installed, is_project
+from experiments.settings.trust import add_trust, in_one_line
 from experiments.training.layout import Layout, layout_of
 
 
@@ -394,14 +393,6 @@ def refuse_without_run(options: argparse.Namespace) -> None:
     set_flags += ["minutes"] if options.minutes < math.inf else []
     if set_flags and not options.run:
         raise ConfigError(f"--{set_flags[0]}: needs --run")
-
-
-def in_one_line(error: BaseException) -> str:
-    """Returns an exception, after the last line of the user's own code that it passed."""
-    frames = reversed(traceback.extract_tb(error.__traceback__))
-    users = (f for f in frames if not (is_project(f.filename) or is_installed(f.filename)))
-    place = next((f"{Path(f.filename).name}:{f.lineno}, in {f.name}: " for f in users), "")
-    return f"{place}{type(error).__name__}: {' '.join(str(error).split()):.300}"
 
 
 def carry_out(

@@ -5,17 +5,20 @@ Modules of the standard library and of installed packages may not, unless --trus
 """
 
 import argparse
+import contextlib
 import importlib.util
 import inspect
 import os
 import sys
 import sysconfig
+import traceback
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import experiments
 import posenc_jax
-from experiments.errors import ConfigError
+from experiments.errors import ConfigError, ExperimentError
 from experiments.settings.config_io import names
 
 TRUSTED: set[str] = set()
@@ -91,3 +94,22 @@ def is_own(function: Any) -> bool:
     module, code = sys.modules.get(inner.__module__), getattr(inner, "__code__", None)
     files = getattr(module, "__file__", None), getattr(code, "co_filename", None)
     return all(file and (is_project(file) or not is_installed(file)) for file in files)
+
+
+def in_one_line(error: BaseException) -> str:
+    """Returns an exception, after the last line of the user's own code that it passed."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    users = (f for f in frames if not (is_project(f.filename) or is_installed(f.filename)))
+    place = next((f"{Path(f.filename).name}:{f.lineno}, in {f.name}: " for f in users), "")
+    return f"{place}{type(error).__name__}: {' '.join(str(error).split()):.300}"
+
+
+@contextlib.contextmanager
+def code_of_task(name: str) -> Generator[None]:
+    """Turns an error of the code of a task, for its settings or data, into `ConfigError`."""
+    try:
+        yield
+    except ExperimentError:
+        raise
+    except (OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: {in_one_line(error)}") from None

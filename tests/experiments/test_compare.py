@@ -277,6 +277,23 @@ def test_tasks_of_one_name_share_no_results(run, tmp_path, monkeypatch):
         assert len(list(run.folder.glob("*/result.json"))) == count
 
 
+@pytest.mark.parametrize("method", ["check", "load"])
+def test_an_error_of_a_task_of_your_own_is_one_line(run, tmp_path, monkeypatch, method):
+    (tmp_path / f"fails_in_{method}.py").write_text(f"""
+from dataclasses import dataclass
+from experiments.tasks import KBack
+@dataclass(frozen=True)
+class Fails(KBack):
+    def {method}(self):
+        raise ValueError("no\\nperiod")
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    status, _, err = run("compare", "--schemes", "none", "--tasks", f"fails_in_{method}:Fails")
+    place = f"fails_in_{method}.py:7, in {method}"
+    assert status == 2 and err == f"config error: kback: {place}: ValueError: no period\n"
+    assert not run.folder.exists()
+
+
 def test_results_of_another_commit_are_named(run, monkeypatch):
     """A run is added to results of another commit: said before it runs, at the end, and shown."""
     run.without_training()
