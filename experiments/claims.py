@@ -129,12 +129,10 @@ class Margin:
 def paired(condition: Condition, units: Iterable[Score]) -> Margin:
     """Returns the margin of a condition from the scores of seeds or documents.
 
-    Of a single unit the interval is its margin alone.
+    A single unit has no interval, which resolves nothing.
     """
     values = tuple(condition.margin(score) for score in units)
-    one = len(values) == 1
-    bounds = (values[0], values[0], values[0]) if one else interval(values)
-    return Margin(condition, bounds, values)
+    return Margin(condition, interval(values), values)
 
 
 def estimated(condition: Condition, score: Callable[[str, str | None, int], Estimate]) -> Margin:

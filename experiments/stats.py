@@ -84,8 +84,12 @@ class Estimate:
 
 
 def signed(bounds: Bounds) -> str:
-    """Returns a mean and its interval with signs."""
-    return "{:+.3f} [{:+.3f}, {:+.3f}]".format(*bounds)
+    """Returns a mean and its interval with signs, the mean alone where there is no interval.
+
+    >>> signed((0.5, math.nan, math.nan))
+    '+0.500'
+    """
+    return ("{:+.3f}" if math.isnan(bounds[1]) else "{:+.3f} [{:+.3f}, {:+.3f}]").format(*bounds)
 
 
 def sign(difference: Bounds) -> int:
@@ -95,11 +99,13 @@ def sign(difference: Bounds) -> int:
 
 
 def in_cell(values: Sequence[float | None], form: str = ".3f") -> str:
-    """Returns the mean as text, or in how many seeds there is no finite score.
+    """Returns the mean as text, or in how many seeds there is no finite score; "" for no seeds.
 
-    >>> in_cell([1, 2]), in_cell([1, None])
-    ('1.500', 'no finite score in 1 of 2')
+    >>> in_cell([1, 2]), in_cell([1, None]), in_cell([])
+    ('1.500', 'no finite score in 1 of 2', '')
     """
+    if not values:
+        return ""
     lacking = sum(x is None or not math.isfinite(x) for x in values)
     return f"no finite score in {lacking} of {len(values)}" if lacking else f"{mean(values):{form}}"
 

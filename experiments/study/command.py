@@ -131,6 +131,9 @@ def text_of(page: Context) -> str:
         if "screen" in about.blocks
         else (f".{numbers}; protocol: [methods]({page.methods}).")
     )
+    sizes = {size: next(iter(cells.values())).about for size, cells in page.study.reported.items()}
+    if alone := [size for size, of_size in sizes.items() if of_size.seeds == 1]:
+        command += f" One seed gives no interval, and resolves nothing: {', '.join(alone)}."
     blocks = [paragraph for name in about.blocks for paragraph in BLOCKS[name](page)]
     return "\n\n".join([f"# {about.title}", command, *blocks]) + "\n"
 

@@ -76,7 +76,7 @@ def of_leads(rows: Rows, references: set[str]) -> Scores:
 def of_seeds(rows: Mapping[str, Row]) -> Scores:
     """Returns the scores of schemes at one size, as `scheme.view[length]`, paired by seed.
 
-    None are known of one seed, which has no interval. A gate fails where a seed diverged.
+    A gate fails where a seed diverged.
     """
     by_name = {short(scheme): row for scheme, row in rows.items()}
 
@@ -85,11 +85,11 @@ def of_seeds(rows: Mapping[str, Row]) -> Scores:
         return row.values(view or row.task.views[0], length)
 
     def without(name: str, view: str | None, length: int) -> str:
-        if name not in by_name or len(scores := values(name, view, length)) < 2:
+        if name not in by_name:
             return NOT_RUN
         if by_name[name].error:
             return GATE_FAILED
-        return "" if all(map(math.isfinite, scores)) else NOT_RUN
+        return "" if all(map(math.isfinite, values(name, view, length))) else NOT_RUN
 
     def margin(condition: Condition) -> Margin:
         seeds = range(len(next(iter(by_name.values())).results))

@@ -571,12 +571,14 @@ def test_claims_are_paired_by_seed_at_each_size(study_of):
     text = page_of(study, answers())
     half = stats.t.ppf(0.975, 1) * 0.002 / 2  # RoPE's second seed is 0.002 better.
     ahead = f"+0.092 [{0.092 - half:+.3f}, {0.092 + half:+.3f}]"  # 0.901 - 0.409 - 0.4.
-    assert f"* Ahead: small, holds: {ahead}; large, not run. * Longer:" in text
+    assert f"* Ahead: small, holds: {ahead}; large, not resolved: +0.180. * Longer:" in text
     assert "* Longer: small, fails: -0.3" in text
+    assert " One seed gives no interval, and resolves nothing: large. **Small:" in text
     waits = answers(lambda run: measured(run) if run.scheme == "rope" else math.nan)
     assert "* Ahead: small, not run; large, not run. * Longer: small, f" in page_of(study, waits)
     ends = answers(diverges=lambda run: run.scheme == "kerple" and run.seed == 1)
-    assert "* Ahead: small, gate failed; large, not run. * Longer: small, f" in page_of(study, ends)
+    text = page_of(study, ends)
+    assert "* Ahead: small, gate failed; large, not resolved: +0.180. * Longer: small, f" in text
 
 
 def test_rows_of_other_bases_and_scales_differ_in_these_alone(request):
