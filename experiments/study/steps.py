@@ -94,11 +94,13 @@ def differences(page: Context) -> Iterator[str]:
         "{} after {} steps, pooled from {} to {}".format(pooled, size, *ends)
         for size in sizes
         for pooled, *ends in [_spreads(rows[size])]
+        if pooled != "nan"
     )
-    yield (
-        f"Differences are to {reference.about}: {best}.\nTheir intervals are unpaired, leave out "
-        f"the choice of {reference.parameter} and of settings, and assume one standard deviation "
-        f"for\nall schemes: {spreads}."
+    yield f"Differences are to {reference.about}: {best}." + (
+        f"\nTheir intervals are unpaired, leave out the choice of {reference.parameter} and of "
+        f"settings, and assume one standard deviation for\nall schemes: {spreads}."
+        if spreads
+        else ""
     )
     first, *_, last = study.cells
     lines = []
@@ -150,7 +152,7 @@ def steps_picture(study: Study, rows: Rows) -> str:
                 ropes[steps] = mean(row.at_trained_length)
             elif name in reference.schemes or name not in differences:
                 continue
-            elif differences[name].mean <= reference.shown:
+            elif row.labels.sign * differences[name].mean <= reference.shown:
                 lines.setdefault(name, {})[steps] = differences[name].bounds
     if len(ropes) < 2:
         return ""

@@ -495,7 +495,8 @@ def test_leads_of_speed_and_of_the_limit(study_of, monkeypatch):
     tables = tables.partition("[text]")[0].replace("[1000]", "[100]").replace("16000", "1600")
     blocks = ["steps", "claims", "settings"]
     head = f"blocks = {blocks}\nschemes = {schemes}\n[notes]{tables}[text]\nvalidation = true\n"
-    study = study_of(f"{head}[sizes.few]\n{size}100\n[sizes.many]\n{size}1600\n")
+    text = f"{head}[sizes.few]\n{size}100\n[sizes.many]\n{size}1600\n"
+    study = study_of(text)
     losses = {
         "rope": (2.60, 2.10), names[0]: (2.55, 2.11), names[1]: (2.56, 2.12),
         "t5": (2.45, 2.07), "alibi": (2.45, 2.09), "none": (2.9, 2.4),
@@ -510,6 +511,8 @@ def test_leads_of_speed_and_of_the_limit(study_of, monkeypatch):
         return Result({}, "done", "", {}, "", "", scores=scores, fitted=learned)
 
     rows = rows_by_size(study, results)[0]
+    of_one_seed = page_of(study_of(text.replace("\nseeds = 2", "\nseeds = 1")), results)
+    assert not re.search(r"\bnan\b", of_one_seed) and "| t5 | -0.100 | -0.030 |" in of_one_seed
     text = page_of(study, results, rows=rows)
     assert " validation text: 100 after few steps, 10,000 after many steps. Their" in text
     assert "for all schemes: 0.001 after few steps, pooled from 0.001 (" in text
@@ -553,6 +556,7 @@ def test_leads_of_speed_and_of_the_limit(study_of, monkeypatch):
     task = type(study.cells["few"]["rope"].task)
     monkeypatch.setattr(task, "labels", dataclasses.replace(task.labels, higher_is_better=True))
     assert leads(rows["few"], thetas)[0] == "rope"
+    assert ">none<" in steps_picture(study, rows)  # It is ahead.
     monkeypatch.undo()
     of_two = {scheme: row for scheme, row in rows["many"].items() if scheme != names[1]}
     assert leads(of_two, thetas) == ("", {})  # The third theta may be the best one.
