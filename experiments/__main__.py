@@ -47,7 +47,7 @@ A TOML file describes one experiment; any setting of it can be changed on the co
   python -m experiments report results/compare
 
 Results go to results/<name>/. Ctrl-C keeps finished runs, and compare, study and scoreboard stop
-after --minutes; the same command continues.
+after --minutes, with status 3; the same command continues.
 `python -m experiments compare --help` lists every setting.
 """
 
@@ -65,7 +65,10 @@ _COMMANDS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Runs a command and returns the exit status: 2 for errors of the user, 130 after Ctrl-C."""
+    """Runs a command and returns the exit status.
+
+    It is 1 if a run failed, 2 for errors of the user, 3 if the time is over, 130 after Ctrl-C.
+    """
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0

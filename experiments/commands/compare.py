@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 
 def compare(experiment: Experiment, options: argparse.Namespace) -> int:
-    """Carries out the plan of an experiment; returns 0, 1 if a run failed, 130 after Ctrl-C.
+    """Carries out the plan of an experiment; returns the exit status.
 
     Finished runs are skipped. Runs that other processes hold are looked at again at the end. A run
     that raises does not stop the others. The process that ends last writes the report.

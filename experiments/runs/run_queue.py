@@ -416,7 +416,8 @@ def carry_out(
       kind: of results, for --pack.
 
     Returns:
-      The exit status, and whether other processes still hold runs, and will show all results.
+      The exit status, 3 if the time is over with runs left, and whether other processes still
+      hold runs, and will show all results.
     """
     if jax.config.jax_enable_x64:
         raise ConfigError("JAX_ENABLE_X64: models and tasks are of 32 bits; unset it")
@@ -453,7 +454,7 @@ def carry_out(
             say(f"Pack: {pack(folder, kind)} results in {folder / PACK}")
         except Locked:
             say("Pack: another process packs the results.")
-    return int(bool(queue.errors)), bool(held)
+    return 3 if queue.over else int(bool(queue.errors)), bool(held)
 
 
 def _follow(folder: Path, layout: Layout) -> None:

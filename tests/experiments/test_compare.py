@@ -215,7 +215,7 @@ def test_interrupt_keeps_finished_runs(run, monkeypatch):
 def test_a_stop_within_a_run_continues_there(run):
     assert run("compare", "--schemes", "none", "--name", "whole")[0] == 0
     status, out, _ = run("compare", "--schemes", "none", "--minutes", "0")
-    assert status == 0 and "Time is over with 1 runs left; the same command continues." in out
+    assert status == 3 and "Time is over with 1 runs left; the same command continues." in out
     out = run("compare", "--schemes", "none", "--fresh", "--minutes", "0")[1]
     assert "left; the same command without --fresh continues." in out
     (whole,) = experiment_of(run.folder.parent / "whole").all_runs()

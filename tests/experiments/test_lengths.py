@@ -344,7 +344,7 @@ def test_a_stopped_study_continues_with_what_is_left(plan, passes, tmp_path, cap
     passes.stop = 5
     assert __main__.main(words) == 130
     passes.stop = None
-    assert __main__.main([*words, "--minutes", "0"]) == 0
+    assert __main__.main([*words, "--minutes", "0"]) == 3
     assert "20 cells, 5 with a result.\nTime is over with 15 runs left" in capsys.readouterr().out
     with locked(folder / cells[6].name):  # Of another process.
         assert __main__.main(words) == 0

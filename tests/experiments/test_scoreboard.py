@@ -212,7 +212,7 @@ def test_sigterm_writes_the_state_and_the_same_command_continues(call, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "save", terminated)
         status, out, _ = call("--run", "--seeds", "1")
-    assert status == 0 and "Time is over with 3 runs left" in out
+    assert status == 3 and "Time is over with 3 runs left" in out
     assert [path.name for path in call.results.glob("*/*")] == ["checkpoints"]
     assert signal.getsignal(signal.SIGTERM) is before
     assert "3 runs, 0 with a result" in call("--run", "--seeds", "1")[1]

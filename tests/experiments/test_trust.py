@@ -118,7 +118,7 @@ def test_trust_is_of_one_object(folder, capsys):
     command += ["--tasks", "theirs:Task", "--trust"]
     assert main([*command, "theirs:make"]) == 2
     assert capsys.readouterr().err.endswith("--trust theirs:Task\n")
-    assert main([*command, "theirs:make,theirs:Task"]) == 0
+    assert main([*command, "theirs:make,theirs:Task"]) == 3
     assert "Time is over with 1 runs left" in capsys.readouterr().out
 
 
