@@ -10,6 +10,7 @@ report.html        tables and plots of the results with these settings
 import argparse
 import json
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Collection, Iterator
@@ -33,7 +34,7 @@ from experiments.runs.run_queue import (
     refuse_other_versions,
     say,
 )
-from experiments.settings.config_io import Parser, near
+from experiments.settings.config_io import Parser, near, read_toml
 from experiments.settings.trust import add_trust
 from experiments.training.layout import check_batch
 
@@ -117,7 +118,8 @@ def report(arguments: list[str]) -> int:
     parser.add_argument("--baseline", help="scheme of the paired differences (default: rope)")
     add_trust(parser)
     options = parser.parse_args(arguments)
-    print(f"Report: {write_report(options.folder, options.baseline, trusted=options.trust)}")
+    folder = options.folder if options.folder.name else options.folder.absolute()
+    print(f"Report: {write_report(folder, options.baseline, trusted=options.trust)}")
     return 0
 
 
@@ -141,9 +143,12 @@ def write_report(
     if baseline and baseline not in schemes:
         hint = near(baseline, schemes)
         raise ConfigError(f"--baseline: {baseline!r} is not among the runs{hint}")
-    command = f"python -m experiments compare {folder / 'config.toml'}"
+    words = ["python", "-m", "experiments", "compare", str(folder / "config.toml")]
+    stored = read_toml(folder / "config.toml")
+    if Path(stored.get("results", "results"), stored.get("name", "compare")) != folder:  # Moved.
+        words += ["--results", str(folder.parent), "--name", folder.name]
     settings = experiment.to_tables()
-    page = render(experiment.name, results, command, settings, baseline)
+    page = render(experiment.name, results, shlex.join(words), settings, baseline)
     if mixed := mixture([result for row in results for result in row.results]):
         print(mixed, file=sys.stderr)
     write_whole(folder / "report.html", page)

@@ -46,6 +46,8 @@ def page(outcomes: Sequence[Outcome], files: Files = LIBRARY) -> str:
     remark = files.folder / "remark.md"
     numbers = files.page.with_suffix(".csv").name
     methods = os.path.relpath("docs/methods.md", files.page.parent)
+    usual = LIBRARY if files.folder == LIBRARY.folder else of_folder(files.folder)
+    at = f" --results {shlex.quote(str(files.results))}" if files.results != usual.results else ""
     claims = [
         [_link(outcome, files), outcome.claim.claim.replace("|", "\\|"), outcome.word]
         for outcome in outcomes
@@ -53,8 +55,8 @@ def page(outcomes: Sequence[Outcome], files: Files = LIBRARY) -> str:
     ]
     paragraphs = [
         "# Claims of the literature, tested",
-        f"`{files.command}` writes this page from `{files.folder}/` and `{files.results}/`. Models "
-        "are tiny and train for minutes:\nan outcome holds for its protocol, at this scale. "
+        f"`{files.command}{at}` writes this page from `{files.folder}/` and `{files.results}/`. "
+        "Models are tiny and train for minutes:\nan outcome holds for its protocol, at this scale. "
         f"[{numbers}]({numbers}) has all gates, criteria with\ntheir intervals, and scores; the "
         f"file behind a name has source, protocol and remarks;\n[methods]({methods}#claims) "
         "explains outcomes.",

@@ -476,6 +476,15 @@ def test_full_disk_keeps_earlier_results(run, monkeypatch):
     assert status == 2 and err.count("\n") == 1 and "cannot be removed" in err
 
 
+def test_a_moved_folder_is_in_the_command_of_its_report(run, tmp_path):
+    run.without_training()
+    assert run("compare", "--schemes", "none")[0] == 0
+    run.folder.rename(tmp_path / "moved")
+    assert main(["report", "moved"]) == 0
+    page = (tmp_path / "moved" / "report.html").read_text()
+    assert "compare moved/config.toml --results . --name moved\n" in page
+
+
 @slow
 def test_the_report_is_written_again(run, capsys):
     run.without_training()

@@ -123,6 +123,9 @@ def test_claims_of_another_folder_have_their_own_page_and_results(call, tmp_path
     call()
     library = call.page()
     assert "[T1](../configs/scoreboard/T1.toml)" in library
+    assert call("--results", "other")[0] == 0
+    assert "`python -m experiments scoreboard --results other` writes" in call.page()
+    call()
     (tmp_path / "my claims").mkdir()
     (tmp_path / "my claims" / "Z1.toml").write_text(CLAIM)
     (tmp_path / "my claims" / "remark.md").write_text("Two others never ran.\n")
