@@ -62,6 +62,10 @@ class Work:
         """Digests of files that its settings name."""
         return {}
 
+    def unlike(self, result: Any) -> str:
+        """Returns in words how a result of its name differs from it, or ""."""
+        return ""
+
     @property
     def program(self) -> str:
         """Identifies the compiled program; a queue carries out equal ones one after the other."""
@@ -166,6 +170,12 @@ class Run(Work):
                 if name.startswith("corpus ")
             }
         )
+
+    def unlike(self, result: Result) -> str:
+        """Compares numbers of rows: a study's grid has no test lengths, which determine them."""
+        texts = result.scheme_repr, repr(self.position)
+        old, new = (", ".join(re.findall(r"max_length=\d+", text)) for text in texts)
+        return f"has a result with {old}, not {new}" if old != new else ""
 
     @functools.cached_property
     def program(self) -> str:

@@ -124,16 +124,18 @@ def refuse_other_versions(
 ) -> None:
     """Raises ResultsError if a run has a result of other versions, or of other code or text."""
     now = versions_of(here())
-    known = [(run, result.environment) for run in runs if (result := results(run))]
-    for _, environment in known:
-        if (other := versions_of(environment)) != now:
+    known = [(run, result) for run in runs if (result := results(run))]
+    for _, result in known:
+        if (other := versions_of(result.environment)) != now:
             raise ResultsError(
                 f"{title}: has results of other versions: {differences({other, now})}; "
                 f"use the versions there, or {remedy}"
             )
-    for run, environment in known:
+    for run, result in known:
+        if words := run.unlike(result):
+            raise ResultsError(f"{title}: {run.name} {words}; {remedy}")
         for name, digest in run.sources.items():
-            if environment.get(name, digest) != digest:
+            if result.environment.get(name, digest) != digest:
                 raise ResultsError(f"{title}: {name} has changed since its results; {remedy}")
 
 

@@ -935,6 +935,19 @@ def test_a_scheme_is_added_with_one_command(call, monkeypatch, tmp_path):
     assert (tmp_path / "faq.md").read_text() == "# Questions\n"
 
 
+def test_a_grid_of_tables_of_other_lengths_is_refused(call, monkeypatch, tmp_path):
+    monkeypatch.setitem(HEIGHT, "learned", 0.5)
+    monkeypatch.setitem(BEST, "learned", 4e-3)
+    file, also = tmp_path / "mine.toml", ("--also", "learned", "--run")
+    assert call(*also)[0] == 0
+    before = len(call.carried_out)
+    file.write_text(file.read_text().replace("[32, 48]", "[32, 64]"))
+    status, _, err = call(*also)
+    assert status == 2 and len(call.carried_out) == before
+    assert re.search(r"-s100-\w+ has a result with max_length=48, not max_length=64", err)
+    assert call("--run")[0] == 0  # No other scheme has a table.
+
+
 def _claim(condition):
     """A change of the file: a claim with a condition."""
     task = 'task = "kback"'
