@@ -46,12 +46,15 @@ class Clock:
       rounds: by size, how often each scheme was measured.
       others: by size, the share of the machine's time that other programs had.
       environment: versions and the machine.
+      programs: by size and scheme, the names of the programs that were timed; an older file has
+        none.
     """
 
     steps: Mapping[str, Mapping[str, float]]
     rounds: Mapping[str, int]
     others: Mapping[str, float | None]
     environment: Mapping[str, Any]
+    programs: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
 
     def ratio(self, size: str, scheme: str, baseline: str) -> float | None:
         """Returns the time of a scheme relative to the baseline.
@@ -69,20 +72,26 @@ class Clock:
         return others is None or others > BUSY
 
 
-def read(folder: Path) -> Clock | None:
-    """Returns the clock in a folder of results, None if there is none."""
+def read(folder: Path, cells: Mapping[str, Mapping[str, Any]]) -> Clock | None:
+    """Returns the clock in a folder of results of a study with these cells, None without one."""
     file = folder / "clock.json"
     try:
-        return convert(Clock, json.loads(file.read_text(encoding="utf-8")), "")
+        clock = convert(Clock, json.loads(file.read_text(encoding="utf-8")), "")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
         raise ResultsError(f"{file}: cannot be read: {error}") from None
+    for size, of_size in cells.items():
+        for name, program in clock.programs.get(size, {}).items():
+            if name in of_size and of_size[name].grid[0].program != program:
+                words = f"has times of other settings of {size}; --clock measures again"
+                raise ResultsError(f"{file}: {words}")
+    return clock
 
 
 def measure(cells: Mapping[str, Mapping[str, Any]], folder: Path, say: Any) -> Clock:
     """Measures the schemes of all sizes of a study, and writes the clock."""
-    steps, rounds, others, machine = {}, {}, {}, {}
+    steps, rounds, others, machine, programs = {}, {}, {}, {}, {}
     devices = variables(look())
     for size, of_size in cells.items():
         say(f"Measuring a step of {len(of_size)} schemes of {size} ...")
@@ -95,9 +104,10 @@ def measure(cells: Mapping[str, Mapping[str, Any]], folder: Path, say: Any) -> C
         with processes(1, environments=devices[:1]) as pool:
             measured = pool.submit(_measure, unit, **options).result()
         steps[size], rounds[size], others[size], machine = measured
+        programs[size] = {name: cell.grid[0].program for name, cell in of_size.items()}
         share = "unknown" if others[size] is None else f"{others[size]:.1%}"
         say(f"{size}: {rounds[size]} rounds; time of other programs: {share}")
-    clock = Clock(steps, rounds, others, machine)
+    clock = Clock(steps, rounds, others, machine, programs)
     write_whole(folder / "clock.json", to_json(dataclasses.asdict(clock), indent=1) + "\n")
     return clock
 

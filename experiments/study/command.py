@@ -101,7 +101,7 @@ def pages(
     `file` and `folder` are of the study and its results, `target` is the page, and `also` has the
     schemes that the file leaves out.
     """
-    results, times = known(folder), clock.read(folder)
+    results, times = known(folder), clock.read(folder, study.cells)
     rows = {size: _rows(study, size, results, times) for size in study.cells}
     context = Context(
         study=study,
@@ -146,7 +146,7 @@ def _rows(study: Study, size: str, results: Lookup, times: clock.Clock | None) -
 def _stages(study: Study, folder: Path) -> Iterator[list[Run]]:
     """Yields runs without a result, one size after the other, until the results require no more."""
     failed: set[str] = set()
-    times, results = clock.read(folder), known(folder)
+    times, results = clock.read(folder, study.cells), known(folder)
     while True:
         by_size = {
             size: {run.name: run for run in study.runs_of(size, results, times)}

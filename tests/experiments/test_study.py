@@ -16,7 +16,7 @@ from scipy import optimize, stats
 
 import posenc_jax as pe
 from experiments.__main__ import main
-from experiments.errors import ConfigError
+from experiments.errors import ConfigError, ResultsError
 from experiments.models.schemes import short
 from experiments.pages import plots
 from experiments.runs.accelerators import Devices
@@ -848,7 +848,10 @@ def test_the_clock_has_the_programs_of_the_runs(study_of, monkeypatch, tmp_path)
         assert [count for count, _ in asked] == [calls] * 2
     assert variables == [{"CUDA_VISIBLE_DEVICES": "0"}]
     assert {program for _, program in asked} == {of_program(x.grid[0].task) for x in cells.values()}
-    assert clock.read(tmp_path) == times
+    assert clock.read(tmp_path, {"b": cells}) == times
+    wider = study_of(SIZES.replace("model_dim = 32", "model_dim = 64")).cells
+    with pytest.raises(ResultsError, match=r"clock.json: has times of other settings of b; --cl"):
+        clock.read(tmp_path, wider)
 
 
 def test_the_share_of_other_programs(monkeypatch, tmp_path):
@@ -1032,7 +1035,8 @@ def test_wrong_files_are_one_line(tmp_path, change, message):
 def test_the_committed_page_is_that_of_the_committed_results(request, name, monkeypatch):
     root, folder = request.config.rootpath, f"results/{name}"
     file = f"configs/{name}.toml"
-    study, times = plan.load(root / file), clock.read(root / folder)
+    study = plan.load(root / file)
+    times = clock.read(root / folder, study.cells)
     results = known(root / folder)
     monkeypatch.chdir(root)
     monkeypatch.setattr(plots, "drawing", lambda *_: "<svg/>")
