@@ -350,7 +350,8 @@ def load(path: Path) -> Plan:
                 raise ConfigError(f"probe: must have at most {len(CITIES)} facts in all contexts")
         if not probe.contexts or max(probe.distances, default=0) <= trained:
             raise ConfigError(f"probe: must have contexts, and a distance above {trained}")
-        if plan.probe_within and plan.probe_within.contexts[-1] > trained:
+        within = plan.probe_within
+        if within and max(within.contexts, default=trained + 1) > trained:
             raise ConfigError(f"probe_within: contexts must end at {trained} or before")
         for stage in plan.stages:
             if not 0 <= stage.document < count:

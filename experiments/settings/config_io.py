@@ -18,6 +18,7 @@ import json
 import math
 import textwrap
 import tomllib
+import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -141,6 +142,8 @@ def convert(hint: Any, value: Any, path: str, *, measured: bool = False) -> Any:
         elif key in _names(hint):  # Names of the alternatives of a union are no part of the path.
             path += f".{key}" if path else key
             hint = typing.get_type_hints(hint)[key]
+            if isinstance(hint, types.UnionType):
+                hint = next(filter(dataclasses.is_dataclass, typing.get_args(hint)), hint)
         elif typing.get_origin(hint) is dict:
             path += f".{key}" if path else key
             hint = typing.get_args(hint)[1]

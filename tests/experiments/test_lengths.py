@@ -475,9 +475,11 @@ def test_times_of_two_processors_are_not_compared(plan):
     assert np.isnan(Table(plan, known).ratio("ntk"))
 
 
+WITHIN = "[probe_within]\ncontexts = [4096]\nfacts = 2\ndistances = [1024]\n"
+
+
 def test_gates_read_copies_of_rope_within_the_length(tmp_path):
-    within = "[probe_within]\ncontexts = [4096]\nfacts = 2\ndistances = [1024]\n[[stages]]"
-    text = PLAN.replace("[[stages]]", within, 1)
+    text = PLAN.replace("[[stages]]", f"{WITHIN}[[stages]]", 1)
     (tmp_path / "plan.toml").write_text(text.replace("rope.at[4096] <= 1", GATE))
     plan = plans.load(tmp_path / "plan.toml")
     near = [cell for cell in plan.cells() if cell.count == 4096]
@@ -504,6 +506,7 @@ def test_a_wrong_plan_is_one_line(tmp_path, capsys):
         ("facts = 2", "facts = 30", "at most 40 facts"),
         ("targets = [8192]", "targets = [8000]", "multiples of 2048 from the trained length on"),
         ("distances = [1024, 6144]", "distances = [1024]", "contexts, and a distance above 4096"),
+        ("[[stages]]", WITHIN.replace("4096", "") + "[[stages]]", "within: contexts must end"),
         ("trained = 4096", "trained = 0", "trained: must be greater than 0"),
         ("rope.at[4096] <= 1", GATE, "copied_within needs [probe_within], and is of rope alone"),
         ('"llama"', '"lama"', "unknown model_type 'lama'"),

@@ -976,6 +976,10 @@ reference = {about = "x", parameter = "x", close = 0.1, shown = 0.1, schemes = {
             "b: rates_of: a has no rates of its own",
         ),
         (('baseline = "rope"', REFERENCE), "reference.schemes: 'ropr' is not compared"),
+        (
+            ('baseline = "rope"', REFERENCE.replace("close", "clos = 1, close")),
+            "reference.clos: unknown setting of Reference; did you mean 'close'?",
+        ),
         (('baseline = "rope"', 'baseline = "alibi"'), "baseline: must be one of the schemes"),
         (
             ('baseline = "rope"', 'baseline = "rope"\nblocks = ["steps"]'),
