@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import importlib
 import json
 import platform
 import re
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from experiments.models.model import Position
-from experiments.models.schemes import code_of, import_object, parts_of, short
+from experiments.models.schemes import code_of, parts_of, short
 from experiments.runs import hosts, results
 from experiments.runs.checkpoints import Checkpoints, Deadline, OutOfTime
 from experiments.runs.environment import environment
@@ -154,9 +155,11 @@ class Run(Work):
     @functools.cached_property
     def sources(self) -> dict[str, str]:
         """Digests of the files that the settings name: your code, and a corpus."""
-        objects = [part for part in parts_of(self.scheme) if ":" in part]
-        modules = [part.partition(":")[0] for part in objects]
-        defined = (getattr(import_object(part, "schemes"), "__module__", None) for part in objects)
+        objects = [part.split(":") for part in parts_of(self.scheme) if ":" in part]
+        modules = [module for module, _ in objects]
+        # Checked when the plan was made: a worker process does not know what --trust allows.
+        at = ((importlib.import_module(module), name) for module, name in objects)
+        defined = (getattr(getattr(module, name), "__module__", None) for module, name in at)
         modules += filter(None, defined)  # Another module may import the object.
         corpus = getattr(self.task, "corpus", None)
         facts = load_data(self.task).facts if corpus not in (None, *SOURCES) else {}

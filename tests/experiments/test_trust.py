@@ -1,6 +1,7 @@
 """A file of settings, or a folder of results, of somebody else runs no code and follows no link."""
 
 import os
+import pickle
 import sys
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from experiments.__main__ import main
 from experiments.errors import ConfigError, ResultsError
 from experiments.models.schemes import build, find
 from experiments.runs.checkpoints import Checkpoints, Deadline
-from experiments.runs.experiment import find_task
+from experiments.runs.experiment import Experiment, find_task
 from experiments.runs.files import locked, write_whole
 from experiments.settings import trust
 
@@ -120,6 +121,14 @@ def test_trust_is_of_one_object(folder, capsys):
     assert capsys.readouterr().err.endswith("--trust theirs:Task\n")
     assert main([*command, "theirs:make,theirs:Task"]) == 3
     assert "Time is over with 1 runs left" in capsys.readouterr().out
+
+
+def test_workers_need_no_trust(folder):
+    """A run comes to a process that was started without --trust."""
+    trust.TRUSTED.add("theirs:make")
+    sent = pickle.dumps(Experiment(schemes=("theirs:make",)).run("kback", "theirs:make", 0))
+    trust.TRUSTED.clear()
+    assert "code theirs" in pickle.loads(sent).sources
 
 
 @pytest.mark.parametrize("name", ["bare", "numbers", "mixed", "optional", "text", "empty"])
