@@ -5,21 +5,15 @@ rounds alike wherever it has one. On GPUs and TPUs it has a chip of its own: it 
 process imports JAX, which this module does not.
 """
 
-import contextlib
-import fcntl
 import importlib
 import multiprocessing
 import os
 import signal
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from typing import Any
 
 from experiments.errors import ConfigError
-
-EVENTS: Any = None
-"""In a process of `processes`: the queue for its events."""
 
 
 def processors() -> list[int]:
@@ -29,52 +23,27 @@ def processors() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def take_a_processor() -> None:
-    """Gives this process a processor that none of its siblings has, as long as there are enough.
-
-    Call it before JAX computes, which makes a thread per processor.
-    """
-    numbers = processors()
-    if len(numbers) == 1 or not hasattr(os, "sched_setaffinity"):
-        return
-    name = os.path.join(tempfile.gettempdir(), f"posenc_jax-{os.getuid()}.lock")
-    file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    for number in numbers:
-        with contextlib.suppress(BlockingIOError):  # A byte is held until the process ends.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, os.getppid() * 2**16 + number)
-            break
-    else:
-        number = numbers[os.getpid() % len(numbers)]
-    os.sched_setaffinity(0, {number})
-
-
-def processes(
-    count: int, events: Any = None, environments: Sequence[dict[str, str]] = ()
-) -> ProcessPoolExecutor:
+def processes(count: int, environments: Sequence[dict[str, str]] = ()) -> ProcessPoolExecutor:
     """Returns an executor with processes of this machine, which Ctrl-C does not reach.
 
-    Args:
-      count: how many.
-      events: a queue, which is `EVENTS` there.
-      environments: variables for each process, such as a device's; with none it has a
-        processor of its own.
+    `environments` has variables for each process, such as a device's; with none it has a processor
+    of its own, as long as there are enough.
     """
     spawn = multiprocessing.get_context("spawn")
-    variables = spawn.SimpleQueue()
-    for each in environments:
-        variables.put(each)
-    prepare = events, variables if environments else None
-    return ProcessPoolExecutor(count, spawn, _prepare, prepare)
+    places, numbers = spawn.SimpleQueue(), processors()
+    for i in range(count):
+        places.put(environments[i] if environments else numbers[i % len(numbers)])
+    return ProcessPoolExecutor(count, spawn, _prepare, (places,))
 
 
-def _prepare(events: Any, variables: Any) -> None:
-    global EVENTS
+def _prepare(places: Any) -> None:
+    """Takes a device or a processor, before JAX makes a thread per processor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    EVENTS = events
-    if variables is None:
-        take_a_processor()
-    else:
-        os.environ.update(variables.get())
+    place = places.get()
+    if isinstance(place, dict):
+        os.environ.update(place)
+    elif hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {place})
 
 
 def executor_of(name: str) -> Executor:

@@ -67,11 +67,6 @@ class Work:
         """Returns in words how a result of its name differs from it, or ""."""
         return ""
 
-    @property
-    def program(self) -> str:
-        """Identifies the compiled program; a queue carries out equal ones one after the other."""
-        return self.name
-
     def measured(
         self,
         folder: Path,

@@ -2,8 +2,6 @@
 
 The folder of results is the queue: any number of processes and machines may work on it. A run that
 another holds is left out, and looked at again at the end.
-
-The runs of one program form a group, which is one call of a process: it compiles the program once.
 """
 
 import argparse
@@ -23,7 +21,7 @@ from typing import Any
 import jax
 
 from experiments.errors import ConfigError, ExperimentError, Locked, ResultsError
-from experiments.runs import executors, hosts
+from experiments.runs import hosts
 from experiments.runs.accelerators import look, variables
 from experiments.runs.checkpoints import Deadline, OutOfTime
 from experiments.runs.environment import device, set_device, usable_cores
@@ -156,8 +154,8 @@ class Held:
     run: str
 
 
-Event = Ended | Held | str | ExperimentError
-"""What a process says about its runs; a string is a line to show, an error ends the queue."""
+Event = Ended | Held | ExperimentError | None
+"""What becomes of a run; an error ends the queue, None is a run that was not begun or not ended."""
 
 _POLL = 2.0
 """Seconds between two looks at runs that other processes hold."""
@@ -233,34 +231,28 @@ class Queue:
 
     def _carry_out(self, runs: Sequence[Work]) -> None:
         """Tries each run once."""
-        if self.executor:  # A run alone is the progress that is shown.
-            self._submit(self.executor, grouped(runs, len(runs)))
+        if self.executor:  # It writes states on its own: a queue that is asked to stop leaves it.
+            self._submit(self.executor, runs)
         elif self.workers > 1:
-            groups, devices = grouped(runs, self.workers), variables(look())
-            events = multiprocessing.get_context("spawn").SimpleQueue()
-            pool = processes(min(self.workers, len(groups)), events, devices)
+            pool = processes(min(self.workers, len(runs)), variables(look()))
             with pool, self.deadline.of_sigterm(_stop_processes):
                 try:
-                    self._submit(pool, groups, events)
+                    self._submit(pool, runs)
                 except BaseException:
                     _stop_processes()
                     raise
         else:
-            carry_out_runs(self.folder, runs, self.deadline, self._handle, self.layout)
+            for run in runs:
+                self._handle(carry_out_run(run, self.folder, self.deadline, self.layout))
 
-    def _submit(self, pool: Executor, groups: Iterable[Sequence[Work]], events: Any = None) -> None:
-        """Has groups of runs carried out by an executor.
-
-        Processes of this machine send their events, others return them at the end.
-        """
-        waiting = {pool.submit(_work, group, self.folder, self.deadline) for group in groups}
+    def _submit(self, pool: Executor, runs: Iterable[Work]) -> None:
+        """Has runs carried out by an executor."""
+        waiting = {pool.submit(_work, run, self.folder, self.deadline) for run in runs}
         try:
-            while waiting and (events or not self.deadline.asked):
+            while waiting and not (self.executor and self.deadline.asked):
                 done, waiting = wait(waiting, 0.1, FIRST_COMPLETED)
-                while events and not events.empty():
-                    self._handle(events.get())
-                for event in (event for future in done for event in self._events(future)):
-                    self._handle(event)
+                for future in done:
+                    self._handle(self._event(future))
         finally:
             for future in waiting:
                 future.cancel()
@@ -275,13 +267,13 @@ class Queue:
             took += f" (about {duration(remaining)} left)"
         say(f"[{self._ended}/{self._count}] {self._titles[ended.run]}: {words:.200}; {took}")
 
-    def _events(self, future: Future) -> list[Event]:
-        """Returns the events of a call; an error ended its process before its time."""
+    def _event(self, future: Future) -> Event:
+        """Returns the event of a call; an error ended its process before its time."""
         try:
             return future.result()
         except Exception as error:  # Of a process that has ended.
             if self.deadline.over():
-                return []
+                return None
             raise ResultsError(
                 f"a process that carried out runs ended ({in_one_line(error)}); {self._again} "
                 "continues"
@@ -290,14 +282,13 @@ class Queue:
     def _handle(self, event: Event) -> None:
         if isinstance(event, ExperimentError):
             raise event
-        if isinstance(event, str):
-            return say(event)
         if isinstance(event, Held):
-            return self.held.add(event.run)
-        self._ended += 1
-        if event.result is None:
-            self.errors[event.run] = event.error
-        self.finish(event)
+            self.held.add(event.run)
+        if isinstance(event, Ended):
+            self._ended += 1
+            if event.result is None:
+                self.errors[event.run] = event.error
+            self.finish(event)
 
 
 def time_left(passed: float, ended: int, waiting: int, workers: int) -> float:
@@ -312,73 +303,35 @@ def time_left(passed: float, ended: int, waiting: int, workers: int) -> float:
     return passed / (ended + half) * (waiting - half)
 
 
-def grouped(runs: Iterable[Work], workers: int) -> list[list[Work]]:
-    """Returns runs in groups of one program.
-
-    Large groups are divided, so that there are some for each of the workers.
-    """
-    once = {each.name: each for each in runs}.values()
-    most, groups, open_groups = math.ceil(len(once) / (2 * workers)), [], {}
-    for run in once:
-        group = open_groups.get(run.program)
-        if group is None or len(group) >= most:
-            group = open_groups[run.program] = []
-            groups.append(group)
-        group.append(run)
-    return groups
-
-
-def carry_out_runs(
-    folder: Path,
-    runs: Iterable[Work],
-    deadline: Deadline,
-    send: Callable[[Event], None],
-    layout: Layout | None = None,
-) -> None:
-    """Carries out runs until the time is over, and sends their ends and lines to show.
-
-    Runs that other processes hold are left out.
-    """
-    for each in runs:
-        if deadline.over():
-            return
-        began, result, error = time.monotonic(), None, ""
-        try:
-            result = each.carry_out(folder, send, deadline, layout)
-        except OutOfTime:
-            return
-        except Locked:
-            send(Held(each.name))
-            continue
-        except ExperimentError as raised:
-            return send(raised)
-        except Exception as raised:
-            error = in_one_line(raised)
-        send(Ended(each.name, result, error, time.monotonic() - began))
+def carry_out_run(
+    run: Work, folder: Path, deadline: Deadline, layout: Layout | None = None
+) -> Event:
+    """Carries out a run, unless the time is over, and returns what becomes of it."""
+    if deadline.over():
+        return None
+    began, result, error = time.monotonic(), None, ""
+    try:
+        result = run.carry_out(folder, say, deadline, layout)
+    except OutOfTime:
+        return None
+    except Locked:
+        return Held(run.name)
+    except ExperimentError as raised:
+        return raised
+    except Exception as raised:
+        error = in_one_line(raised)
+    return Ended(run.name, result, error, time.monotonic() - began)
 
 
-def _work(runs: Sequence[Work], folder: Path, deadline: Deadline) -> list[Event]:
-    """Carries out runs in another process, and returns the events that it cannot send.
-
-    After SIGTERM it ends with their states written.
-    """
+def _work(run: Work, folder: Path, deadline: Deadline) -> Event:
+    """Carries out a run in another process, which ends with its state written after SIGTERM."""
     commit()  # Of the code that this process has just imported.
-    events: list[Event] = []
-
-    def send(event: Event) -> None:
-        if executors.EVENTS:
-            executors.EVENTS.put(event)
-        elif isinstance(event, str):
-            say(event)  # In the log of the process.
-        else:
-            events.append(event)
-
     is_main = threading.current_thread() is threading.main_thread()
     with deadline.of_sigterm() if is_main else contextlib.nullcontext():
-        carry_out_runs(folder, runs, deadline, send)
+        event = carry_out_run(run, folder, deadline)
     if is_main and deadline.asked:
         os.kill(os.getpid(), signal.SIGTERM)
-    return events
+    return event
 
 
 def _stop_processes() -> None:

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import dataclasses
 import os
 import signal
 import time
@@ -14,16 +13,13 @@ from experiments.errors import ConfigError, ResultsError
 from experiments.runs import accelerators, environment, run_queue
 from experiments.runs.accelerators import Devices, variables
 from experiments.runs.executors import processes
-from experiments.runs.experiment import Experiment
-from experiments.runs.run import Run
 from experiments.runs.run_queue import (
     Queue,
     add_arguments,
     carry_out,
-    grouped,
     number_of_workers,
 )
-from tests.experiments.stub_tasks import TASK, order
+from tests.experiments.stub_tasks import order
 from tests.support import slow
 
 
@@ -37,21 +33,6 @@ class Quiet(Queue):
     def finish(self, ended):
         self.ended[ended.run] = ended
         self.then(ended)
-
-
-def make_run(seed, scheme="t5", rate=1e-3):
-    task = dataclasses.replace(TASK, train=dataclasses.replace(TASK.train, learning_rate=rate))
-    position = Experiment(tasks={"kback": task}).scheme("kback", scheme)
-    return Run(task, scheme, {}, position, seed)
-
-
-def test_runs_of_one_program_are_one_group():
-    t5 = [make_run(seed, rate=rate) for seed in (0, 1) for rate in (1e-3, 2e-3)]
-    rope = [make_run(seed, "rope") for seed in range(3)]
-    mixed = [rope[0], t5[0], rope[1], *t5[1:], rope[2], t5[0]]
-    assert grouped(mixed, 1) == [rope, t5]
-    assert grouped(mixed, 2) == [rope[:2], t5[:2], t5[2:], rope[2:]]
-    assert sorted(map(len, grouped(mixed, 99))) == [1] * 7
 
 
 def test_each_process_has_a_processor_of_its_own(tmp_path):
