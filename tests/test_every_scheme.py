@@ -22,9 +22,8 @@ from posenc_jax.testing.properties import mirrored_change
 from tests.support import KINDS, build, close, is_contrib, make_batch, output, slow
 
 # Windows are large enough for 130 tokens, the most that `posenc_jax.testing` uses, or small enough
-# that some keys are far. With the offsets of zero that it begins with, PoPE is mirrored.
+# that some keys are far.
 SETTINGS = {
-    "pope": {"uniform": True},
     "swin": {"window": (16, 16)},
     "swin_v2": {"window": (16, 16), "width": 16},
     "rerope": {"window": 7, "leak": 1.0, "restart": 2},

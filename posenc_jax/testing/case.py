@@ -84,17 +84,17 @@ class Spread(Implementation):
 class Case:
     """A scheme with parameters, random tokens and compiled functions to measure it with.
 
-    Coordinates go up to 129 (below `max_length`, if the scheme has one), and beyond a million
-    for a relative scheme.
+    Coordinates go up to 129, below `max_length`, and beyond a million for a relative scheme.
 
     Args:
       scheme: the scheme, an instance.
       num_heads, num_kv_heads, head_dim, model_dim: sizes N, K, H and D. Default: the fields of
         these names of the scheme or of schemes inside it; else 6, N divided by its smallest
         prime factor, 8 and 20.
+      max_length: a limit of coordinates. Default: the least field of this name, if there are any.
 
     Attributes:
-      params: new parameters.
+      params, noisy_params: new parameters, and these with noise, as after training.
       weights: projections to queries, keys and values, [D, N or K, H].
       x, long_x: token embeddings, float32 [B, 19, D] and [B, 130, D].
       padded, packed: segments of 130 tokens: padding at the left of the first row, and two
@@ -104,7 +104,7 @@ class Case:
 
     Raises:
       TypeError: for anything but a scheme.
-      ValueError: if the scheme has a `max_length` below 64.
+      ValueError: for a `max_length` below 40.
     """
 
     def __init__(
@@ -115,6 +115,7 @@ class Case:
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         model_dim: int | None = None,
+        max_length: int | None = None,
     ):
         if not isinstance(scheme, Scheme):
             raise TypeError(f"testing: scheme must be a Scheme instance, got {scheme!r}.")
@@ -125,10 +126,11 @@ class Case:
         self.num_kv_heads = num_kv_heads or sizes.get("num_kv_heads") or _grouped(self.num_heads)
         self.head_dim = head_dim or sizes.get("head_dim", 8)
         self.model_dim = model_dim or sizes.get("model_dim", 20)
-        self.max_length = min([n for name, n in fields if name == "max_length"], default=2**20)
+        least = min([n for name, n in fields if name == "max_length"], default=2**20)
+        self.max_length = least if max_length is None else max_length
         require(
-            self.max_length >= 64,
-            f"testing: max_length must be at least 64 to check a scheme, got {self.max_length}.",
+            self.max_length >= 40,
+            f"testing: max_length must be at least 40 to check a scheme, got {self.max_length}.",
         )
         self.long = min(LONG, self.max_length)
         self.x = _normal(3, BATCH, LENGTH, self.model_dim)
@@ -152,6 +154,13 @@ class Case:
     def params(self) -> Any:
         """New parameters."""
         return self.lowered_init.compile()(jax.random.key(7))
+
+    @functools.cached_property
+    def noisy_params(self) -> Any:
+        """The parameters with noise, as after training: none of them is zero."""
+        numbers = np.random.default_rng(0)
+        noise = jax.tree.map(lambda a: numbers.normal(0, 0.1, a.shape).astype("f4"), self.params)
+        return jax.tree.map(lambda a, b: np.asarray(a) + b, self.params, noise)
 
     @functools.cached_property
     def lowered_init(self) -> Any:
@@ -181,12 +190,19 @@ class Case:
         return scheme_attention(scheme, params, q, k, v, x=x, cache=cache, **options)
 
     def run(
-        self, x: Any, *, scheme: Scheme | None = None, weights: Any = None, **options: Any
+        self,
+        x: Any,
+        *,
+        scheme: Scheme | None = None,
+        params: Any = None,
+        weights: Any = None,
+        **options: Any,
     ) -> tuple[jax.Array, Any]:
         """Returns `model` of tokens x, compiled, by default with `weights` in x's dtype."""
+        params = self.params if params is None else params
         weights = [w.astype(x.dtype) for w in self.weights] if weights is None else weights
         options = {"implementation": "reference"} | options
-        return self._model(scheme or self.scheme, self.params, weights, x, **options)
+        return self._model(scheme or self.scheme, params, weights, x, **options)
 
     def eager(self) -> np.ndarray:
         """Returns the output of a call outside of `jit`, computed by `recorder`."""

@@ -10,6 +10,7 @@ import pytest
 
 import posenc_jax as pe
 from posenc_jax import testing
+from posenc_jax.testing.properties import mirrored_change
 from tests.support import slow, slow_but
 
 
@@ -403,6 +404,11 @@ def test_check_reports_what_it_measured():
     assert len(table) == len(testing.PROPERTIES) + 3 and table[-1] == "No property fails."
 
 
+@slow
+def test_coordinates_have_a_limit():
+    testing.check(pe.Swin(6), max_length=49)
+
+
 def test_sizes_come_from_schemes_inside_others():
     case = testing.Case(pe.chain(pe.RoPE(head_dim=4), pe.ALiBi(num_heads=10)))
     assert (case.num_heads, case.num_kv_heads, case.head_dim, case.model_dim) == (10, 5, 4, 20)
@@ -415,7 +421,7 @@ def test_sizes_come_from_schemes_inside_others():
 def test_wrong_arguments_are_refused():
     with pytest.raises(TypeError, match="scheme must be a Scheme instance, got <class"):
         testing.check(pe.RoPE)
-    with pytest.raises(ValueError, match=r"max_length must be at least 64 .* got 8"):
+    with pytest.raises(ValueError, match=r"max_length must be at least 40 .* got 8"):
         testing.check(pe.LearnedAbsolute(max_length=8, model_dim=4))
 
 
@@ -423,3 +429,7 @@ def test_temperatures_of_long_texts_read_coordinates():
     """Which change nothing within a thousand tokens."""
     case = testing.Case(pe.QueryTemperature("llama4", 8192))
     assert testing.PROPERTIES["coordinates_change_the_output"].check(case) is None
+
+
+def test_phases_that_start_at_zero_tell_past_from_future():
+    assert mirrored_change(testing.Case(pe.PoPE(6, 8))) > 1e-3
