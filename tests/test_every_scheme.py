@@ -40,6 +40,7 @@ ALONE = {
     "bfloat16_is_near_float32": {"learned", "t5", "fox", "rope"},
     "tiles_equal_the_reference_in_an_encoder": {"t5", "shaw"},
     "ring_cache_equals_the_whole": set(),
+    "coordinates_do_not_scale_q_and_k": {"rope"},
     "empty_batches_and_sequences": {"learned", "t5", "fox", "path", "short_conv", "rope"},
 }
 """The schemes of properties that need programs of their own, or many operations."""
@@ -86,6 +87,8 @@ NEEDS = {
     "storage_order_does_not_matter": IN_CACHES,
     "segment_ids_alone_are_packed_rows": OF_TOKENS,
     "first_logits_deviate_by_one": {"rules"},
+    "kinds_of_rules_are_declared": {"rules"},
+    "rules_are_constant_beyond_bounds": {"rules"},
     "tells_past_from_future": {"rules"},
     "reversed_sequences_have_reversed_outputs": {"rules"},
 }

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from posenc_jax.engine.problem import Implementation, LogSumExp, Problem, repeat
 from posenc_jax.engine.rule import added_logits
 from posenc_jax.functional.attention import scheme_attention, scheme_embedding
 from posenc_jax.functional.new_cache import new_cache
+from posenc_jax.functional.pipeline import Pipeline, Projections
 from posenc_jax.positions.packing import count_up
 from posenc_jax.schemes.scheme import Scheme
 
@@ -49,25 +50,41 @@ class Recorder(Implementation):
         return choose(problem)(problem)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Spread(Implementation):
-    """Measures how far contents spread the logits of each call, and returns zeros.
+class Measured(NamedTuple):
+    """Numbers of one attention call.
 
     Attributes:
-      deviations: standard deviations of the logits of a pair of tokens, over contents.
+      deviation: standard deviation of the logits of a pair of tokens, over contents.
+      below, above: the largest change of a rule at distances beyond its lower and upper bound.
     """
 
-    deviations: list[float] = dataclasses.field(default_factory=list)
-    name = "spread"
+    deviation: float
+    below: float
+    above: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Probe(Implementation):
+    """Measures the logits and rules of each call, and returns zeros.
+
+    Attributes:
+      measured: numbers of each call.
+      rules: for each rule, whether it reads whole rows of logits and whether it adds to values.
+    """
+
+    measured: list[Measured] = dataclasses.field(default_factory=list)
+    rules: list[tuple[bool, bool]] = dataclasses.field(default_factory=list)
+    name = "probe"
     __eq__, __hash__ = object.__eq__, object.__hash__  # A program belongs to one list.
 
     def __call__(self, problem: Problem) -> tuple[jax.Array, Any]:
-        """Returns zeros, and keeps half of the squared difference of two rows' logits."""
+        """Returns zeros, and measures half of the squared difference of two rows' logits."""
         p = problem.per_query_head()
         heads = p.num_heads
         q, k = (repeat_heads(x, heads).astype(jnp.float32) for x in (p.q, p.k))
         logits = p.scale * jnp.einsum("btnh,bsnh->bnts", q, k)
         for rule in p.rules:
+            self.rules.append((rule.whole_rows, rule.adds_values))
             if not rule.whole_rows:
                 term = added_logits(rule, p.q_coordinates, p.k_coordinates)
                 if term is not None:
@@ -75,10 +92,38 @@ class Spread(Implementation):
         seen = p.visible() & (logits > 0.5 * LEAST_LOGIT)
         squares = jnp.where(seen[0] & seen[1], (logits[0] - logits[1]) ** 2 / 2, 0.0)
         deviation = jnp.sqrt(squares.sum() / (seen[0] & seen[1]).sum(dtype=jnp.float32))
-        jax.debug.callback(lambda x: self.deviations.append(float(x)), deviation)
+        beyond = [[_change_beyond(rule, side, heads) for rule in p.rules] for side in (0, 1)]
+        below, above = (jnp.max(jnp.stack([jnp.float32(0), *changes])) for changes in beyond)
+        jax.debug.callback(
+            lambda *x: self.measured.append(Measured(*map(float, x))), deviation, below, above
+        )
         rows = problem.q.shape[:3]
         lse = LogSumExp(jnp.zeros(rows, jnp.float32), jnp.ones(rows, jnp.float32))
         return jnp.zeros((*rows, problem.v.shape[3]), problem.q.dtype), lse
+
+
+def _change_beyond(rule: Any, side: int, num_heads: int) -> jax.Array:
+    """Returns the largest change of a rule's numbers beyond its lower or upper bound."""
+    if (bound := rule.bounds[side]) is None:
+        return jnp.float32(0)
+    steps = jnp.asarray([0, *3 ** np.arange(13)], jnp.int32)
+    q, k = bound + (steps if side else -steps), jnp.zeros(1, jnp.int32)
+    rule = rule.on(_itself)  # Without bounds.
+    if rule.adds_values:
+        numbers = rule.added_values(jnp.ones((num_heads, len(q), 1)), q, k)
+    else:
+        features = rule.q_features, rule.k_features
+        q_features, k_features = jax.tree.map(lambda x: x[:1, :1], features)
+        q_features = jax.tree.map(lambda x: jnp.repeat(x, len(q), 1), q_features)
+        rule = rule.with_features(q_features, k_features)
+        added: Any = added_logits(rule, q[None], k[None])
+        numbers = jnp.moveaxis(added, 2, 0)
+    changed = numbers != numbers[:1]  # Not where both are -inf.
+    return jnp.abs(jnp.where(changed, numbers - numbers[:1], 0)).max()
+
+
+def _itself(coordinates: jax.Array) -> jax.Array:
+    return coordinates
 
 
 class Case:
@@ -148,6 +193,7 @@ class Case:
         static = ("scheme", "is_causal", "window", "implementation")
         self._model = jit_fast(self.model, static_argnames=static)
         self._slopes = jit_fast(self._all_slopes, static_argnums=0)
+        self._lengths = jit_fast(self._all_lengths)
         self._plain: dict[Any, Any] = {}
 
     @functools.cached_property
@@ -187,6 +233,7 @@ class Case:
         x = scheme_embedding(scheme, params, x, cache=cache, **places)
         q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights)
         options = {"is_causal": True} | options
+        x = x if scheme.traits.reads_x else None  # A hook that reads None is named.
         return scheme_attention(scheme, params, q, k, v, x=x, cache=cache, **options)
 
     def run(
@@ -209,8 +256,9 @@ class Case:
         arrays = self.params, self.weights, self.x
         return np.asarray(self.model(self.scheme, *arrays, implementation=self.recorder)[0])
 
-    def first_deviations(self) -> list[float]:
-        """Returns the deviations of the logits of a new layer, with heads as wide as usual.
+    @functools.cached_property
+    def probe(self) -> Probe:
+        """Measurements of a new layer, with heads as wide as usual.
 
         Heads have 64 dimensions unless the scheme sets their width: a factor that is missing
         shows there.
@@ -221,10 +269,20 @@ class Case:
             _normal(10 + i, self.model_dim, n, head_dim) / np.float32(self.model_dim**0.5)
             for i, n in enumerate(heads)
         ]
-        spread = Spread()
-        jax.block_until_ready(self.run(self.x, weights=weights, implementation=spread)[0])
+        probe = Probe()
+        jax.block_until_ready(self.run(self.x, weights=weights, implementation=probe)[0])
         jax.effects_barrier()
-        return [x for x in spread.deviations if x == x]  # NaN of calls in which no key is seen.
+        return probe
+
+    def lengths(self, coordinates: Any) -> list[np.ndarray]:
+        """Returns the Euclidean lengths of q [B, T, N] and k [B, T, K] with positions encoded."""
+        return [np.asarray(x) for x in self._lengths(self.noisy_params, self.x, coordinates)]
+
+    def _all_lengths(self, params, x, coordinates):
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in self.weights)
+        pipeline = Pipeline(self.scheme, params)
+        tokens = pipeline.encode(pipeline.read(Projections(q, k, v, x, coordinates)))
+        return [jnp.linalg.norm(x.astype(jnp.float32), axis=-1) for x in (tokens.q, tokens.k)]
 
     def first_calls(self) -> dict[str, Callable[[], Any]]:
         """Returns small calls, by description, that trace a scheme and compile nothing.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from posenc_jax.positions.packing import count_up, from_padding_mask, from_segment_ids
-from posenc_jax.schemes.scheme import Scheme, param_axes, resembling_hooks
+from posenc_jax.schemes.scheme import Acts, Scheme, param_axes, resembling_hooks
 from posenc_jax.testing.case import BATCH, LENGTH, PADDING, Case
 
 PROMPT = 12  # Tokens that decoding continues.
@@ -90,7 +90,7 @@ class Property:
             violation = Violation(f"raised {type(error).__name__}: {error!s:.300}")
             violation.__cause__ = error
             return violation
-        if errors is None:
+        if errors is None or errors == []:
             return None
         error = float(np.max(errors))
         if not error <= self.tolerance:
@@ -149,7 +149,8 @@ class Report:
 def check(scheme: Scheme, **sizes: int) -> Report:
     """Checks that a scheme works everywhere; takes a minute or less.
 
-    Small calls are traced first. Their exceptions are not caught; notes describe the call.
+    Small calls are traced first. Their exceptions are not caught; notes describe the call. A scheme
+    gets x only with traits.reads_x.
 
     Args:
       scheme: the scheme, an instance.
@@ -295,7 +296,45 @@ def first_logits_deviate_by_one(case: Case) -> list[float] | None:
     """The logits of a new layer have a standard deviation near one."""
     if not case.scheme.acts_in_attention:
         return None
-    return [max(x, 1 / x) for x in case.first_deviations()]
+    deviations = [x.deviation for x in case.probe.measured]
+    return [max(x, 1 / x) for x in deviations if x == x]  # NaN of calls in which no key is seen.
+
+
+@_holds("traits or `acts` that do not tell of a rule; chains rely on them.")
+def kinds_of_rules_are_declared(case: Case) -> None:
+    """Rules on rows and on values are declared (traits.transforms_rows, acts)."""
+    if not case.scheme.acts_in_attention or Acts.ATTENTION in case.scheme.acts:
+        return
+    traits, rules = case.scheme.traits, case.probe.rules
+    declared = traits.transforms_rows or not any(whole_rows for whole_rows, _ in rules)
+    assert declared, "a rule is a LogitsTransform; set transforms_rows=True"
+    declared = Acts.VALUES in case.scheme.acts or not any(adds_values for _, adds_values in rules)
+    assert declared, "a rule is a ValueBias; set acts = pe.Acts.LOGITS | pe.Acts.VALUES"
+
+
+@_holds("`bounds` beyond which the rule still varies.")
+def rules_are_constant_beyond_bounds(case: Case) -> list[float] | None:
+    """Rules are constant beyond their `bounds`."""
+    if not case.scheme.acts_in_attention:
+        return None
+    below = [] if case.scheme.traits.causal_only else [x.below for x in case.probe.measured]
+    return [*below, *(x.above for x in case.probe.measured)]
+
+
+@_holds(
+    """`query` or `key` that scale q or k by their position, which norms after them would undo;
+    set norm_after=False.""",
+    tolerance=1e-3,
+)
+def coordinates_do_not_scale_q_and_k(case: Case) -> list[float] | None:
+    """Far tokens have no longer or shorter q and k than near ones (traits.norm_after)."""
+    if Acts.QK not in case.scheme.acts or not case.scheme.traits.norm_after:
+        return None
+    starts = 1, min(20_000, case.max_length - LENGTH)
+    lengths = zip(*(case.lengths(count_up(BATCH, LENGTH, n)) for n in starts), strict=True)
+    ratios = (np.log(far / near).reshape(BATCH * LENGTH, -1) for near, far in lengths)
+    # A map that is no rotation has longer vectors of some contents, and shorter ones of others.
+    return [np.maximum(0.0, np.maximum(x.min(0), -x.max(0))).max() for x in ratios]
 
 
 @_holds("a hook that reads a value while it is traced, or keeps state outside its arguments.")

@@ -105,6 +105,24 @@ class KeyMisspelt(Rotary):
         return self.query(params, k, coordinates)
 
 
+class Undone(pe.SSMax):
+    """A scale of q that a norm would undo."""
+
+    traits = pe.Traits()
+
+
+class Rows(pe.StickBreaking):
+    """Rows of logits that traits do not tell of."""
+
+    traits = pe.Traits(relative=True, order_only=True, causal_only="as stick-breaking is")
+
+
+class HiddenValues(pe.Shaw):
+    """Values that `acts` does not tell of."""
+
+    acts = pe.Acts.LOGITS
+
+
 @dataclasses.dataclass(frozen=True)
 class Misnamed(pe.T5):
     """The words of the axes of a parameter in another order."""
@@ -165,6 +183,7 @@ def log_distance(shared, slope, q, k):
 
 RELATIVE = {"options": (("relative", True),), "traits": pe.Traits(relative=True)}
 BOUNDED = {"options": (("relative", True), ("bounds", (0, 8)))}
+FAR = {"options": (("relative", True), ("bounds", (None, 200)))}
 
 
 class Bfloat16(Slopes):
@@ -191,6 +210,10 @@ BROKEN = {
         Broken(6, **BOUNDED),
         "tiles_equal_the_reference_in_an_encoder",
     ),
+    "rule varies beyond far bounds": (Broken(6, **FAR), "rules_are_constant_beyond_bounds"),
+    "rows not declared": (Rows(), "kinds_of_rules_are_declared"),
+    "values not declared": (HiddenValues(6, 8, keys=False), "kinds_of_rules_are_declared"),
+    "scale not declared": (Undone(6), "coordinates_do_not_scale_q_and_k"),
     "trait falsely relative": (Rotary(8, "absolute"), "adding_a_constant_changes_nothing"),
     "bfloat16 angles": (Rotary(8, "bfloat16"), "bfloat16_is_near_float32"),
     "bfloat16 parameters": (Bfloat16(6), "parameters_are_deterministic_and_float32"),
@@ -297,6 +320,11 @@ class ReturnsNothing(Slopes):
         q * jnp.cos(coordinates)[:, :, None, None]
 
 
+class ReadsX(Slopes):
+    def features(self, params, x, q, k, coordinates, segment_ids, state):
+        return x.sum(-1), x.sum(-1), state
+
+
 class UsesNumPy(Slopes):
     def rules(self, params, q_features=None, k_features=None):
         return pe.LogitBias(slope_times_distance, heads=np.asarray(params["slopes"]))
@@ -329,6 +357,7 @@ RAISING = {
     TwoAxes: ("distance(q[0], k[0])", "a first call with coordinates [B, T], as text has them"),
     ReturnsPair: ("ReturnsPair.features must return (q_features, k_features, state), a tuple",),
     ReturnsNothing: ("ReturnsNothing.query must return an array, got None (is `return` missing?)",),
+    ReadsX: ("x is None in ReadsX.features", "sets traits = pe.Traits(reads_x=True)"),
     UsesNumPy: ('np.asarray(params["slopes"])', "TracerArrayConversionError"),
     Misspelt: ("is `rule` a misspelt `rules`?",),
     ArrayField: ("the field `factors` holds Array", "Return arrays that are learned from `init`"),
@@ -429,6 +458,21 @@ def test_temperatures_of_long_texts_read_coordinates():
     """Which change nothing within a thousand tokens."""
     case = testing.Case(pe.QueryTemperature("llama4", 8192))
     assert testing.PROPERTIES["coordinates_change_the_output"].check(case) is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity(pe.Scheme):
+    """Attention of each token to itself, without a call of attention."""
+
+    def attend(
+        self, params, q, k, v, q_coordinates, k_coordinates, q_features, k_features, attention
+    ):
+        return jnp.repeat(v, q.shape[2] // v.shape[2], 2)
+
+
+def test_attention_without_logits_has_no_deviation():
+    case = testing.Case(Identity())
+    assert testing.PROPERTIES["first_logits_deviate_by_one"].check(case) is None
 
 
 def test_phases_that_start_at_zero_tell_past_from_future():
