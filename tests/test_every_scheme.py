@@ -41,6 +41,7 @@ ALONE = {
     "tiles_equal_the_reference_in_an_encoder": {"t5", "shaw"},
     "ring_cache_equals_the_whole": set(),
     "coordinates_do_not_scale_q_and_k": {"rope"},
+    "fractions_of_coordinates_change_the_output": {"learned", "t5", "rope"},
     "empty_batches_and_sequences": {"learned", "t5", "fox", "path", "short_conv", "rope"},
 }
 """The schemes of properties that need programs of their own, or many operations."""

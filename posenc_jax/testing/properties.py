@@ -591,6 +591,23 @@ def coordinates_change_the_output(case: Case) -> float | None:
     raise AssertionError(f"a million times the coordinates change the output by {change:.1e}")
 
 
+@_holds("""`astype` or `round` on coordinates, which may be float32. A scheme of integers refuses
+    others by a TypeError.""")
+def fractions_of_coordinates_change_the_output(case: Case) -> None:
+    """Fractions of coordinates change the output, or are refused."""
+    if not case.scheme.acts or case.scheme.traits.order_only:
+        return
+    whole = count_up(BATCH, LENGTH).astype(jnp.float32)
+    places = whole, 2 * whole, whole + jnp.arange(LENGTH)[None] % 2 / 4
+    options = {"params": case.noisy_params}
+    try:
+        out, doubled, moved = (case.placed(case.x, coordinates=x, **options) for x in places)
+    except (TypeError, ValueError):
+        return
+    changes = (moved != out).any() or _difference(doubled, out) < 1e-4  # Or far tokens alone do.
+    assert changes, "a quarter that is added to every second coordinate changes nothing"
+
+
 # Caches. One program takes 6 tokens and one takes a single token: coordinates are data.
 
 _STATE = """a state that `features` returns but does not continue from, or arrays in `k_features`

@@ -68,6 +68,8 @@ class Rotary(pe.Scheme):
         w = 1e4 ** (-jnp.arange(0, self.head_dim, 2, dtype=jnp.float32) / self.head_dim)
         if self.broken == "slots":
             coordinates = jnp.broadcast_to(jnp.arange(q.shape[1])[None], q.shape[:2])
+        if self.broken == "integers":
+            coordinates = coordinates.astype(jnp.int32)
         angles = coordinates.astype(jnp.float32)[:, :, None] * w[None, None]
         if self.broken == "bfloat16":
             angles = (coordinates.astype(q.dtype)[:, :, None] * w[None, None].astype(q.dtype)) + 0
@@ -214,6 +216,7 @@ BROKEN = {
     "rows not declared": (Rows(), "kinds_of_rules_are_declared"),
     "values not declared": (HiddenValues(6, 8, keys=False), "kinds_of_rules_are_declared"),
     "scale not declared": (Undone(6), "coordinates_do_not_scale_q_and_k"),
+    "integer coordinates": (Rotary(8, "integers"), "fractions_of_coordinates_change_the_output"),
     "trait falsely relative": (Rotary(8, "absolute"), "adding_a_constant_changes_nothing"),
     "bfloat16 angles": (Rotary(8, "bfloat16"), "bfloat16_is_near_float32"),
     "bfloat16 parameters": (Bfloat16(6), "parameters_are_deterministic_and_float32"),
@@ -457,7 +460,8 @@ def test_wrong_arguments_are_refused():
 def test_temperatures_of_long_texts_read_coordinates():
     """Which change nothing within a thousand tokens."""
     case = testing.Case(pe.QueryTemperature("llama4", 8192))
-    assert testing.PROPERTIES["coordinates_change_the_output"].check(case) is None
+    for name in ("coordinates_change_the_output", "fractions_of_coordinates_change_the_output"):
+        assert testing.PROPERTIES[name].check(case) is None
 
 
 @dataclasses.dataclass(frozen=True)
