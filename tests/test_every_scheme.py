@@ -40,6 +40,7 @@ ALONE = {
     "bfloat16_is_near_float32": {"learned", "t5", "fox", "rope"},
     "tiles_equal_the_reference_in_an_encoder": {"t5", "shaw"},
     "ring_cache_equals_the_whole": set(),
+    "rejected_drafts_leave_no_trace": {"fox", "rope"},
     "coordinates_do_not_scale_q_and_k": {"rope"},
     "fractions_of_coordinates_change_the_output": {"learned", "t5", "rope"},
     "empty_batches_and_sequences": {"learned", "t5", "fox", "path", "short_conv", "rope"},

@@ -695,3 +695,22 @@ def ring_cache_equals_the_whole(case: Case) -> float:
     cache = case.cache(sinks + window - 1 + max(chunks), ring=True)
     out, _ = case.decode(case.x, chunks, cache, window=window)
     return _difference(out, case.run(case.x, window=window)[0])
+
+
+@_holds(
+    """a state that padding changes: the states without drafts are computed with drafts as padding
+    (segment_ids < 0).""",
+)
+def rejected_drafts_leave_no_trace(case: Case) -> float:
+    """Drafts that `rewind` takes back, one to three, leave no trace."""
+    rows, counts = np.arange(BATCH), np.array([1, 3])
+    lengths, positions = PROMPT - counts, count_up(BATCH, PROMPT)
+    drafted = np.where((positions < lengths[:, None])[..., None], case.x[:, :PROMPT], 1.0)
+    places = {"positions": positions, "segment_ids": jnp.zeros_like(positions)}
+    cache = case.cache(coordinates=positions, max_rewind=3)
+    _, cache = case.decode(drafted, [6, 6], cache, coordinates=positions, **places)
+    cache, coordinates = cache.rewind(counts), lengths[:, None] + np.arange(2)
+    _, cache = case.decode(drafted, [1, 1], cache, coordinates=coordinates)
+    x = case.x[rows, lengths][:, None]
+    out, _ = case.decode(x, [1], cache.rewind(2), coordinates=coordinates)
+    return _difference(out[:, 0], case.placed(case.x)[rows, lengths])

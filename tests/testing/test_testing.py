@@ -217,6 +217,7 @@ BROKEN = {
     "values not declared": (HiddenValues(6, 8, keys=False), "kinds_of_rules_are_declared"),
     "scale not declared": (Undone(6), "coordinates_do_not_scale_q_and_k"),
     "integer coordinates": (Rotary(8, "integers"), "fractions_of_coordinates_change_the_output"),
+    "drafts in a running sum": (RunningSum(6, 20, "segment_ids"), "rejected_drafts_leave_no_trace"),
     "trait falsely relative": (Rotary(8, "absolute"), "adding_a_constant_changes_nothing"),
     "bfloat16 angles": (Rotary(8, "bfloat16"), "bfloat16_is_near_float32"),
     "bfloat16 parameters": (Bfloat16(6), "parameters_are_deterministic_and_float32"),
@@ -228,7 +229,7 @@ BROKEN = {
     "equal by identity": (ByIdentity(8), "hashable_and_equal_by_value"),
 }
 LONG = "running sum without segments", "running sum without state", "running sum from the end"
-LONG += ("rule falsely relative",)
+LONG += "rule falsely relative", "drafts in a running sum"
 
 
 @pytest.mark.parametrize("broken", slow_but(BROKEN, *[x for x in BROKEN if x not in LONG]))
