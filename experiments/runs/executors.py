@@ -9,6 +9,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from typing import Any
@@ -44,6 +45,15 @@ def _prepare(places: Any) -> None:
         os.environ.update(place)
     elif hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {place})
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Sends SIGTERM to this process once its parent has ended, however that ended."""
+    parent = multiprocessing.parent_process()
+    assert parent
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def executor_of(name: str) -> Executor:

@@ -4,6 +4,8 @@ import argparse
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import jax
@@ -87,6 +89,17 @@ def test_processes_that_are_stopped_write_their_states(tmp_path, how, request):
     assert list(queue.ended) == [order(1).name]
     files = {path.name for path in (tmp_path / order(0).name).glob("checkpoints/*")}
     assert files == {"2.npz"}
+
+
+def test_processes_end_with_the_one_that_started_them():
+    """Its output ends when both have ended."""
+    code = """import os
+from experiments.runs.executors import processes
+pool = processes(1)
+pool.submit(os.getpid).result()
+os.kill(os.getpid(), 9)"""
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, stdout=subprocess.PIPE, timeout=60).returncode == -9
 
 
 def options_of(*words):
