@@ -27,7 +27,6 @@ LIGHT_AND_DARK = """
 
 
 def main(arguments: list[str]) -> int:
-    """Draws the page and the strip; returns the exit status."""
     parser = Parser(
         prog="python -m experiments drawn",
         description="Runs the code of docs/drawn.md, draws its arrays to docs/drawn/*.svg, and "

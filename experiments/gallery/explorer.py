@@ -40,7 +40,6 @@ LONGROPE = pe.LongRoPE(
 
 
 def render() -> str:
-    """Returns the page."""
     template = Path(__file__).with_name("explorer.html.jinja")
     data = to_json(numbers(), separators=(",", ":"))
     return fill(template, data=Markup(data), version=pe.__version__)

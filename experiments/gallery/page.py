@@ -29,7 +29,6 @@ STRIP = ("rope", "alibi", "t5", "fire", "shaw", "deberta", "inkling", "tupe")
 
 
 def main(arguments: list[str]) -> int:
-    """Draws the gallery; returns the exit status."""
     parser = Parser(
         prog="python -m experiments gallery",
         description="Draws the encoding of every scheme or its effect on logits, by distance, "

@@ -52,7 +52,6 @@ def png(picture: Image.Image, colours: int, **texts: str) -> bytes:
 
 
 def thumbnail(axes, p: Probe) -> None:
-    """Draws one picture of a scheme, without labels."""
     axes.set_axis_off()
     encoding = None if p.encoding is None else p.encoding[:, :LENGTH]
     values = next((x for x in (encoding, p.image, p.picture) if x is not None), None)

@@ -53,7 +53,6 @@ class Probe:
     """The numbers in the pictures of one scheme; None for a picture that it does not have.
 
     Attributes:
-      name: of the scheme.
       family: its folder.
       encoding: [T, D], the vector added to the embedding at each position.
       picture: [T, T], the effect on logits, mean over heads; NaN for masked keys.
@@ -74,7 +73,6 @@ class Probe:
 
 
 def probe(name: str) -> Probe:
-    """Returns the numbers of a scheme of `posenc_jax.SCHEMES`."""
     cls = pe.SCHEMES[name]
     scheme = with_sizes(cls, SIZES | SETTINGS.get(name, {}))
     params = scheme.init(jax.random.key(0))
@@ -173,7 +171,6 @@ def log_weights(
     """Returns the effect of positions on logits [N, T, T], relative to each query's own key.
 
     Args:
-      scheme, params, length: the scheme, its parameters and T.
       coordinates: of the tokens. Default: their positions.
       is_causal: whether later keys are masked, NaN.
       is_match: keys with the logit `MATCH`, [T]; others have -MATCH. Default: all are alike.
