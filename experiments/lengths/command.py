@@ -32,7 +32,6 @@ command may be stopped at any time, and a second process of the same command tak
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the study if asked to, and writes its page; returns the exit status."""
     parser = Parser(
         prog="python -m experiments lengths",
         description="Loss, retrieval and copying of a released model beyond its trained length.",
@@ -63,7 +62,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _stages(plan: Plan, folder: Path, checkpoint: Path | None) -> Iterator[list[Cell]]:
-    """Yields all cells, which read a file of the checkpoint."""
     cells = [dataclasses.replace(cell, file=checkpoint) for cell in plan.cells()]
     results = known(folder)
     refuse_other_versions(cells, results, str(folder))

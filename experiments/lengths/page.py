@@ -26,10 +26,7 @@ from experiments.stats import Bounds, interval, mean, ordered, plus_minus
 
 
 def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]:
-    """Returns the texts of the page, of its numbers and of its picture, by path.
-
-    `file` and `folder` are of the plan and its results, `target` is the page.
-    """
+    """Returns the texts of the page, its numbers and pictures by path; `file` is of the plan."""
     known = results.read(folder, CELLS)
     cells, scores = [*plan.cells()], Table(plan, known)
     done = [known[cell.name] for cell in cells if cell.name in known]
@@ -58,7 +55,6 @@ def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]
 
 
 def _windows(layers: Sequence[pe.LayerSpec]) -> str:
-    """Returns how many layers have windows, which methods leave as they are."""
     sizes = [seen(layer) for layer in layers if layer.window is not None]
     if not sizes:
         return ""
@@ -81,7 +77,6 @@ def _documents(scores: Table) -> str:
 
 
 def _pictured(scores: Table, pictures: Sequence[str]) -> Iterator[str]:
-    """Yields the pictures with their legends."""
     plan, context = scores.plan, scores.plan.probe.contexts[-1] // 1024
     for file in pictures:
         if file.endswith("-answers.svg"):
@@ -97,7 +92,6 @@ def _pictured(scores: Table, pictures: Sequence[str]) -> Iterator[str]:
 
 
 def _table(scores: Table) -> Iterator[str]:
-    """Yields the table of methods with its legend."""
     plan = scores.plan
     if not (lines := [*rows(scores)]):
         return
@@ -125,7 +119,6 @@ def _words(scores: Table, name: str) -> Iterator[str]:
 
 
 def _claims(plan: Plan, outcomes: Sequence[Outcome], link: str, numbers: str) -> Iterator[str]:
-    """Yields the claims that do not hold by their outcomes; `numbers` has all."""
     few = sum(outcome.word == NOT_RUN for outcome in outcomes)
     yield "## Claims"
     yield (
@@ -151,7 +144,6 @@ _WORDS = {
 
 
 def _protocol(plan: Plan, done: Sequence[CellResult], link: str) -> Iterator[str]:
-    """Yields the documents, the model and where it ran."""
     kinds = ", ".join(f"{name} ({', '.join(x.documents)})" for name, x in plan.kinds.items())
     lines = [
         f"* The longest {kinds}, by\n  [rules]({link}). The model may have read them in training.",
@@ -203,7 +195,6 @@ def columns(plan: Plan) -> list[tuple[str, str, int]]:
 
 
 def heads(plan: Plan) -> list[str]:
-    """The heads of the table."""
     contexts, copies = _probed(plan)
     return [
         "method",

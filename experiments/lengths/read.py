@@ -52,7 +52,6 @@ def opened(about: Checkpoint, file: Path | None) -> tuple[Decoder, Any]:
 
 
 def measure(cell: Cell) -> CellResult:
-    """Returns the result of a cell."""
     model, tokenizer = opened(cell.checkpoint, cell.file)
     probe, tokens = None, _tokens(cell, tokenizer)
     if cell.probe:
@@ -104,7 +103,6 @@ def _answers(probe: texts.Probe, scores: Scores) -> list[tuple[float, float, flo
 
 
 def _copied(probe: texts.Probe, scores: Scores) -> list[tuple[float, float, float]]:
-    """The losses of paragraphs at their first and their second place."""
     rows = []
     for x in probe.copies:
         first, second = (

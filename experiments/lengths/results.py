@@ -17,7 +17,6 @@ class CellResult:
     """The result of a pass.
 
     Attributes:
-      settings: of the cell.
       losses: means over `BIN` places in nats; none of a probe.
       questions: of a probe: context, depth, distance, loss of the answer in nats, and 1 if greedy
         decoding would give it.
@@ -44,7 +43,6 @@ class CellResult:
 
     @property
     def summary(self) -> str:
-        """The mean and the last loss, or the number of right answers, in a line."""
         if self.losses:
             return f"{mean(self.losses):.3f} nats, {self.losses[-1]:.3f} at the end"
         hits = sum(row[-1] for row in self.questions)

@@ -26,7 +26,6 @@ class Table:
         return {}
 
     def cell(self, task: str, document: Document, method: str, target: int) -> Cell:
-        """Returns the cell of a method; see `Plan.cell`."""
         key = task, document, method, target
         if key not in self._cells:
             self._cells[key] = self.plan.cell(*key)
@@ -105,7 +104,6 @@ class Table:
         return units
 
     def judge(self, claim: Claim) -> Outcome:
-        """Returns the outcome of a claim from the documents that have all its scores."""
         units = self.units([*claim.gates, *claim.conditions])
         if len(units) < LEAST:
             return Outcome(claim, NOT_RUN)

@@ -123,9 +123,7 @@ def new_probe(text: Sequence[int], tokenizer: Any, seed: str, design: Design) ->
 
     Args:
       text: tokens of a document, up to the last context.
-      tokenizer: of the checkpoint.
       seed: a text; cities, numbers and orders follow from it.
-      design: sizes.
     """
     rng = np.random.default_rng(zlib.crc32(seed.encode()))
     encode = lambda words: tokenizer.encode(words, add_special_tokens=False).ids  # noqa: E731
@@ -222,7 +220,6 @@ class _Stream:
             self._next()
 
     def end_sentence(self, most: int = 48) -> None:
-        """Continues the document to the end of its sentence."""
         for _ in range(most):
             if self.tokens and self.ends(self.tokens[-1]):
                 return
