@@ -96,7 +96,6 @@ def summary(page: Context) -> Iterator[str]:
 
 
 def _notes(screened: Mapping[str, Row], resolved: list[str], reference: Row) -> Iterator[str]:
-    """Yields sentences on schemes that are ahead at the longest length, or have no test."""
     task = reference.task
     rises = {s: mean(_longest(x)) - mean(x.at_trained_length) for s, x in screened.items()}
     if flat := [label(s) for s in resolved if task.labels.sign * rises[s] <= FLAT]:
@@ -147,7 +146,6 @@ def screen_numbers(rows: Mapping[str, Row]) -> str:
 
 
 def _rate(row: Row) -> str:
-    """Returns the learning rate, marked if it is the least or the greatest of the grid."""
     rate = row.task.train.learning_rate
     return f"{rate:g}{'*' if row.selection.is_edge(rate) else ''}"
 

@@ -15,12 +15,9 @@ class Cell:
     """A scheme at a size.
 
     Attributes:
-      size, scheme: their names.
-      about: settings of the size.
       grid: a run at each learning rate with the first selection seed, measured at the trained
         length.
       task: with the whole evaluation.
-      has_parameters: whether the scheme has parameters of its own.
       source: the scheme at the size that chooses its settings; None: this one.
       variants: changes without training, by which runs of their own measure the reported ones.
     """
@@ -51,7 +48,6 @@ class Cell:
         return self.source is None or self.about.best > 0
 
     def selection(self, results: Lookup) -> Selection:
-        """Returns the choice of the settings, as far as results determine it."""
         source = self.source or self
         about = source.about
         if self.source is not None and self.about.best:

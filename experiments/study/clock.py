@@ -1,7 +1,5 @@
 """The clock of a study: the time of a training step of all schemes, measured side by side.
 
-    python -m experiments study configs/study.toml --clock
-
 Runs of a study share a machine with each other and with other programs, so their times do not
 compare. The clock alternates between the schemes of a size in one process of its own: on one
 processor, as runs have one, or on an accelerator, which is then free for the runs. Its file is
@@ -169,7 +167,6 @@ def _processor_seconds(stat: Path = Path("/proc/stat")) -> tuple[float, float, f
 
 
 def _share_of_others(before: Any, after: Any) -> float | None:
-    """Returns the part of the time of all processors that other processes had."""
     if before is None or after is None:
         return None
     busy, process, seconds = (b - a for a, b in zip(before, after, strict=True))

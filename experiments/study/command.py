@@ -33,7 +33,6 @@ Folders of runs are named by the hash of their settings: what has a result is no
 
 
 def main(arguments: list[str]) -> int:
-    """Runs a study if asked to, and writes its page; returns the exit status."""
     parser = Parser(
         prog="python -m experiments study",
         description="Schemes of position encoding, each at its best learning rate.",
@@ -97,9 +96,7 @@ def pages(
 ) -> dict[Path, str]:
     """Returns the texts of the page, of its numbers and of its pictures, by path.
 
-    The page is there as HTML too, with its pictures inside: `report.html` in the folder of results.
-    `file` and `folder` are of the study and its results, `target` is the page, and `also` has the
-    schemes that the file leaves out.
+    `file` is of the study, and `also` has the schemes that it leaves out.
     """
     results, times = known(folder), clock.read(folder, study.cells)
     rows = {size: _rows(study, size, results, times) for size in study.cells}
@@ -123,7 +120,6 @@ def pages(
 
 
 def text_of(page: Context) -> str:
-    """Returns the text of a page: its title, its sources and its blocks."""
     about, numbers = page.study.about, f" Numbers: [{page.numbers}]({page.numbers})"
     command = f"From `{page.command}`"
     command += (

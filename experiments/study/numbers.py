@@ -62,7 +62,6 @@ def ratio(number: float | None, whole: float | None) -> str:
 
 
 def _gain(row: Row, curve: Mapping[float, float]) -> str:
-    """Returns in words the budgets at which a curve reaches the scores in equal time."""
     if (bounds := gain(row, curve)) is None:
         return "-"
     words = []
@@ -74,7 +73,6 @@ def _gain(row: Row, curve: Mapping[float, float]) -> str:
 
 
 def _choice(cell: Cell, results: Lookup) -> dict[str, str]:
-    """Returns how the settings of a scheme were chosen at its size, as far as runs have ended."""
     if cell.source is not None:
         return {}
     selection = cell.selection(results)

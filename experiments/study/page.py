@@ -29,12 +29,7 @@ class Context:
     """The inputs of a page and its pictures.
 
     Attributes:
-      study: the study.
-      rows: of `rows_of`, by size.
-      results: of its runs.
       clock: the times of steps, None before they are measured.
-      file: of the study.
-      command: writes the page.
       numbers, methods: files for links.
       name: of the files of pictures, without their ends; "" leaves these out.
       pictures: drawn by blocks, by file.
@@ -53,16 +48,13 @@ class Context:
 
     @property
     def baseline(self) -> str:
-        """The label of the baseline."""
         return label(self.study.about.baseline)
 
     @property
     def reported(self) -> Rows:
-        """The rows of the sizes that the page reports."""
         return {size: self.rows[size] for size in self.study.reported}
 
     def picture(self, suffix: str, caption: str, draw: Callable[[], str]) -> Iterator[str]:
-        """Yields the paragraph of a picture, if there is one."""
         if self.name and (svg := draw()):
             file = f"{self.name}{suffix}.svg"
             self.pictures[file] = svg
@@ -73,13 +65,11 @@ Block = Callable[[Context], Iterator[str]]
 
 
 def remark(page: Context) -> Iterator[str]:
-    """Yields the remark of the file."""
     if page.study.about.remark:
         yield page.study.about.remark.strip()
 
 
 def criterion(page: Context) -> Iterator[str]:
-    """Yields the criterion of the file."""
     if page.study.about.criterion:
         yield f"Criterion, written before the runs: {page.study.about.criterion.strip()}"
 
@@ -282,7 +272,6 @@ def _entries(cell: Cell) -> dict[str, str]:
 
 
 def _remarks(page: Context, size: str) -> Iterator[str]:
-    """Sentences on the runs of a size."""
     rows, results, baseline = page.rows[size], page.results, page.study.about.baseline
     about = page.study.cells[size][baseline].about
     if rows and (curve := curve_of(rows[baseline], results)):
@@ -316,19 +305,16 @@ def _remarks(page: Context, size: str) -> Iterator[str]:
 
 
 def _values(row: Row) -> str:
-    """Returns the scores at the trained length that are finite, ascending."""
     scores = sorted(filter(math.isfinite, row.at_trained_length))
     return ", ".join(f"{x:.{row.labels.digits}f}" for x in scores)
 
 
 def _range(numbers: Sequence[float], form: str) -> str:
-    """Returns the least and the greatest number in words, one if they are the same."""
     low, high = format(min(numbers), form), format(max(numbers), form)
     return low if low == high else f"{low} to {high}"
 
 
 def origin(page: Context) -> Iterator[str]:
-    """Yields where runs and their steps were measured."""
     if lines := origin_lines(page):
         yield "\n".join(lines)
 

@@ -20,11 +20,9 @@ class Row(SchemeResults):
     """A scheme's results of all reported seeds at a size, and the baseline's.
 
     Attributes:
-      cell: the scheme at the size.
       baseline: one per seed.
       timed: in equal time, one per seed; empty if there are none.
       varied: with the cell's variants, one per seed; empty if there are none.
-      selection, baseline_selection: the choices of the settings.
       step: the time of a step relative to the baseline's, None where it is not known.
     """
 
@@ -59,7 +57,6 @@ class Row(SchemeResults):
 
     @property
     def difference(self) -> Bounds:
-        """The mean difference to the baseline with its interval."""
         return interval(self.against(), self.shifts_against)
 
     @property
@@ -81,7 +78,6 @@ class Row(SchemeResults):
         return [math.nan if a is None or b is None else a - b for a, b in pairs]
 
     def rate_in_words(self) -> str:
-        """Returns the learning rate, and in parentheses how many times it the scheme's own is."""
         train = self.task.train
         times = f" ({train.scheme_rate:g} x)" if train.scheme_rate != 1 else ""
         return f"{train.learning_rate:.4g}{times}"
@@ -145,12 +141,8 @@ def curve_of(row: Row, results: Lookup, first: int = 0) -> dict[float, float]:
 def gain(row: Row, curve: Mapping[float, float]) -> Bounds | None:
     """Returns the compute gain: the budgets at which the baseline reaches the scores in equal time.
 
-    It is read off the mean scores of the baseline with more and fewer steps; it is 0 or infinite
-    where these do not reach far enough.
-
-    Args:
-      row: with results in equal time.
-      curve: of `curve_of`.
+    It is read off `curve`, the mean scores of the baseline with more and fewer steps; it is 0 or
+    infinite where these do not reach far enough.
 
     Returns:
       The gain, its lower and its upper bound (NaN for one seed). None if a seed diverged or the

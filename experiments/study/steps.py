@@ -69,7 +69,6 @@ def _spreads(rows: Mapping[str, Row]) -> list[str]:
 
 
 def picture(page: Context) -> Iterator[str]:
-    """Yields the picture of differences against the number of steps."""
     caption = (
         "Differences to RoPE after each number of steps, with intervals, of schemes up to "
         f"{_reference(page.study).shown} behind it"
@@ -83,7 +82,6 @@ def _reference(study: Study) -> Reference:
 
 
 def differences(page: Context) -> Iterator[str]:
-    """Yields the table of differences, with the kind of each."""
     study, rows, reference = page.study, page.rows, _reference(page.study)
     sizes = {size: leads(of_size, reference.schemes) for size, of_size in rows.items() if of_size}
     sizes = {size: each for size, each in sizes.items() if each[0]}
