@@ -26,27 +26,18 @@ class OutOfTime(Exception):
 
 
 class Deadline:
-    """When to stop: after a time, or once the process is asked to by SIGTERM.
-
-    Attributes:
-      asked: whether it was SIGTERM.
-    """
+    """When to stop: after a time, or once the process is asked to by SIGTERM."""
 
     def __init__(self, minutes: float = float("inf")):
         """Starts the clock, which other processes can read."""
         self._at, self.asked = time.time() + 60 * minutes, False
 
     def over(self) -> bool:
-        """Returns whether the time is over."""
         return self.asked or time.time() >= self._at
 
     @contextlib.contextmanager
     def of_sigterm(self, then: Callable[[], None] = lambda: None) -> Generator[None]:
-        """Within it, SIGTERM ends the time in place of the process. For the main thread.
-
-        Args:
-          then: called next, by the handler of the signal.
-        """
+        """Lets SIGTERM end the time, not the process, and call `then`. For the main thread."""
 
         def stop(*_):
             self.asked = True
@@ -65,7 +56,6 @@ class Checkpoints:
     A state is whole or not there.
 
     Args:
-      path: of the folder.
       deadline: when it is over, the state is written and OutOfTime raised.
       say: shows a line: of the progress, or about a state that cannot be used.
       every: seconds between two states.

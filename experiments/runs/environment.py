@@ -15,7 +15,6 @@ _VECTORS = ("avx512f", "avx2", "sve2", "sve", "asimd")  # The widest first.
 
 
 def environment() -> dict[str, Any]:
-    """Returns versions, device, processor and cores."""
     return {
         "python": platform.python_version(),
         **versions(PACKAGES),
@@ -55,7 +54,6 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
 
 
 def usable_cores() -> int:
-    """Returns how many processors this process may use."""
     return len(processors())
 
 

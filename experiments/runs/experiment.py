@@ -63,7 +63,6 @@ class Experiment:
 
     @property
     def folder(self) -> Path:
-        """Where the results go."""
         return Path(self.results) / self.name
 
     def plan(self) -> list[tuple[str, str]]:
@@ -71,14 +70,12 @@ class Experiment:
         return [(task, scheme) for task in self.tasks for scheme in self.schemes]
 
     def run(self, task_name: str, scheme: str, seed: int) -> Run:
-        """Returns the run of a scheme on a task with a seed."""
         task, options = self.tasks[task_name], self.options_of(task_name, scheme)
         if scheme in task.rates:
             task = task.at_rates_of(scheme)
         return Run(task, scheme, options, self.scheme(task_name, scheme), seed)
 
     def all_runs(self) -> list[Run]:
-        """Returns the runs of all tasks, schemes and seeds, in order."""
         seeds = range(self.first_seed, self.first_seed + self.seeds)
         return [self.run(task, scheme, s) for task, scheme in self.plan() for s in seeds]
 
@@ -143,7 +140,6 @@ class Experiment:
             self.scheme(task, scheme)
 
     def to_tables(self) -> dict[str, Any]:
-        """Returns the tables of a file with these settings."""
         return {name: getattr(self, name) for name in _SETTINGS} | {
             "tasks": [reference(type(task)) for task in self.tasks.values()],
             "schemes": {"names": list(self.schemes), **self.options},
@@ -257,7 +253,6 @@ def load(
     """Returns the checked experiment of a file with changes from the command line.
 
     Args:
-      path: a TOML file.
       arguments: such as `--seeds 3 --text.train.steps 800 --schemes.t5.num-buckets 16`.
       quick: whether to apply the table [quick] of the file.
       program: how the program was called, for its help.
@@ -315,7 +310,6 @@ def _help(experiment: Experiment, program: str) -> Iterator[str]:
 
 
 def _of_flags(arguments: Sequence[str]) -> dict[str, Any]:
-    """Returns the tables that flags of the command line describe."""
     out: dict[str, Any] = {}
     words = iter(arguments)
     for word in words:

@@ -93,7 +93,6 @@ def _lock(directory: int) -> int | None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Returns whether another process holds a folder."""
     try:
         with locked(folder):
             return False

@@ -24,7 +24,6 @@ def join() -> None:
 
 
 def several() -> bool:
-    """Returns whether this is one of several processes."""
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 

@@ -34,12 +34,10 @@ class Result:
     """The result of a run.
 
     Attributes:
-      settings: of the run, all of them.
       status: "done", or "diverged" where the loss was not finite.
       scores: by view (`Task.views`), then by length.
       places: of the first view, by length, as `Evaluation.places` has them.
       curve: some points of the curve of the loss, "step" and "loss".
-      environment: versions and the machine.
       commit: of the code, with a plus where files differed from it.
       finished: when, ISO 8601.
     """
@@ -69,7 +67,6 @@ class Result:
 
     @property
     def summary(self) -> str:
-        """The main scores by length, or why there are none, in a line."""
         if self.status != "done":
             return f"{self.status}: {self.error}"
         return ", ".join(f"{n}: {x}" for n, x in next(iter(self.scores.values())).items())
@@ -86,7 +83,6 @@ class Result:
 
     @property
     def processor(self) -> str:
-        """The name of the processor."""
         return str(self.environment.get("processor"))
 
 
@@ -168,7 +164,6 @@ def _of_name(name: str, result: Any) -> Any:
 
 
 def read(folder: Path, kind: Kind = RUNS) -> dict[str, Any]:
-    """Returns all results of a folder by name."""
     names = sorted(file.parent.name for file in folder.glob(f"*/{FILE}"))
     alone = {name: result for name in names if (result := stored(folder, name, kind))}
     return {**packed(folder, kind), **alone}
@@ -202,7 +197,6 @@ def _write_pack(folder: Path, kind: Kind, results: Mapping[str, Any]) -> None:
 
 
 def packed(folder: Path, kind: Kind = RUNS) -> Mapping[str, Any]:
-    """Returns the packed results of a folder by name."""
     try:
         stat = (folder / PACK).stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -55,7 +55,6 @@ class Work:
 
     @property
     def title(self) -> str:
-        """Its name for people."""
         return self.name
 
     @property
@@ -92,9 +91,7 @@ class Work:
 
         Args:
           folder: of the folders of units.
-          say: shows a line.
           deadline: when to stop, with OutOfTime; the next call continues. Default: never.
-          layout: of a model on several devices.
 
         Raises:
           Locked: while another process carries it out.
@@ -143,13 +140,11 @@ class Run(Work):
 
     @functools.cached_property
     def name(self) -> str:
-        """The name of the folder: task, scheme, seed, and a hash of all settings."""
         scheme = re.sub(r"[^\w.+-]", "-", short(self.scheme))
         return f"{self.task.name}-{scheme}-s{self.seed}-{results.digest(self.settings)}"
 
     @functools.cached_property
     def sources(self) -> dict[str, str]:
-        """Digests of the files that the settings name: your code, and a corpus."""
         objects = [part.split(":") for part in parts_of(self.scheme) if ":" in part]
         modules = [module for module, _ in objects]
         # Checked when the plan was made: a worker process does not know what --trust allows.
@@ -181,7 +176,6 @@ class Run(Work):
         return dataclasses.replace(self, task=of_program(self.task), seed=0).name
 
     def train(self, data: Data, **options: Any) -> Trained:
-        """Trains the model; for options see `train.train`."""
         return train(self.task, self.position, self.seed, data.train, **options)
 
     def measure(self, trained: Trained, data: Data) -> dict[str, Any]:
@@ -212,7 +206,6 @@ class Run(Work):
         deadline: Deadline,
         layout: Layout | None = None,
     ) -> Result:
-        """Returns the result of training, which continues from a state, and of evaluation."""
         options: dict[str, Any] = {}
         facts: dict[str, Any] = {}
         if layout:
@@ -277,7 +270,6 @@ def known(folder: Path) -> Callable[[Any], Any]:
 
 @functools.lru_cache(maxsize=8)
 def load_data(task: Any) -> Data:
-    """Returns the data of a task, loaded once."""
     with code_of_task(task.name):
         return task.load()
 
@@ -307,7 +299,6 @@ def here() -> dict[str, Any]:
 
 
 def _scores(evaluations: list[Evaluation]) -> dict[str, dict[str, float | None]]:
-    """Returns scores by view and length."""
     scores: dict[str, dict[str, float | None]] = {}
     for e in evaluations:
         scores.setdefault(e.variant or e.mode, {})[str(e.length)] = e.value
@@ -315,7 +306,6 @@ def _scores(evaluations: list[Evaluation]) -> dict[str, dict[str, float | None]]
 
 
 def _places(evaluations: list[Evaluation], view: str) -> dict[str, list[float | None]]:
-    """Returns the scores of a view by place in the row, by length."""
     shown = (e for e in evaluations if (e.variant or e.mode) == view)
     return {str(e.length): e.places for e in shown if e.places}
 

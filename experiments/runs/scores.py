@@ -39,7 +39,6 @@ class SchemeResults:
     Attributes:
       section: of the report: the name of the task, or of a size of a study.
       runs: one per seed.
-      results: of the runs that have ended.
       raised: the error of a run that raised.
     """
 
@@ -50,21 +49,17 @@ class SchemeResults:
 
     @property
     def task(self) -> Task:
-        """The task."""
         return self.runs[0].task
 
     @property
     def scheme(self) -> str:
-        """The name of the scheme."""
         return self.runs[0].scheme
 
     def label(self, variant: str = "") -> str:
-        """Returns the label of the scheme, or of a zero-shot variant of it."""
         return label(self.scheme, sized(variant, self.task.train_length))
 
     @property
     def labels(self) -> Labels:
-        """The labels of the task."""
         return self.task.labels
 
     @property
@@ -77,7 +72,6 @@ class SchemeResults:
 
     @property
     def waiting(self) -> bool:
-        """Whether no run has ended."""
         return not self.results and not self.raised
 
     @property
@@ -97,7 +91,6 @@ class SchemeResults:
 
     @property
     def fitted(self) -> bool:
-        """Whether all seeds learned the task."""
         return self.done and all(result.fitted for result in self.results)
 
     @property
@@ -147,7 +140,6 @@ class SchemeResults:
 
     @property
     def is_stable(self) -> bool:
-        """Whether all seeds have these scores, and do not spread."""
         return all(map(math.isfinite, self.at_trained_length)) and self.spread <= UNSTABLE
 
 
@@ -173,17 +165,14 @@ Results = Sequence[SchemeResults]
 
 
 def sections(results: Results) -> list[str]:
-    """Returns the sections of the results in order of first appearance."""
     return ordered(row.section for row in results)
 
 
 def schemes(results: Results) -> list[str]:
-    """Returns the schemes of the results in order of first appearance."""
     return ordered(row.scheme for row in results)
 
 
 def of_section(results: Results, section: str) -> dict[str, SchemeResults]:
-    """Returns the results of a section by scheme."""
     return {row.scheme: row for row in results if row.section == section}
 
 
