@@ -19,7 +19,6 @@ _SHELL = Path(__file__).with_name("page.html.jinja")
 
 
 def fill(template: Path, **values: object) -> str:
-    """Returns the text of a template; undefined names are errors."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(template.parent),
         trim_blocks=True,
@@ -31,12 +30,7 @@ def fill(template: Path, **values: object) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
-    """Returns a table as Markdown.
-
-    Args:
-      heads: of the columns.
-      rows: of cells.
-      words: number of columns at the left that hold words; the others hold numbers.
+    """Returns a table as Markdown, with `words` columns of words before columns of numbers.
 
     >>> print(table(["scheme", "32"], [["rope", "0.9"]]))
     | scheme | 32 |
@@ -99,12 +93,7 @@ def files_of(
 ) -> dict[Path, str]:
     """Returns the contents of the files of a page by path.
 
-    Args:
-      target: the page, in the folder of its numbers and pictures.
-      folder: of results, which has the page as HTML with its pictures inside, `report.html`.
-      text: of the page, as Markdown.
-      numbers: as CSV.
-      pictures: <svg> elements by their files.
+    `folder` is of results, and has the page as HTML with its pictures inside, `report.html`.
     """
     return {
         target: text,
@@ -134,12 +123,10 @@ def plain(text: object) -> str:
 
 
 def as_html(text: str, pictures: Mapping[str, str], folder: str = ".") -> str:
-    """Returns a page that loads nothing.
+    """Returns a page of Markdown as HTML that loads nothing.
 
-    Args:
-      text: the page as Markdown, with its title in the first line.
-      pictures: <svg> elements by the files that the page names; other pictures are left out.
-      folder: where relative links of the Markdown start, as seen from the HTML file.
+    `pictures` has <svg> elements by the files that the page names; other pictures are left out.
+    Relative links start at `folder`, as seen from the HTML file.
     """
     parser = MarkdownIt("commonmark").enable("table")
 

@@ -158,7 +158,6 @@ def maps(results: Results, section: str) -> str:
 
 
 def _map_row(axes, y: int, row: Sequence[float], limits: tuple[float, float], mark: float):
-    """Draws the scores of one length as cells, and a line where training ended."""
     edges = np.linspace(0.0, 1.0, len(row) + 1)
     heights = y - 0.45, y + 0.45
     cells = np.ma.masked_invalid([row])
@@ -221,11 +220,8 @@ def differences(
 ) -> str:
     """Returns a plot of means with their intervals, a row per scheme, around zero.
 
-    Args:
-      rows: by scheme, then by size: mean, lower and upper bound (or NaN).
-      unit: of the numbers.
-      title: for readers who do not see it.
-      name: of the plot, unique on its page.
+    `rows` has the mean, the lower and the upper bound (or NaN) by scheme, then by size; `title` is
+    for readers who do not see the plot, and `name` is unique on its page.
     """
     with mpl.rc_context({**STYLE, "svg.hashsalt": title, "axes.grid.axis": "both"}):
         height, names = 0.85 + 0.34 * len(rows), [label(name) for name in rows]
@@ -257,12 +253,8 @@ def by_place(
 ) -> str:
     """Returns the plot of losses by place in a text, as <svg>.
 
-    Args:
-      lines: means over `width` tokens by method, of differences if there is `minus`.
-      width: the number of tokens of a point.
-      trained: the trained length.
-      minus: the method that was subtracted, none with "". Great differences are cut.
-      name: of the file.
+    `lines` has means over `width` tokens by method: differences to the method `minus`, cut where
+    they are great, or losses if it is "".
     """
     with mpl.rc_context({**STYLE, "svg.hashsalt": name, "lines.linewidth": 1.5}):
         figure, axes = new_figure(right=_room_for(lines))
@@ -294,11 +286,8 @@ def answers(
 ) -> str:
     """Returns the plot of losses of five-digit answers by the distance of their facts, as <svg>.
 
-    Args:
-      lines: distances in tokens and losses in nats by method; greater losses are cut.
-      names: of all methods of the page, for their colours.
-      trained: the trained length.
-      name: of the file.
+    `lines` has distances in tokens and losses in nats by method; greater losses are cut. `names`
+    has all methods of the page, for their colours.
     """
     with mpl.rc_context({**STYLE, "svg.hashsalt": name, "lines.linewidth": 1.5}):
         figure, axes = new_figure(right=_room_for(lines))
@@ -339,7 +328,6 @@ def new_figure(height: float = 3.7, left: float = 0.65, bottom: float = 0.7, rig
 
 
 def _stacked():
-    """A figure of two axes, one above the other, with room at the right for labels."""
     figure = Figure(figsize=(6.6, 5.4))
     figure.patch.set_alpha(0.0)
     above, below = (figure.add_axes((0.1, y, 0.68, 0.42)) for y in (0.56, 0.125))
@@ -419,7 +407,6 @@ def standalone(svg: str, ink: str = "#7d8590") -> str:
 
 
 def mark_trained(axes, place: float) -> None:
-    """Draws a line at the trained length, with its name."""
     axes.axvline(place, color=INK, linestyle=":", linewidth=1.0)
     where = ("data", "axes fraction")
     axes.annotate("trained ", (place, 1.0), xycoords=where, ha="right", va="top", fontsize=9.0)

@@ -43,16 +43,12 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One scheme, or a zero-shot variant of it, with a cell for each length."""
-
     label: str
     cells: list[Cell]
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """One section under one way of evaluating."""
-
     labels: Labels
     lengths: list[int]
     trained: set[int]
