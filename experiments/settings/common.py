@@ -40,7 +40,6 @@ class Model:
 
     @property
     def head_dim(self) -> int:
-        """H = D / N."""
         return self.model_dim // self.num_heads
 
     def check(self, path: str) -> None:

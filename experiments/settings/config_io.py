@@ -1,12 +1,9 @@
 """Settings from TOML files and the command line, read by libraries.
 
-* `tomllib` parses TOML and `tomli_w` writes it.
-* `pydantic` turns tables into frozen dataclasses: it is strict (no "3" for 3), takes dataclasses
-  as they are, and its errors are data (path, kind, value), from which one line can be made.
-  (msgspec ignores unknown names of dataclasses; cattrs needs a hook per type to be strict.)
-* `argparse` reads flags of commands: it reports errors to a method (`Parser.error`), so that they
-  end as one line too. Flags of settings are entries of a file, whose types pydantic knows.
-  `docstring_parser` finds the help of a setting below its field.
+`pydantic` turns tables into frozen dataclasses: it is strict (no "3" for 3), and its errors are
+data (path, kind, value), from which one line can be made. (msgspec ignores unknown names of
+dataclasses; cattrs needs a hook per type to be strict.) `argparse` reports errors to a method
+(`Parser.error`), so that they end as one line too.
 """
 
 import argparse
@@ -46,7 +43,6 @@ def near(name: str, known: Iterable[str]) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Returns the tables of a TOML file."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -219,7 +215,6 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Raises the error in place of printing it and the usage."""
         raise ConfigError(message)
 
 
@@ -243,7 +238,6 @@ def settings_help(settings: Any, title: str, prefix: str = "") -> Iterator[str]:
 
 
 def field_help(cls: type) -> dict[str, str]:
-    """Returns the docstrings of the fields of a dataclass and its bases."""
     helps: dict[str, str] = {}
     for base in reversed([c for c in cls.__mro__ if dataclasses.is_dataclass(c)]):
         fields = docstring_parser.parse_from_object(base).params

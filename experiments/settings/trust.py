@@ -48,7 +48,6 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def is_project(file: str) -> bool:
-    """Returns whether a file is of this project."""
     return any(Path(file).is_relative_to(folder) for folder in _PROJECT_FOLDERS)
 
 
