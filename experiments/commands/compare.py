@@ -40,7 +40,6 @@ from experiments.training.layout import check_batch
 
 
 def main(arguments: list[str]) -> int:
-    """Reads an experiment and carries out its plan; returns the exit status."""
     parser = Parser(add_help=False)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--fresh", action="store_true")
@@ -59,10 +58,8 @@ def compare(experiment: Experiment, options: argparse.Namespace) -> int:
     Finished runs are skipped. Runs that other processes hold are looked at again at the end. A run
     that raises does not stop the others. The process that ends last writes the report.
 
-    Args:
-      experiment: the experiment.
-      options: of `run_queue.add_arguments`, and `fresh`: whether to remove the results of an
-        earlier experiment of that name.
+    `options` are of `run_queue.add_arguments`, and `fresh`: whether to remove the results of an
+    earlier experiment of that name.
     """
     folder, runs, errors = experiment.folder, experiment.all_runs(), {}
 
@@ -109,7 +106,6 @@ def compare(experiment: Experiment, options: argparse.Namespace) -> int:
 
 
 def report(arguments: list[str]) -> int:
-    """Writes the report again; returns the exit status."""
     parser = Parser(
         prog="python -m experiments report",
         description="Writes report.html again from the results of runs.",
@@ -131,11 +127,8 @@ def write_report(
 ) -> Path:
     """Writes `report.html` in a folder of results, and returns its path.
 
-    Args:
-      folder: the folder.
-      baseline: the scheme that others are compared to; default: rope, or else the first.
-      errors: of runs that raised, by name.
-      trusted: objects that the folder may call, as for `experiment_of`.
+    Others are compared to `baseline`, by default rope or else the first scheme. `errors` are by
+    names of runs, `trusted` is as for `experiment_of`.
     """
     experiment = experiment_of(folder, trusted)
     results = scores.by_scheme(experiment.all_runs(), known(folder), errors or {})
@@ -156,7 +149,6 @@ def write_report(
 
 
 def write_config(experiment: Experiment) -> None:
-    """Writes the settings of an experiment to its folder."""
     text = tomli_w.dumps(_without_none(json.loads(json.dumps(experiment.to_tables()))))
     write_whole(experiment.folder / "config.toml", text)
 

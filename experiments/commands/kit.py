@@ -38,7 +38,6 @@ echo "export PYTHONPATH=$site"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Collects the wheels; returns the exit status."""
     parser = Parser(prog="python -m experiments.commands.kit", description=__doc__)
     parser.add_argument("--python", default="3.12", help="version there (default: 3.12)")
     try:
@@ -83,7 +82,6 @@ def collect(folder: Path, code: Sequence[str], corpora: Sequence[str], python: s
 
 
 def _resolve(requirements: Sequence[str], python: str) -> dict[str, str]:
-    """Returns the versions that pip would install, by name."""
     with tempfile.TemporaryDirectory() as target:
         options = ["--dry-run", "--ignore-installed", "--target", target, "--report", "-"]
         report = _pip("install", *options, *_of(python), *requirements)
