@@ -1,15 +1,8 @@
 """Claims with criteria that are written before the runs, and the one judge of them.
 
-    [[claims]]
-    claim = "ALiBi loses nothing at 8 times the length"
-    gate = ["alibi[128] <= 2.5"]                  without which the claim says nothing
-    criteria = ["alibi[1024] - alibi[128] <= 0.02"]
-
-Criteria and gates are conditions on scores:
-
-    rope[64]             the score named rope at length 64, in its main view
-    rope.ntk[256]        in another view; each kind of file says which there are
-    a < b < c            as in Python; arithmetic has + - * / and numbers
+Criteria and gates are conditions on scores: comparisons, chained as in Python, with numbers and
+`+ - * /` on either side. `rope[64]` is the score named rope at length 64 in its main view, and
+`rope.ntk[256]` in another; each kind of file says which there are.
 
 A condition has a margin, its left minus its right side, with a 95 % interval: of the margins in
 each seed or document, whose scores are paired, or of estimates with errors.
@@ -56,11 +49,9 @@ class Condition:
         return _value(left, score) - _value(right, score)
 
     def holds_at(self, margin: float) -> bool:
-        """Returns whether the comparison is true of this margin."""
         return self._sides()[1](margin, 0.0)
 
     def scores(self) -> Iterator[tuple[str, str | None, int]]:
-        """Yields every score that the condition names."""
         for node in ast.walk(ast.parse(self.text, mode="eval")):
             if isinstance(node, ast.Subscript):
                 yield _parts(node)
@@ -86,12 +77,10 @@ class Claim:
 
     @property
     def gates(self) -> tuple[Condition, ...]:
-        """The comparisons of the gate."""
         return self._parsed("gate")
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
-        """The comparisons of the criteria."""
         return self._parsed("criteria")
 
     def _parsed(self, name: str) -> tuple[Condition, ...]:
@@ -159,13 +148,7 @@ def estimated(condition: Condition, score: Callable[[str, str | None, int], Esti
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The outcome of a claim.
-
-    Attributes:
-      claim: the claim.
-      word: holds, fails, not resolved, gate failed or not run.
-      gate, criteria: every condition with its margin.
-    """
+    """The outcome of a claim: a word, such as `HOLDS`, and every condition with its margin."""
 
     claim: Claim
     word: str

@@ -75,11 +75,9 @@ class Estimate:
 
     @property
     def bounds(self) -> Bounds:
-        """The mean and its interval."""
         return self.mean, self.mean - self.half, self.mean + self.half
 
     def __str__(self) -> str:
-        """Returns the mean and its interval."""
         return signed(self.bounds)
 
 
@@ -115,11 +113,7 @@ def in_words(
 ) -> str:
     """Returns the mean and its interval as text, the mean alone for one value.
 
-    Args:
-      values: NaN for seeds without a finite score.
-      digits: behind the point.
-      sign: "+" for differences.
-      shifts: as for `interval`.
+    `values` has NaN for seeds without a finite score, and `shifts` are as for `interval`.
 
     >>> in_words((1.0, 2.0, 3.0), sign="+"), in_words([0.5]), in_words((math.nan, 1.0))
     ('+2.000 [-0.484, +4.484]', '0.500', 'no finite score in 1 of 2')
@@ -152,13 +146,9 @@ def t_tests(
     >>> t_tests({"a": [1.0, 1.0], "b": [0.5, 0.5]}, [1.0, 1.0])
     ({}, 0.0)
 
-    Args:
-      scores: of each scheme, one per seed; their standard deviation is pooled over schemes.
-      reference: scores of the scheme that the others are compared with.
-
-    Returns:
-      p values by scheme and the pooled standard deviation; no p values for one seed per scheme,
-      where the deviation is NaN, where it is zero, and for a reference without all scores.
+    `scores` are of each scheme, one per seed. The deviation is pooled over schemes, and NaN for one
+    seed per scheme. There are no p values then, nor where it is zero, nor for a reference without
+    all scores.
     """
     degrees = sum(len(x) - 1 for x in scores.values())
     if degrees < 1:

@@ -39,7 +39,6 @@ of rows of a table; `trained_length` the longest in training."""
 
 
 def parts_of(name: str) -> list[str]:
-    """Returns the names in a chain."""
     return [part.strip() for part in name.split("+")]
 
 
@@ -151,7 +150,6 @@ def _is_scheme_class(hint: Any) -> bool:
 
 
 def _returns_schemes(make: Any) -> bool:
-    """Returns whether something is a function annotated to return schemes or layers."""
     if not inspect.isfunction(make):
         return False
     try:
