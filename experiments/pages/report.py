@@ -3,11 +3,8 @@
 Captions are computed from the results. The page loads nothing; equal results give equal bytes.
 """
 
-import contextlib
 import math
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from markupsafe import escape
@@ -18,12 +15,8 @@ from experiments.pages.page import as_html, details, pair, picture, plain, table
 from experiments.runs import scores
 from experiments.runs.results import Result, mixture
 from experiments.runs.scores import UNSTABLE, Results, SchemeResults
-from experiments.settings.common import Rates
 from experiments.settings.config_io import flatten
 from experiments.stats import in_words, interval, mean, ordered
-
-_COSTS = (*("task", "scheme", "parameters", "ms a step", "relative to none", "memory MiB"),)
-_CONFIGS = [Path(__file__).parents[2] / "configs" / f"{name}.toml" for name in ("compare", "study")]
 
 
 def render(
@@ -60,9 +53,7 @@ def render(
         *tasks,
         *_legend(tasks),
         *_curves(results, draw),
-        *_costs(results),
         *_failed(results),
-        *_guide(results),
         *_origin(results, settings or {}),
     ]
     return as_html("\n\n".join(filter(None, blocks)) + "\n", pictures)
@@ -124,19 +115,6 @@ def _failed(results: Results) -> Iterator[str]:
         for row in failed:
             yield f"### {row.section}, {label(row.scheme)}"
             yield f"<pre>{escape(row.error)}</pre>"
-
-
-def _guide(results: Results) -> Iterator[str]:
-    """How to read the page."""
-    yield "## How to read this page"
-    alone = "; with one seed there are no bands, and small differences may be chance"
-    yield (
-        "Scores at the trained length say what a scheme learned in this time; those beyond it say "
-        "what it does\nat distances that it never saw. A scheme that did not fit at the trained "
-        "length has no number beyond\nit. Lines are means and bands go from the least seed to the "
-        f"greatest{alone if _seeds(results) == 1 else ''}.\nSmall models, few steps and one set of "
-        "data decide little about large ones, and order within an\ninterval is no order."
-    )
 
 
 def _origin(results: Results, settings: Mapping[str, Any]) -> Iterator[str]:
@@ -237,7 +215,8 @@ def _section(results: Results, section: str, draw: Any) -> Iterator[str]:
     labels, done = rows[0].labels, [row for row in rows if row.done]
     modes, fitted = scores.modes(results, section), not done or any(row.fitted for row in done)
     yield f"## {section}"
-    yield " ".join(filter(None, (_sentence(labels.about), _setting(done), *_fits(done))))
+    about = f"{labels.about[:1].upper()}{labels.about[1:]}." if labels.about else ""
+    yield " ".join([about, *_not_tuned(section, rows), *_fits(done)]).strip()
     yield "" if modes else "Nothing was evaluated."
     yield "" if fitted else "<details><summary>Its scores</summary>"
     for mode in modes:
@@ -256,35 +235,6 @@ def _section(results: Results, section: str, draw: Any) -> Iterator[str]:
         "fitted. Orange lines: where rows ended in training.",
     )
     yield "" if fitted else "</details>"
-
-
-def _setting(rows: list[SchemeResults]) -> str:
-    """The training settings that all runs of a section share."""
-    tasks, parts = [row.task for row in rows], []
-    rates = _rates(rows)
-    for text, values in (
-        ("trained at length {}", {task.train_length for task in tasks}),
-        ("{} steps", {task.train.steps for task in tasks}),
-        ("learning rate {}", {task.train.learning_rate for task in tasks if not rates}),
-    ):
-        if len(values) == 1:
-            parts.append(text.format(values.pop()))
-    return " ".join(filter(None, (_sentence(", ".join(parts)), _sentence(rates))))
-
-
-def _rates(rows: list[SchemeResults]) -> str:
-    """The learning rates where the task names some for schemes, and the schemes without one."""
-    groups: dict[str, list[str]] = {}
-    for row in rows:
-        task = row.task
-        if task.rates:
-            train, default = task.train, "" if row.scheme in task.rates else ", not tuned"
-            relative = f" x {train.scheme_rate:g} for its own parameters"
-            times = relative if train.scheme_rate != 1 else ""
-            text = f"{train.learning_rate:g}{times}{default}"
-            groups.setdefault(text, []).append(label(row.scheme))
-    parts = [f"{text} ({', '.join(names)})" for text, names in groups.items()]
-    return f"learning rates: {'; '.join(parts)}" if parts else ""
 
 
 def conclusions(results: Results, baseline: str = "") -> list[str]:
@@ -307,7 +257,7 @@ def conclusions(results: Results, baseline: str = "") -> list[str]:
             )
         else:
             texts += filter(None, [_verdict(results, section, baseline), _spread(section, rows)])
-        texts += _not_tuned(section, rows)
+        texts += _not_tuned(section, list(rows.values()))
     if shared:
         texts.append(
             f"All schemes have one learning rate on {', '.join(shared)}: another rate could change "
@@ -347,30 +297,14 @@ def _spread(section: str, rows: Mapping[str, SchemeResults]) -> str:
     )
 
 
-def _not_tuned(section: str, rows: Mapping[str, SchemeResults]) -> Iterator[str]:
-    """Sentences on rates that the study chose for another text, and on schemes without rates."""
-    task = next(iter(rows.values())).task
-    others = [scheme for scheme in rows if scheme not in task.rates]
-    rope = task.rates.get("rope")
-    if others and rope and rope.learning_rate == rows[others[0]].task.train.learning_rate:
-        names = ", ".join(map(label, others))
-        yield f"On {section} no rate was tuned for {names}: RoPE's was taken."
-    compare, study = (tomllib.loads(file.read_text()) for file in _CONFIGS)
-    rates, tuned = None, None
-    with contextlib.suppress(KeyError):  # Somebody may have edited these files.
-        rates = {name: Rates(**table) for name, table in compare["text"]["rates"].items()}
-        tuned = study["text"]["corpus"], study["sizes"]["small"]["text"]["train"]["steps"]
-    if tuned and task.rates == rates:
-        here = getattr(task, "corpus", task.name), task.train.steps
-        if here != tuned:
-            yield (
-                f"The rates on {section} are the study's, chosen with {tuned[1]} steps on "
-                f"{tuned[0]}: with {here[1]} steps on {here[0]} none is tuned."
-            )
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}." if text else ""
+def _not_tuned(section: str, rows: Sequence[SchemeResults]) -> Iterator[str]:
+    """A sentence on schemes without a rate among the rates of the task."""
+    rates = rows[0].task.rates
+    others = [row for row in rows if row.scheme not in rates]
+    if others and "rope" in rates:
+        if rates["rope"].learning_rate == others[0].task.train.learning_rate:
+            names = ", ".join(label(row.scheme) for row in others)
+            yield f"On {section} no rate was tuned for {names}: RoPE's was taken."
 
 
 def _fits(rows: list[SchemeResults]) -> Iterator[str]:
@@ -384,43 +318,6 @@ def _fits(rows: list[SchemeResults]) -> Iterator[str]:
     yield f"Fitted{rule}: {', '.join(fitted) or 'no scheme'}."
     yield f"Not fitted: {', '.join(others)}; drawn dashed. Their numbers beyond the training length"
     yield "say nothing, since the task was not learned there."
-
-
-def _costs(results: Results) -> Iterator[str]:
-    """The table of costs."""
-    lines = []
-    for section in scores.sections(results):
-        rows = scores.of_section(results, section)
-        times = {name: row.step_time for name, row in rows.items() if math.isfinite(row.step_time)}
-        for scheme, row in rows.items():
-            if not row.done or row.first is None:
-                continue
-            ms, base = times.get(scheme), times.get("none")
-            lines.append(
-                [
-                    section,
-                    label(scheme),
-                    _number(row.first.parameters, ",d"),
-                    _number(ms, ".1f"),
-                    _number(ms / base if ms and base else None, ".1f"),
-                    _number((row.first.memory_bytes or math.nan) / 2**20, ".1f"),
-                ]
-            )
-    if lines:
-        processor = _ended(results)[0].environment.get("processor", "an unnamed processor")
-        yield "## Cost"
-        yield (
-            f"Times were measured during training on {plain(processor)}, next to other load: a "
-            "rough guide. Those\nof a step are processor time on CPUs, wall time elsewhere. Memory "
-            "is reserved by the compiled program."
-        )
-        yield table(_COSTS, lines, words=2)
-
-
-def _number(value, form: str) -> str:
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        return "-"
-    return format(int(value) if form.endswith("d") else value, form)
 
 
 def _lines(settings: Mapping[str, Any]) -> list[str]:

@@ -94,12 +94,6 @@ class SchemeResults:
         return self.done and all(result.fitted for result in self.results)
 
     @property
-    def step_time(self) -> float:
-        """Milliseconds per training step, NaN if they were not measured."""
-        seconds = mean(result.seconds for result in self.results)
-        return 1e3 * seconds / self.task.train.steps if self.done and seconds else math.nan
-
-    @property
     def views(self) -> list[tuple[str, str]]:
         """The mode and the zero-shot variant, or "", of all scores."""
         variants, modes = self.task.zero_shot, []
