@@ -180,25 +180,6 @@ def of_scheme(params: Any) -> Any:
     )
 
 
-def is_hidden(params: Any, width: int) -> Any:
-    """Returns a tree of booleans, true at the matrices whose inputs grow in number with the width.
-
-    They are the kernels of blocks, of the head, and of schemes that project the stream.
-
-    Args:
-      params: of the model.
-      width: D.
-    """
-
-    def hidden(path: Any, leaf: jax.Array) -> bool:
-        names = {getattr(key, "key", None) for key in path}
-        if "encoding" in names:
-            return leaf.ndim > 1 and leaf.shape[0] == width
-        return "kernel" in names and "convs" not in names
-
-    return jax.tree_util.tree_map_with_path(hidden, params)
-
-
 def structure(sizes: Model, position: Position, vocab_size: int) -> Any:
     """Returns the model's graph definition, without making parameters."""
     make = nnx.eval_shape(

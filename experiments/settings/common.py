@@ -91,10 +91,8 @@ class Train:
     """Largest norm of the gradient."""
     steps_per_call: PositiveInt = 25
     """Steps that one call of the compiled function makes; a point of the curve each."""
-    base_width: NonNegativeInt = 0
-    """Width at which hidden matrices have the learning rate; at width D theirs is multiplied by
-    base_width / D, as in muP (https://arxiv.org/abs/2203.03466, Table 3), so that the best rate of
-    a narrow model serves a wide one. 0: the same rate for all."""
+    base_width: Literal[0] = 0
+    """Always 0; stored results have it in the hash of their settings."""
 
     def check(self, path: str) -> None:
         """Raises ConfigError for settings that contradict one another."""

@@ -37,7 +37,7 @@ class Size:
     rates: tuple[PositiveFloat, ...] = ()
     """Learning rates, at least three, growing."""
     rates_of: str = ""
-    """In place of `rates`: the size whose chosen settings this one has, see `Train.base_width`."""
+    """In place of `rates`: the size whose chosen settings this one has."""
     rate: PositiveFloat | None = None
     """With `rates_of`: the learning rate of all schemes, where the chosen ones do not serve."""
     task: str = ""

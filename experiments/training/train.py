@@ -19,7 +19,6 @@ from experiments.models.model import (
     Position,
     count_parameters,
     initialize,
-    is_hidden,
     of_scheme,
     seed_key,
     structure,
@@ -34,7 +33,6 @@ def make_optimizer(
     learning_rate: jax.typing.ArrayLike,
     scheme_rate: jax.typing.ArrayLike,
     steps: jax.typing.ArrayLike,
-    width: int = 0,
 ) -> optax.GradientTransformation:
     """Returns clipped AdamW with linear warm-up and cosine decay.
 
@@ -43,12 +41,7 @@ def make_optimizer(
       learning_rate: the highest; may be traced.
       scheme_rate: factor of steps of the scheme's parameters; may be traced.
       steps: where the decay ends; may be traced.
-      width: of the model, for `train.base_width`.
     """
-    of_width = ()
-    if train.base_width:
-        scale = optax.scale(train.base_width / width)
-        of_width = (optax.masked(scale, functools.partial(is_hidden, width=width)),)
     warm_up = optax.linear_schedule(0.0, 1.0, train.warmup)
 
     def rate(count: Any) -> Any:
@@ -63,7 +56,6 @@ def make_optimizer(
         optax.clip_by_global_norm(train.clip),
         optax.adamw(rate, b2=train.b2, weight_decay=train.weight_decay),
         optax.masked(optax.scale(scheme_rate), of_scheme),
-        *of_width,
     )
 
 
@@ -134,7 +126,7 @@ def advance(
       The new state, and losses [steps].
     """
 
-    optimizer = make_optimizer(task.train, *rates, width=task.model.model_dim)
+    optimizer = make_optimizer(task.train, *rates)
 
     def step(state, number):
         params, moments = state
@@ -153,7 +145,7 @@ def advance(
 
 def new_state(params: nnx.State, task: Task) -> tuple[nnx.State, Any]:
     """Returns what `advance` takes at first."""
-    optimizer = make_optimizer(task.train, 1.0, 1.0, 1.0, task.model.model_dim)
+    optimizer = make_optimizer(task.train, 1.0, 1.0, 1.0)
     return params, optimizer.init(params)
 
 

@@ -759,7 +759,6 @@ num_layers = 1
 steps = 100
 steps_per_call = 10
 warmup = 10
-base_width = 16
 
 [sizes.a]
 rates = [1e-3, 2e-3, 4e-3]
