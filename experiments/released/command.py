@@ -21,13 +21,12 @@ from pathlib import Path
 from examples import checkpoints, families
 from experiments.errors import ConfigError, ExperimentError
 from experiments.models.methods import METHODS, window_of
-from experiments.pages import plots
 from experiments.released.measure import measure
 from experiments.released.packages import CHECKPOINT, packaged
 from experiments.released.page import render
 from experiments.released.plan import LEAST, LONGEST, NEW, SHORT, plan_of
 from experiments.runs.environment import environment
-from experiments.runs.files import check_writable, locked, write_whole
+from experiments.runs.files import locked, write_whole
 from experiments.runs.run import duration
 from experiments.runs.run_queue import say
 from experiments.settings.config_io import Parser, names, near
@@ -46,15 +45,11 @@ def main(arguments: list[str]) -> int:
         say("\n".join([plan.facts, *plan.notes]))
         model = families.load(checkpoint.config, checkpoint.state)
     file = Path("results", options.name, "report.html")
-    if options.picture:
-        check_writable(options.picture)
     with locked(file.parent):
         with _stoppable():
             measured = measure(checkpoint, model, plan)
         command = shlex.join(["python", "-m", "experiments", "released", *arguments])
         write_whole(file, render(plan, measured, command, environment()))
-    if options.picture and measured.by_place:
-        write_whole(options.picture, plots.standalone(measured.by_place.picture()))
     say(f"\nReport: {file} ({duration(time.monotonic() - began)} in all)")
     return 0
 
@@ -101,7 +96,6 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     add("--prompt", default=PROMPT, metavar="TEXT", help=f"what {NEW} tokens continue")
     add("--quick", action="store_true", help=f"{SHORT:,} tokens, without ntk and yarn")
     add("--name", default="released", help="of the folder in results (default: released)")
-    add("--picture", type=Path, metavar="FILE.svg", help="write the picture there, too")
     options = parser.parse_args(arguments)
     if options.file and options.checkpoint:
         raise ConfigError(f"--checkpoint: {options.file} is a checkpoint already")

