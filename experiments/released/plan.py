@@ -134,6 +134,7 @@ def _facts(
     heads = f"{settings.num_heads} heads"
     if settings.num_kv_heads != settings.num_heads:
         heads += f", {settings.num_kv_heads} of keys and values"
+    schemes = " and ".join(dict.fromkeys(as_code(layer.scheme) for layer in settings.layers))
     facts = (
         checkpoint.about.get("name", ""),
         f"licence {checkpoint.about.get('licence', 'not stated')}",
@@ -141,33 +142,10 @@ def _facts(
         f"{parameters:,} parameters in float32",
         f"{len(settings.layers)} layers",
         heads,
-        encodings([layer.scheme for layer in settings.layers]),
+        f"{schemes:.200}",  # Tables of factors are long.
         f"trained at {stated:,} tokens" if stated else "",
     )
     return [*filter(None, facts)]
-
-
-def encodings(schemes: Sequence[pe.Scheme]) -> str:
-    """Returns the schemes of layers in words.
-
-    >>> encodings([pe.RoPE(64), pe.RoPE(64, theta=1e6, scaling=pe.PI(2.0)), pe.RoPE(64)])
-    'RoPE theta 10,000 and 1,000,000 with PI'
-    >>> factors = pe.LongRoPE((1.0, 4.0), (1.0, 4.0), 1.0, 8192, long=True)
-    >>> encodings([pe.RoPE(4, theta=5e5, scaling=factors)])
-    'RoPE theta 500,000 with a factor for each frequency'
-    """
-    ropes = [scheme for scheme in schemes if isinstance(scheme, pe.RoPE)]
-    if len(ropes) < len(schemes):
-        return " and ".join(dict.fromkeys(map(as_code, schemes)))
-    return f"RoPE theta {' and '.join(dict.fromkeys(map(_theta, ropes)))}"
-
-
-def _theta(rope: pe.RoPE) -> str:
-    """The theta of a RoPE and its scaling, in words."""
-    scaling, words = rope.scaling, type(rope.scaling).__name__
-    if isinstance(scaling, pe.LongRoPE) and scaling.short_factor == scaling.long_factor:
-        words = "a factor for each frequency"  # As in rope_freqs of a GGUF file.
-    return f"{rope.theta:,.0f}" + (f" with {words}" if scaling != pe.FrequencyMap() else "")
 
 
 def _refuse(options: argparse.Namespace, unused: Sequence[str], reason: str | None) -> None:

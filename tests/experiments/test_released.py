@@ -79,7 +79,7 @@ def test_everything(files, capsys):
     shown, page = capsys.readouterr().out, (files / "results/released/report.html").read_text()
     assert (
         "Tiny, licence cc0-1.0, llama, 10,080 parameters in float32, 1 layers, 3 heads, "
-        "1 of keys and values, RoPE theta 100" in shown
+        "1 of keys and values, RoPE(head_dim=8, theta=100.0)" in shown
     )
 
     checkpoint = checkpoints.read(files / "tiny.gguf")
