@@ -35,19 +35,11 @@ def sizes_of(heads: int, dim: int, length: int) -> dict[str, int]:
     }
 
 
-def attend_with(
-    scheme: pe.Scheme, implementation: str | None = "xla", segments: int = 1
-) -> Callable:
-    """Returns causal attention with a scheme, a function of the arrays of `make_arguments`.
-
-    Each row has a number of equal segments, whose ids are not known while tracing.
-    """
+def attend_with(scheme: pe.Scheme, implementation: str | None = "xla") -> Callable:
+    """Returns causal attention with a scheme, a function of the arrays of `make_arguments`."""
 
     def attend(q, k, v, params, x=None):
         options: dict[str, Any] = {"is_causal": True, "implementation": implementation}
-        if segments > 1:
-            ids = jnp.arange(q.shape[1]) * segments // q.shape[1]
-            options["segment_ids"] = jnp.tile(jax.lax.optimization_barrier(ids), (len(q), 1))
         return pe.scheme_attention(scheme, params, q, k, v, x=x, **options)[0]
 
     return attend

@@ -11,7 +11,6 @@ Times are ratios to attention of all pairs without a mask; "tiles" is the share 
 
 import argparse
 import dataclasses
-import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -119,7 +118,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(name, type=positive, default=size, help=f"(default: {size})")
     add("--patterns", type=names, default=names(known), help=f"(default: {known})")
     add("--forward", action="store_true", help="without the backward pass")
-    add("--unclaimed", action="store_true", help="also a score_mod that does not say adds=True")
     add("--rounds", type=positive, default=5, help="(default: 5)")
     add("--seconds", type=float, default=10.0, help="beyond the rounds (default: 10)")
 
@@ -142,7 +140,7 @@ def run(options: argparse.Namespace) -> dict:
         pattern = known[name]
         mask = _block_mask(pattern, options.length)
         live, _ = mask.tiles(256, 256, *(-(-options.length // 256) * 256,) * 2)
-        ways = _cases(pattern, mask, qkv, backward, options.unclaimed)
+        ways = _cases(pattern, mask, qkv, backward)
         cases = {"all pairs": whole, **dict(ways)}
         timings = side_by_side(
             {way: case.call for way, case in cases.items()},
@@ -172,22 +170,20 @@ def _block_mask(pattern: Pattern, length: int) -> pe.BlockMask:
 
 
 def _cases(
-    pattern: Pattern, mask: pe.BlockMask, qkv: tuple, backward: bool, unclaimed: bool
+    pattern: Pattern, mask: pe.BlockMask, qkv: tuple, backward: bool
 ) -> Iterator[tuple[str, Case]]:
     """Yields the ways to a mask by name, with equal numbers."""
 
     def added(score, b, h, q, k, *arrays):
         return jnp.where(pattern.function(b, h, q, k, *arrays), score, -jnp.inf)
 
-    def by_rule(q, k, v, adds=True):
+    def by_rule(q, k, v):
         arrays = [jnp.asarray(x) for x in pattern.arrays]
-        return _attention(rules=pe.score_mod(added, q, *arrays, adds=adds))(q, k, v)
+        return _attention(rules=pe.score_mod(added, q, *arrays, adds=True))(q, k, v)
 
     pairs = np.asarray(mask.pairs())
     ours = jax_case(_attention(**pattern.options or {"mask": mask}), qkv, backward)
     ways = {"rule": by_rule, "array of pairs": _attention(mask=jnp.asarray(pairs))}
-    if unclaimed:
-        ways["rule without adds=True"] = functools.partial(by_rule, adds=False)
     if pattern.options is not None:
         order = {n: pattern.options.get(n) for n in ("is_causal", "q_positions", "k_positions")}
         ways["array of pairs, in order"] = _attention(mask=jnp.asarray(pairs), **order)

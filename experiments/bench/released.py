@@ -55,7 +55,6 @@ CONFIG = {
     "hidden_act": "silu",
     "tie_word_embeddings": True,
 }
-PARTS = "decode", "prefill"
 STEPS = 8  # Of a scan.
 
 State = Mapping[str, np.ndarray]
@@ -64,14 +63,12 @@ State = Mapping[str, np.ndarray]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds this benchmark's settings."""
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, default=PARTS, help="(default: both)")
     add("--slots", type=positives, default=(512, 8192), help="(default: 512,8192)")
     add("--batch", type=positives, default=(1, 4), help="(default: 1,4)")
     add("--dtypes", nargs="+", choices=DTYPES, default=tuple(DTYPES), help="(default: both)")
     add("--prompt", type=positive, default=8192, help="tokens of the prefill (default: 8192)")
     add("--layers", type=positive, help="random weights of so many layers")
     add("--torch-compile", action="store_true", help="also compile transformers: minutes")
-    add("--without", nargs="+", default=(), metavar="NAME", help="leave out, such as llama.cpp")
     add("--threads", type=positive, default=usable_cores(), help="of torch and llama.cpp")
     add("--clock", choices=("wall", "processor"), default="wall", help="(default: wall)")
     add("--rounds", type=positive, default=7, help="of all in turns (default: 7)")
@@ -83,14 +80,12 @@ def run(options: argparse.Namespace) -> dict:
     threads = options.threads
     names = {"torch": "torch", "transformers": "transformers", "llama.cpp": "llama_cpp"}
     missing = [name for name, module in names.items() if importlib.util.find_spec(module) is None]
-    without = {*options.without, *missing}
-    if file is None:
-        without.add("llama.cpp")
     print(f"weights: {'random' if file is None else file.name}")
     print(f"clock: {options.clock}; threads of torch and llama.cpp: {threads}")
     for name in missing:
         print(f"{name} is not installed, and is left out")
-    use_torch = not {"torch", "transformers"} & without
+    use_torch = not {"torch", "transformers"} & {*missing}
+    use_llama_cpp = file is not None and "llama.cpp" not in missing
     clock = time.perf_counter if options.clock == "wall" else time.process_time
     settings: dict[str, Any] = {"rounds": options.rounds, "seconds": 0.0, "clock": clock}
     results = []
@@ -106,21 +101,21 @@ def run(options: argparse.Namespace) -> dict:
         theirs = Transformers(config, state, dtype, threads) if use_torch else None
         if dtype == "float32":
             check(model, theirs)
-        for batch in options.batch if "decode" in options.parts else ():
+        for batch in options.batch:
             for slots in options.slots:
                 programs = Programs(model, batch, slots)
                 for count in counts(slots, options.rounds):
                     cases = programs.cases(count)
                     if theirs:
                         cases |= theirs.cases(batch, slots, count, options.torch_compile)
-                    if batch == 1 and dtype == "float32" and "llama.cpp" not in without:
+                    if batch == 1 and dtype == "float32" and use_llama_cpp:
                         cases |= llama_cpp(file, slots, count, threads)
                     title = f"decode: {dtype}, batch {batch}, {count} tokens in {slots} slots"
                     units = {name: STEPS for name in cases if name.endswith("scan")}
                     measure(title, cases, units=units)
                     del cases
                 del programs
-        if "prefill" in options.parts and dtype == "float32":
+        if dtype == "float32":
             cases = prefill(model, theirs, options.prompt)
             title = f"prefill: {dtype}, {options.prompt} tokens"
             measure(title, cases, rounds=1, warm=0)
