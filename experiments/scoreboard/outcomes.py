@@ -34,8 +34,7 @@ class Outcome(claims.Outcome):
 def outcomes(protocol: Protocol, folder: Path) -> list[Outcome]:
     """Returns the outcomes of the claims of a file.
 
-    With fewer seeds than it states, or without a score that a condition names, a claim is "not
-    run"; where a run diverged, its gate has failed.
+    With fewer seeds than it states a claim is "not run"; where a run diverged, its gate has failed.
     """
     by_seed: dict[int, dict[str, Result]] = {}
     read = known(folder)
@@ -65,8 +64,6 @@ def _outcome(protocol: Protocol, claim: Claim, by_seed: Mapping[int, dict[str, R
         reason = "the task was not learned in every seed"
     if len(units) < protocol.about.seeds:
         word, reason = NOT_RUN, f"{len(units)} of {protocol.about.seeds} seeds"
-    if missing := _missing(protocol, claim, results):
-        word, reason = NOT_RUN, f"runs have no score {missing}"
     if mixed := len(versions) > 1:
         word, reason = NOT_RUN, f"results of mixed versions: {differences(versions)}"
     return Outcome(
@@ -87,16 +84,3 @@ def _score(protocol: Protocol, results: Mapping[str, Result]):
         return mean([results[name].score(view or protocol.runs[name].task.views[0], length)])
 
     return score
-
-
-def _missing(
-    protocol: Protocol, claim: Claim, results: Mapping[str, tuple[Result, ...]]
-) -> str | None:
-    """Returns a score that a condition names and a run does not have, or None."""
-    for condition in (*claim.gates, *claim.conditions):
-        for name, view, length in condition.scores():
-            key = view or protocol.runs[name].task.views[0]
-            for result in results[name]:
-                if result.status == "done" and str(length) not in result.scores.get(key, {}):
-                    return f"{name}.{key}[{length}]"
-    return None

@@ -363,20 +363,6 @@ def result(run, score, status="done", jax="1"):
     )
 
 
-def test_a_score_that_a_run_does_not_have_decides_nothing(tmp_path):
-    text = CLAIM.split("[runs.late]")[0].replace(', "-99 <= late[32] <= 99"', "")
-    (tmp_path / "T1.toml").write_text(text.replace("seeds = 2", "seeds = 1"))
-    claim = plan.load(tmp_path / "T1.toml")
-    for name, run in claim.of_seed(0).items():
-        content = dataclasses.asdict(result(run, 0.5))
-        if name == "none":
-            del content["scores"]["plain"]["48"]
-        (tmp_path / run.name).mkdir()
-        (tmp_path / run.name / "result.json").write_text(json.dumps(content))
-    (outcome,) = outcomes(claim, tmp_path)
-    assert (outcome.word, outcome.reason) == ("not run", "runs have no score none.plain[48]")
-
-
 def test_a_division_by_zero_is_no_score(call):
     text = re.sub("criteria = .*", 'criteria = ["rope[48] / (rope[48] - rope[48]) <= 1"]', CLAIM)
     (call.claims / "T1.toml").write_text(text)
