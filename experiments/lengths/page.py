@@ -22,7 +22,7 @@ from experiments.models.methods import seen
 from experiments.pages import plots
 from experiments.pages.page import as_csv, command_of, files_of, table
 from experiments.runs import results
-from experiments.stats import Bounds, interval, mean, ordered, plus_minus
+from experiments.stats import Bounds, interval, mean, ordered, plus_minus, signed
 
 
 def pages(plan: Plan, file: Path, folder: Path, target: Path) -> dict[Path, str]:
@@ -171,8 +171,7 @@ def _claim(outcome: Outcome) -> str:
         return outcome.claim.claim
     side = False if outcome.word == FAILS else None
     deciding = [m for m in outcome.criteria if m.side is side]
-    middle, low, high = max(map(_missed, deciding))
-    return f"{outcome.claim.claim} (misses its limit by {middle:+.3f} [{low:+.3f}, {high:+.3f}])"
+    return f"{outcome.claim.claim} (misses its limit by {signed(max(map(_missed, deciding)))})"
 
 
 def _missed(margin: Margin) -> Bounds:

@@ -188,11 +188,8 @@ class Plan:
 
     def documents(self, index: int) -> list[Document]:
         """Returns the documents of a stage, one of each kind."""
-        titles = {name: list(kind.documents.items())[index] for name, kind in self.kinds.items()}
-        return [
-            Document(name, title, self.kinds[name].corpus, file)
-            for name, (title, file) in titles.items()
-        ]
+        everything = self.all_documents
+        return [[x for x in everything if x.kind == name][index] for name in self.kinds]
 
     @property
     def all_documents(self) -> list[Document]:

@@ -34,7 +34,7 @@ from experiments.settings.trust import code_of_task
 from experiments.tasks import TASKS, Task
 from experiments.tasks.base import Data, Evaluation
 from experiments.tasks.corpus import SOURCES
-from experiments.training.layout import Layout
+from experiments.training.layout import Layout, check_batch
 from experiments.training.train import Trained, of_program, train
 
 _POINTS = 32
@@ -209,7 +209,7 @@ class Run(Work):
         options: dict[str, Any] = {}
         facts: dict[str, Any] = {}
         if layout:
-            layout.check(self.task)
+            check_batch(self.task, layout.mesh.size)
         data = load_data(self.task)
         if layout:
             hosts.agreed(self)

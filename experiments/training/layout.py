@@ -65,10 +65,6 @@ class Layout:
         """Returns arrays on the devices, by default whole on each; all processes have the same."""
         return jax.jit(lambda x: x, out_shardings=shardings or self.everywhere)(tree)
 
-    def check(self, task: Any) -> None:
-        """Raises ConfigError for a task that does not divide."""
-        check_batch(task, self.mesh.size)
-
 
 def check_batch(task: Any, devices: int) -> None:
     """Raises ConfigError for a task that a number of devices does not divide."""
