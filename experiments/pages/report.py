@@ -3,8 +3,11 @@
 Captions are computed from the results. The page loads nothing; equal results give equal bytes.
 """
 
+import contextlib
 import math
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from markupsafe import escape
@@ -15,8 +18,11 @@ from experiments.pages.page import as_html, details, pair, picture, plain, table
 from experiments.runs import scores
 from experiments.runs.results import Result, mixture
 from experiments.runs.scores import UNSTABLE, Results, SchemeResults
+from experiments.settings.common import Rates
 from experiments.settings.config_io import flatten
 from experiments.stats import in_words, interval, mean, ordered
+
+_CONFIGS = [Path(__file__).parents[2] / "configs" / f"{name}.toml" for name in ("compare", "study")]
 
 
 def render(
@@ -216,7 +222,9 @@ def _section(results: Results, section: str, draw: Any) -> Iterator[str]:
     modes, fitted = scores.modes(results, section), not done or any(row.fitted for row in done)
     yield f"## {section}"
     about = f"{labels.about[:1].upper()}{labels.about[1:]}." if labels.about else ""
-    yield " ".join([about, *_not_tuned(section, rows), *_fits(done)]).strip()
+    bands = "Lines are means over seeds, bands go from the least to the greatest."
+    texts = [about, *_not_tuned(section, rows), *_fits(done), bands * (_seeds(results) > 1)]
+    yield " ".join(filter(None, texts))
     yield "" if modes else "Nothing was evaluated."
     yield "" if fitted else "<details><summary>Its scores</summary>"
     for mode in modes:
@@ -298,13 +306,22 @@ def _spread(section: str, rows: Mapping[str, SchemeResults]) -> str:
 
 
 def _not_tuned(section: str, rows: Sequence[SchemeResults]) -> Iterator[str]:
-    """A sentence on schemes without a rate among the rates of the task."""
-    rates = rows[0].task.rates
-    others = [row for row in rows if row.scheme not in rates]
-    if others and "rope" in rates:
-        if rates["rope"].learning_rate == others[0].task.train.learning_rate:
-            names = ", ".join(label(row.scheme) for row in others)
-            yield f"On {section} no rate was tuned for {names}: RoPE's was taken."
+    """Sentences on schemes without a rate, and on rates that the study chose for another text."""
+    task = rows[0].task
+    others, rope = [row for row in rows if row.scheme not in task.rates], task.rates.get("rope")
+    if others and rope and rope.learning_rate == others[0].task.train.learning_rate:
+        names = ", ".join(label(row.scheme) for row in others)
+        yield f"On {section} no rate was tuned for {names}: RoPE's was taken."
+    rates, tuned, here = None, None, (getattr(task, "corpus", task.name), task.train.steps)
+    with contextlib.suppress(KeyError):  # Somebody may have edited these files.
+        compare, study = (tomllib.loads(file.read_text()) for file in _CONFIGS)
+        rates = {name: Rates(**table) for name, table in compare["text"]["rates"].items()}
+        tuned = study["text"]["corpus"], study["sizes"]["small"]["text"]["train"]["steps"]
+    if tuned and tuned != here and task.rates == rates:
+        yield (
+            f"The rates on {section} are the study's, chosen with {tuned[1]} steps on {tuned[0]}: "
+            f"with {here[1]} steps on {here[0]} none is tuned."
+        )
 
 
 def _fits(rows: list[SchemeResults]) -> Iterator[str]:

@@ -256,6 +256,13 @@ def test_experiments_are_of_32_bits(run):
     assert not run.folder.exists()
 
 
+def test_a_report_needs_no_settings_of_this_repository(run, monkeypatch):
+    """Rates of the study and its steps are read from files that anybody may edit."""
+    monkeypatch.setattr("experiments.pages.report._CONFIGS", (run.file, run.file))
+    run.without_training()
+    assert run("compare", "--schemes", "none", "--tasks", "text,kback")[0] == 0
+
+
 def test_tasks_of_one_name_share_no_results(run, tmp_path, monkeypatch):
     """A task of your own may inherit the name of another, in its file or from here."""
     names = "First", "Second"

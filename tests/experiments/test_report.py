@@ -14,6 +14,7 @@ from experiments.pages.page import as_html, plain
 from experiments.pages.report import conclusions
 from experiments.pages.report import render as whole_page
 from experiments.runs import scores
+from experiments.runs.experiment import load
 from experiments.settings.common import Rates
 from tests.experiments.result_rows import LENGTHS, make_row
 from tests.support import slow
@@ -171,7 +172,7 @@ def test_schemes_without_a_rate_have_that_of_rope():
         assert tuned == (2 if rope == 3e-3 else 0)  # In the conclusions and with the scores.
 
 
-def test_the_page_says_what_follows():
+def test_the_page_says_what_follows(request):
     results = make_results(seeds=3)
     for i, row in enumerate(results):
         if row.scheme == "learned":
@@ -191,6 +192,28 @@ def test_the_page_says_what_follows():
     texts = conclusions([make_row("text", name, 3, fitted=False) for name in ("rope", "MyScheme")])
     assert texts[0].startswith("On text no scheme learned the task in 400 steps, so its scores say")
     assert not any("against" in text for text in texts)
+    tasks = load(request.config.rootpath / "configs" / "compare.toml").tasks
+
+    def at(steps, corpus, scheme, **rates):
+        (run,) = make_row("text", scheme).runs
+        rates = rates or tasks["text"].rates
+        train = dataclasses.replace(run.task.train, steps=steps, learning_rate=4e-3)
+        task = dataclasses.replace(run.task, train=train, corpus=corpus, rates=rates)
+        return dataclasses.replace(
+            make_row("text", scheme), runs=(dataclasses.replace(run, task=task),)
+        )
+
+    study = "The rates on text are the study's, chosen with 1000 steps on sotu: "
+    assert f"{study}with 400 steps on sotu none is tuned." in conclusions(
+        [at(400, "sotu", "rope"), at(400, "sotu", "alibi")]
+    )
+    texts = conclusions([at(1000, "docs.md", "rope"), at(1000, "docs.md", "mypkg.mine:My")])
+    assert "On text no rate was tuned for My: RoPE's was taken." in texts
+    assert texts[-2].endswith("with 1000 steps on docs.md none is tuned.")
+    texts = conclusions([at(1000, "sotu", "rope"), at(1000, "sotu", "alibi")])
+    assert not any("tuned" in text for text in texts)
+    texts = conclusions([at(400, "sotu", "rope", rope=Rates(4e-3))])
+    assert not any("tuned" in text for text in texts)
 
 
 @slow
