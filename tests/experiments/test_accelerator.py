@@ -113,9 +113,8 @@ def test_the_kernels_of_all_schemes_come_before_other_libraries():
     assert ("rope", "pallas", 8192) in order and ("none", "default", 8192) in order
 
 
-@pytest.mark.parametrize("name", pe.SCHEMES)
-def test_every_scheme_has_small_sizes(name):
-    assert isinstance(accelerator_schemes.scheme_of(name), pe.Scheme)
+def test_every_scheme_has_small_sizes():
+    assert all(map(accelerator_schemes.scheme_of, pe.SCHEMES))
 
 
 @slow
@@ -236,11 +235,9 @@ def test_a_part_ends_when_its_time_is_over(monkeypatch, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--on=tpu"], "--on tpu: JAX runs on gpu here"),
-        (["--parts", "time"], "invalid choice: 'time'"),
         (["--lengths=4096,long"], "argument --lengths"),
         (["--minutes=nan"], "argument --minutes: must be above 0, got nan"),
         (["--schemes", "t6"], "invalid choice: 't6'"),
-        (["--rouds=3"], "unrecognized arguments: --rouds=3"),
     ],
 )
 def test_wrong_arguments_end_with_one_line(arguments, message, run, capsys):

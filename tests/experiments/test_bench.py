@@ -148,11 +148,9 @@ def test_bench_restarts_with_a_warm_heap(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required"),
         (["atention"], "invalid choice: 'atention'"),
         (["attention", "--rounds=0"], "argument --rounds: must be an integer from 1, got '0'"),
         (["released", "--slots=16,-1"], "argument --slots: must be an integer from 1, got '-1'"),
-        (["attention", "--heads=many"], "--heads: must be an integer from 1, got 'many'"),
         (["attention", "--schemes=roep"], "unknown scheme 'roep'; did you mean 'rope'?"),
         (["masks", "--patterns=squares"], "unknown pattern 'squares'; use some of block diffusion"),
     ],

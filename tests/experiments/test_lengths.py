@@ -537,7 +537,6 @@ def test_damaged_results_are_one_line(tmp_path, capsys):
     file = tmp_path / results.PACK
     for name, value, message in (
         ("losses", [1.0, 2.0], "must have 16 losses, got 2"),
-        ("copies", [[1.0]], "copies[0]"),
         ("questions", [[1.0] * 6], "questions[0]: "),
     ):
         entry = next(e for e in entries if e["result"][name])

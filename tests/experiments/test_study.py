@@ -984,8 +984,6 @@ reference = {about = "x", parameter = "x", close = 0.1, shown = 0.1, schemes = {
             ('baseline = "rope"', 'baseline = "rope"\nblocks = ["steps"]'),
             "blocks: steps needs a reference",
         ),
-        (("tries = 2", "tries = 3"), "sizes.small: tries"),
-        (("seeds = 2", "seed = 2"), "sizes.small: seed: unknown setting"),
         (("seeds = 2", "seeds = 101"), "seeds: must be up to first_selection_seed"),
         (("seeds = 2", "seeds = 2\nrate = 1e-3"), "sizes.small: rate: needs rates_of, without"),
         (("seeds = 2", "seeds = 2\nbest = 1"), "sizes.small: best: needs rates_of"),
