@@ -139,7 +139,7 @@ def convert(hint: Any, value: Any, path: str, *, measured: bool = False) -> Any:
             path += f".{key}" if path else key
             hint = typing.get_type_hints(hint)[key]
             if isinstance(hint, types.UnionType):
-                hint = next(filter(dataclasses.is_dataclass, typing.get_args(hint)), hint)
+                hint = next(filter(_names, typing.get_args(hint)), hint)
         elif typing.get_origin(hint) is dict:
             path += f".{key}" if path else key
             hint = typing.get_args(hint)[1]
