@@ -316,6 +316,12 @@ class AttentionLayer:
         """
         names = "positions", "coordinates", "segment_ids", "visible_until"
         other = {f"k_{n}" for n in names} if to_itself else {"tables", "contiguous", names[-1]}
+        for name in ("is_causal", "window", "softcap", "scale", "dropout_rate"):
+            if name in options:
+                raise TypeError(
+                    f"Attention: {name} is an argument of the layer, not of its calls; give it to "
+                    f"Attention(..., {name}=...)."
+                )
         refuse_unknown("Attention", options, set(known) - other)
         spec = self._settings()
         call = AttentionCall(

@@ -259,6 +259,7 @@ ERRORS = [
     ),
     (call, {"inputs_q": ZEROS[0]}, r"inputs_q must be \[B, T, D\], got shape \(2, 20\)"),
     (call, {"inputs_q": ZEROS, "postions": 0}, "unknown argument 'postions'; it tak", TypeError),
+    (call, {"inputs_q": ZEROS, "is_causal": True}, "is_causal is an argument of the", TypeError),
     (
         functools.partial(linen_layer(pe.NoPE()).init, KEY),
         {"inputs_q": ZEROS, "postions": 0},
