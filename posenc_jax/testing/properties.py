@@ -545,7 +545,8 @@ def storage_order_does_not_matter(case: Case) -> float | None:
     return _difference(shuffled, case.placed(case.x)[:, order])
 
 
-@_holds("a scheme that depends on more than differences of coordinates; set relative=False.")
+@_holds("""a scheme that depends on more than differences of coordinates: set relative=False; or
+    angles that are float32 products of coordinate and frequency: use pe.cos_sin.""")
 def adding_a_constant_changes_nothing(case: Case) -> list[float] | None:
     """Adding a constant to all coordinates changes nothing (traits.relative)."""
     if not case.scheme.traits.relative:

@@ -219,6 +219,7 @@ BROKEN = {
     "integer coordinates": (Rotary(8, "integers"), "fractions_of_coordinates_change_the_output"),
     "drafts in a running sum": (RunningSum(6, 20, "segment_ids"), "rejected_drafts_leave_no_trace"),
     "trait falsely relative": (Rotary(8, "absolute"), "adding_a_constant_changes_nothing"),
+    "float32 angles": (Rotary(8), "adding_a_constant_changes_nothing"),
     "bfloat16 angles": (Rotary(8, "bfloat16"), "bfloat16_is_near_float32"),
     "bfloat16 parameters": (Bfloat16(6), "parameters_are_deterministic_and_float32"),
     "positions from slots": (Rotary(8, "slots"), "coordinates_change_the_output"),
@@ -244,6 +245,8 @@ def test_broken_scheme_fails_the_property(broken):
     assert repr(scheme) in message
     assert prop.name in message
     assert prop.cause in message
+    if broken == "float32 angles":
+        assert "use pe.cos_sin" in message
     if isinstance(scheme, Remade):
         assert "LogitBias.rule is another function in each call: <function Remade.rules" in message
 
