@@ -89,6 +89,10 @@ def new_cache(
     divides("new_cache", **heads_of)
     check_sizes("new_cache", scheme, head_dim=head_dim, model_dim=model_dim, **heads_of)
     kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    require(
+        model_dim is not None or not scheme.traits.reads_x,
+        f"new_cache: {scheme!r} reads the input of the layer; give its width, model_dim=.",
+    )
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"new_cache: dtype must be a floating type, got {dtype!r:.60}.")
     spec = () if qkv_sharding is None else tuple(qkv_sharding)

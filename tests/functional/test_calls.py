@@ -209,6 +209,7 @@ CALLS = {
     "new_cache: value_dim must be an integer, got True": lambda: cache(value_dim=True),
     "new_cache: coordinates must be [T], .* got shape ()": lambda: cache(coordinates=AT[0]),
     "new_cache: dtype must be a floating type, got": lambda: cache(dtype=jnp.int8),
+    "new_cache: FoX(.*reads the input .*model_dim=.": lambda: cache(pe.FoX(6, model_dim=4)),
     "KVCache: capacity must be >= 1, got 0": lambda: pe.KVCache.empty(Q, V, 0),
     "KVCache: max_rewind must be >= 0, got -1": lambda: pe.KVCache.empty(Q, V, 9, max_rewind=-1),
     "KVCache.take: rows must be [any], got shape (1, 2)": lambda: cache().take([[0, 1]]),
