@@ -57,11 +57,14 @@ def checked_params(caller: str, scheme: Scheme, params: Params) -> Params:
     leaves = _by_path(params)
     expected, structure = _shapes_of_params(scheme)
     shapes = {path: jnp.shape(leaf) for path, leaf in leaves.items()}
-    for names, message in (
-        (expected.keys() - shapes, "lack {} of {!r}; make them with scheme.init(key)."),
+    other = ", ".join(sorted(shapes.keys() - expected))
+    got = f", got {other}" if other else ""
+    for missing, message in (
+        (expected.keys() - shapes, "lack {} of {!r}{}; make them with scheme.init(key)."),
         (shapes.keys() - expected, "have {}, and {!r} has no such parameters."),
     ):
-        require(not names, f"{caller}: params " + message.format(", ".join(sorted(names)), scheme))
+        names = ", ".join(sorted(missing))
+        require(not missing, f"{caller}: params " + message.format(names, scheme, got))
     for path, shape in expected.items():
         if shapes[path] != shape:
             raise ValueError(

@@ -157,6 +157,8 @@ SCHEME = {
     "num_heads is 6, and ALiBi(num_heads=np.int64(4)": {"scheme": pe.ALiBi(np.int64(4))},
     "the fields of T5 are static .*unhashable.*numpy": {"scheme": pe.T5(6, stddev=np.ones(1))},
     "params lack ['table'] of T5(num.*make them with": {"scheme": T5},
+    "params lack ['table'] of T5(.*, got ['params']['table']; make": {"scheme": T5}
+    | {"params": {"params": {"table": REAL}}},
     "params have ['table'], and ALiBi(num.* has no such": {"params": {"table": REAL}},
     "params lack [1]['keys'], [1]['val": {"scheme": pe.chain(ROPE, SHAW), "params": ({}, {})},
     "params have ['0']['table'], and Chain": {
