@@ -798,6 +798,13 @@ def _tokens(
             arrays |= any(rule.pairs is not None for rule in rules)
             regroup = isinstance(ids, Tracer) and not arrays
             contiguous = regroup or are_consecutive(np.arange(length), ids)
+    elif contiguous and positions:
+        sides = [(raw(positions, side), raw(segments, side)) for side in "qk"]
+        require(
+            any(isinstance(x, Tracer) for side in sides for x in side)
+            or all(are_consecutive(x, None) or are_consecutive(x, ids) for x, ids in sides),
+            "attention: contiguous=True, but positions do not grow by one per slot in a segment.",
+        )
     require(
         not contiguous or length == keys or not order_matters,
         f"attention: contiguous=True needs as many queries as keys, got {length} and {keys}.",

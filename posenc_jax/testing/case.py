@@ -203,7 +203,7 @@ class Case:
 
     @functools.cached_property
     def noisy_params(self) -> Any:
-        """The parameters with noise, as after training: none of them is zero."""
+        """New parameters with noise, as after training."""
         numbers = np.random.default_rng(0)
         noise = jax.tree.map(lambda a: numbers.normal(0, 0.1, a.shape).astype("f4"), self.params)
         return jax.tree.map(lambda a, b: np.asarray(a) + b, self.params, noise)

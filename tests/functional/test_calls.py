@@ -113,6 +113,8 @@ ATTENTION = {
         "k_coordinates": np.zeros((2, 2, 5), "f4")
     },
     "q_segment_ids must be integers, got float32": {"q_segment_ids": REAL},
+    "contiguous=True, but positions do not grow by one": {"contiguous": True}
+    | {"q_positions": 2 * AT, "k_positions": 2 * AT},
 }
 SHORT = "3 queries and 7 keys need q_positions and k_positions"
 SHORTER = {
