@@ -188,9 +188,10 @@ def build(
       whose: whose model it is, for messages.
     """
     parts = [_make(part, sizes, tables, whose) for part in parts_of(name)]
-    position = parts[0] if len(parts) == 1 else _called(pe.chain, parts, {}, name)
+    position = parts[0] if len(parts) == 1 else called(pe.chain, parts, {}, name)
     if isinstance(position, pe.Scheme):
-        _called(lambda: position.acts, [], {}, name)  # Raises for a misspelt hook.
+        called(hash, [position], {}, name)  # Runs and programs are found by it.
+        called(lambda: position.acts, [], {}, name)  # Raises for a misspelt hook.
         return position
     layers = isinstance(position, tuple) and all(
         isinstance(x, pe.Scheme | pe.LayerSpec) for x in position
@@ -198,7 +199,7 @@ def build(
     if not layers or "num_layers" not in sizes:
         expected = "a Scheme or a tuple of layers" if "num_layers" in sizes else "one Scheme"
         raise ConfigError(f"schemes.{name}: {whose} needs {expected}, got {position!r}")
-    return _called(pe.layer_pattern, [sizes["num_layers"], *position], {}, name)
+    return called(pe.layer_pattern, [sizes["num_layers"], *position], {}, name)
 
 
 def _make(name: str, sizes: Mapping[str, int], tables: Mapping, whose: str) -> Any:
@@ -229,10 +230,11 @@ def _make(name: str, sizes: Mapping[str, int], tables: Mapping, whose: str) -> A
                 raise ConfigError(
                     f"{option_path}: {value}, but the model of {whose} has {sizes[option]}"
                 )
-    return _called(make, [], values, f"{name}: {whose}")
+    return called(make, [], values, f"{name}: {whose}")
 
 
-def _called(make: Any, arguments: list, values: Mapping[str, Any], title: str) -> Any:
+def called(make: Any, arguments: list, values: Mapping[str, Any], title: str) -> Any:
+    """Calls a function; errors of your own code are `ConfigError` with a title."""
     try:
         return make(*arguments, **values)
     except (TypeError, ValueError) as error:

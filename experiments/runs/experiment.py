@@ -131,6 +131,7 @@ class Experiment:
         for name, task in self.tasks.items():
             with code_of_task(name):
                 task.check()
+                hash(task)  # Data and programs are found by it.
             _check_options(f"{name}.schemes", task.schemes)
             for part in (part for text in task.rates for part in parts_of(text)):
                 if ":" not in part and part not in pe.SCHEMES:

@@ -271,7 +271,10 @@ def known(folder: Path) -> Callable[[Any], Any]:
 @functools.lru_cache(maxsize=8)
 def load_data(task: Any) -> Data:
     with code_of_task(task.name):
-        return task.load()
+        data = task.load()
+        if not isinstance(data, Data):
+            raise TypeError(f"load() must return Data, got {data!r:.80}")
+        return data
 
 
 def duration(seconds: float) -> str:

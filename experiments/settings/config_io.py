@@ -128,7 +128,8 @@ def convert(hint: Any, value: Any, path: str, *, measured: bool = False) -> Any:
     except pydantic.ValidationError as error:
         first = error.errors()[0]
     except (TypeError, pydantic.PydanticSchemaGenerationError) as error:
-        raise ConfigError(f"{path}: cannot be set to {value!r}: {error}") from None
+        words = " ".join(str(error).split())
+        raise ConfigError(f"{path}: cannot be set to {value!r:.80}: {words:.200}") from None
     unknown = first["type"] == "unexpected_keyword_argument"
     *parts, name = first["loc"] if unknown else (*first["loc"], None)
     for key in parts:

@@ -38,7 +38,7 @@ from pydantic import NonNegativeInt, PositiveFloat
 import posenc_jax as pe
 from experiments.claims import Claim, check
 from experiments.errors import ConfigError
-from experiments.models.schemes import check_names, plain, schemes_in, short
+from experiments.models.schemes import called, check_names, plain, schemes_in, short
 from experiments.runs.experiment import from_file, refuse_plan
 from experiments.runs.run import Lookup, Result, Run
 from experiments.settings.config_io import STRICT, convert, merge, near, read_toml
@@ -301,7 +301,9 @@ def _cell(
     first = dataclasses.replace(run, task=task.at_trained_length())
     rates = about_size.rates or (task.train.learning_rate,)
     grid = tuple(variant(first, run.seed, learning_rate=rate) for rate in rates)
-    has_parameters = any(map(_has_parameters, schemes_in(run.position)))
+    has_parameters = called(
+        lambda: any(map(_has_parameters, schemes_in(run.position))), [], {}, scheme
+    )
     variants = about.variants_of_baseline if scheme == about.baseline else ()
     if variants and not hasattr(task, "with_variants"):
         raise ConfigError(f"variants_of_baseline: task {task.name} has no variants")

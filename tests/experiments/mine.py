@@ -31,6 +31,26 @@ class Broken(pe.Scheme):
 
 
 @dataclasses.dataclass(frozen=True)
+class Uninitialised(pe.Scheme):
+    """Raises as soon as it has parameters."""
+
+    def init(self, key):
+        """Raises."""
+        raise RuntimeError("no parameters")
+
+    def embed(self, params, x, coordinates):
+        """Returns x."""
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Unhashable(Parity):
+    """Has a list."""
+
+    sizes: list = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
 class Misspelt(pe.Scheme):
     """Overrides no hook."""
 

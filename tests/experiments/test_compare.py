@@ -277,20 +277,31 @@ def test_tasks_of_one_name_share_no_results(run, tmp_path, monkeypatch):
         assert len(list(run.folder.glob("*/result.json"))) == count
 
 
-@pytest.mark.parametrize("method", ["check", "load"])
-def test_an_error_of_a_task_of_your_own_is_one_line(run, tmp_path, monkeypatch, method):
-    (tmp_path / f"fails_in_{method}.py").write_text(f"""
+@pytest.mark.parametrize(
+    ("method", "line", "message"),
+    [
+        ("check", r'raise ValueError("no\nperiod")', "ValueError: no period"),
+        ("load", 'raise FileNotFoundError("nowhere")', "FileNotFoundError: nowhere"),
+        ("load", "return 3", "TypeError: load() must return Data, got 3"),
+        ("__hash__", "return hash([])", "TypeError: unhashable type: 'list'"),
+    ],
+)
+def test_an_error_of_a_task_of_your_own_is_one_line(
+    run, tmp_path, monkeypatch, method, line, message
+):
+    (tmp_path / "of_task.py").write_text(f"""
 from dataclasses import dataclass
 from experiments.tasks import KBack
 @dataclass(frozen=True)
 class Fails(KBack):
     def {method}(self):
-        raise ValueError("no\\nperiod")
+        {line}
 """)
     monkeypatch.syspath_prepend(tmp_path)
-    status, _, err = run("compare", "--schemes", "none", "--tasks", f"fails_in_{method}:Fails")
-    place = f"fails_in_{method}.py:7, in {method}"
-    assert status == 2 and err == f"config error: kback: {place}: ValueError: no period\n"
+    monkeypatch.delitem(sys.modules, "of_task", raising=False)
+    status, _, err = run("compare", "--schemes", "none", "--tasks", "of_task:Fails")
+    place = "" if "Data" in message else f"of_task.py:7, in {method}: "
+    assert (status, err) == (2, f"config error: kback: {place}{message}\n")
     assert not run.folder.exists()
 
 

@@ -144,6 +144,9 @@ ON_THE_COMMAND_LINE = {
     f"schemes.{MINE}.strenght: unknown option of Parity; did you mean 'strength'?": (
         f"--schemes {MINE} --schemes.{MINE}.strenght 3"
     ),
+    "schemes.experiments_mine:Unhashable: unhashable type: 'list'": (
+        "--schemes experiments_mine:Unhashable"
+    ),
     "overrides none of embed, mix, query, key, value, rules, attend and output": (
         "--schemes experiments_mine:Misspelt"
     ),

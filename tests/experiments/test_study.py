@@ -1014,6 +1014,10 @@ reference = {about = "x", parameter = "x", close = 0.1, shown = 0.1, schemes = {
         (('"kerple"]', '"kerple"]\nvariants_of_baseline = ["pi"]'), "task kback has no variants"),
         (("[kback.train]", "[kback.trian]"), "kback.trian: unknown setting"),
         (('schemes = ["none", ', 'schemes = ["nnoe", '), "unknown scheme"),
+        (
+            ('"kerple"', '"tests.experiments.mine:Uninitialised"'),
+            "small: schemes.tests.experiments.mine:Uninitialised: RuntimeError: no parameters",
+        ),
         (_claim("rope.slid[32] > 0"), "unknown view"),
         (_claim("rope[64] > 0"), "length 64 is not among [32, 48]"),
         (_claim("rope.validation[32] > 0"), "unknown view"),
