@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
             return getattr(_module(module), function or "main")(arguments[1:])
         near = _module("experiments.settings.config_io").near(name, _COMMANDS)
         raise ConfigError(f"unknown command {name!r}{near}")
-    except ExperimentError as error:
+    except (ExperimentError, PermissionError) as error:
         kind = "config error" if isinstance(error, ConfigError) else "error"
         print(f"{kind}: {error}", file=sys.stderr)
         return 2

@@ -211,6 +211,15 @@ def test_missing_file_and_unknown_command(capsys):
     assert "did you mean 'compare'?" in capsys.readouterr().err
 
 
+def test_a_file_without_permission_is_one_line(monkeypatch, capsys):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied", "a.toml")
+
+    monkeypatch.setattr("experiments.commands.compare.load", refuse)
+    assert main(["compare"]) == 2
+    assert capsys.readouterr().err == "error: [Errno 13] Permission denied: 'a.toml'\n"
+
+
 def test_command_line_overrides_the_file(file):
     path = file(T5 + "num_buckets = 24\n[kback]\noffset = 3\n[kback.train]\nbatch = 7\n")
     changes = ["--tasks=kback", "--kback.train.batch", "9", "--schemes.t5.num-buckets", "16"]
