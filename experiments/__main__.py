@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import os
 import sys
 
 from experiments.errors import ConfigError, ExperimentError
@@ -85,6 +86,9 @@ def main(arguments: list[str]) -> int:
         kind = "config error" if isinstance(error, ConfigError) else "error"
         print(f"{kind}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # Of `| head`; the rest of the output goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
         return 130

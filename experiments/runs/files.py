@@ -20,10 +20,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Writes a file atomically, and makes its folder; a failure leaves the old file."""
     # The folder may be of somebody else: no name can be guessed, and "x" follows no link.
     beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    if isinstance(content, str):
+        content = content.encode(errors="backslashreplace")  # Names in it need not be UTF-8.
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with beside.open("xb") as stream:
-            stream.write(content.encode() if isinstance(content, str) else content)
+            stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(beside, path)

@@ -211,13 +211,21 @@ def test_missing_file_and_unknown_command(capsys):
     assert "did you mean 'compare'?" in capsys.readouterr().err
 
 
-def test_a_file_without_permission_is_one_line(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "status", "err"),
+    [
+        (PermissionError(13, "Denied", "a.toml"), 2, "error: [Errno 13] Denied: 'a.toml'\n"),
+        (BrokenPipeError(), 141, ""),
+    ],
+)
+def test_errors_of_files_and_pipes_are_no_traceback(monkeypatch, capsys, error, status, err):
     def refuse(*_, **__):
-        raise PermissionError(13, "Permission denied", "a.toml")
+        raise error
 
     monkeypatch.setattr("experiments.commands.compare.load", refuse)
-    assert main(["compare"]) == 2
-    assert capsys.readouterr().err == "error: [Errno 13] Permission denied: 'a.toml'\n"
+    monkeypatch.setattr("os.dup2", lambda *_: None)  # Else pytest has no output either.
+    assert main(["compare"]) == status
+    assert capsys.readouterr().err == err
 
 
 def test_command_line_overrides_the_file(file):

@@ -157,8 +157,8 @@ def test_part_files_follow_no_links(folder, monkeypatch):
     with pytest.raises(ResultsError, match="cannot be written"):
         write_whole(target, "theirs")
     monkeypatch.undo()
-    write_whole(target, "theirs")
-    assert victim.read_text() == "mine" and target.read_text() == "theirs"
+    write_whole(target, "theirs \udcff")
+    assert victim.read_text() == "mine" and target.read_text() == "theirs \\udcff"
     assert not target.is_symlink()
 
 
