@@ -256,8 +256,9 @@ class Plan:
 
 
 def load(path: Path) -> Plan:
+    tables = read_toml(path)
     try:
-        plan = convert(Plan, read_toml(path), "")
+        plan = convert(Plan, tables, "")
         for name in plan.methods:
             if name not in METHODS and window_of(name) is None:
                 raise ConfigError(f"methods: unknown method {name!r}{near(name, METHODS)}")

@@ -44,12 +44,14 @@ def look() -> Devices:
     """Returns the devices, without opening them in this process."""
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     modules = map(importlib.util.find_spec, ("jax_plugins", "libtpu"))
-    if os.environ.get("JAX_PLATFORMS") == "cpu" or not (plugins or any(modules)):
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms == "cpu" or not (platforms or plugins or any(modules)):
         return Devices("cpu", "cpu", 1)
     call = subprocess.run([sys.executable, "-c", _LOOK], capture_output=True, text=True)
     if call.returncode:
         lines = call.stderr.strip().splitlines() or ["no message"]
-        raise ConfigError(f"JAX cannot use the devices of this machine: {lines[-1]:.300}")
+        named = f" (JAX_PLATFORMS={platforms!r})" if platforms else ""
+        raise ConfigError(f"JAX cannot use the devices of this machine{named}: {lines[-1]:.300}")
     platform, kind, count = call.stdout.splitlines()[-3:]
     return Devices(platform, kind, int(count))
 

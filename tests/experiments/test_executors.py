@@ -166,6 +166,10 @@ def test_devices_are_looked_at_from_another_process(monkeypatch):
     monkeypatch.setattr(accelerators, "_LOOK", "raise RuntimeError('no driver')")
     with pytest.raises(ConfigError, match="devices of this machine: RuntimeError: no driver"):
         look()
+    monkeypatch.setattr(accelerators.importlib.metadata, "entry_points", lambda group: [])
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with pytest.raises(ConfigError, match=r"\(JAX_PLATFORMS='cuda'\): RuntimeError: no driver"):
+        look()
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert look() == ("cpu", "cpu", 1)
 
