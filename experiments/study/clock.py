@@ -19,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from experiments.bench.timing import side_by_side
-from experiments.errors import ResultsError
+from experiments.errors import ExperimentError, ResultsError
 from experiments.models.model import initialize, seed_key
 from experiments.runs.accelerators import look, variables
 from experiments.runs.environment import environment
@@ -27,6 +27,7 @@ from experiments.runs.executors import processes
 from experiments.runs.files import to_json, write_whole
 from experiments.runs.run import load_data
 from experiments.settings.config_io import convert
+from experiments.settings.trust import in_one_line
 from experiments.training.train import compiled, new_state, rates_of
 
 BUSY = 0.05
@@ -123,7 +124,12 @@ def _measure(
         began, (task, position) = time.monotonic(), unit[name]
         train = dataclasses.replace(task.train, steps_per_call=steps_per_call)
         task = dataclasses.replace(task, train=train)
-        call = prepare(task, position, load_data(task).train)
+        try:
+            call = prepare(task, position, load_data(task).train)
+        except ExperimentError:
+            raise
+        except Exception as error:
+            raise ResultsError(f"{name} cannot be timed: {in_one_line(error)}") from None
         say(f"{name}: compiled after {time.monotonic() - began:.0f} s")
         return call
 

@@ -848,6 +848,9 @@ def test_the_clock_has_the_programs_of_the_runs(study_of, monkeypatch, tmp_path)
     assert variables == [{"CUDA_VISIBLE_DEVICES": "0"}]
     assert {program for _, program in asked} == {of_program(x.grid[0].task) for x in cells.values()}
     assert clock.read(tmp_path, {"b": cells}) == times
+    monkeypatch.setattr(clock, "prepare", lambda *_: [][0])
+    with pytest.raises(ResultsError, match=r"^rope cannot be timed: .*IndexError: list index out"):
+        clock.measure({"b": cells}, tmp_path, print)
     wider = study_of(SIZES.replace("model_dim = 32", "model_dim = 64")).cells
     with pytest.raises(ResultsError, match=r"clock.json: has times of other settings of b; --cl"):
         clock.read(tmp_path, wider)
