@@ -390,7 +390,9 @@ def check_scheme(caller: str, scheme: Any) -> None:
 
 
 def call_hint(thing: Any) -> str:
-    """Returns a hint for the class of a scheme, which is to be called, or nothing."""
+    """Returns a hint for the class of a scheme, for a `LayerSpec`, or nothing."""
+    if isinstance(getattr(thing, "scheme", None), Scheme):
+        return "; give its scheme here, and its other settings to Attention"
     if not (isinstance(thing, type) and issubclass(thing, Scheme)):
         return ""
     sizes = [f.name for f in dataclasses.fields(thing) if f.default is dataclasses.MISSING]

@@ -152,6 +152,7 @@ SCHEME = {
     | {"is_causal": True, "prefix_length": AT[:2]},
     "scheme must be a Scheme, got <class .*RoPE": {"scheme": pe.RoPE},
     "scheme must be a Scheme, got 'rope'": {"scheme": "rope"},
+    "scheme must be a Scheme, got LayerSpec(.*give its scheme": {"scheme": pe.LayerSpec(ROPE)},
     "num_heads is 6, and ALiBi(num_heads=4.* was made for 4": {
         "scheme": pe.chain(ROPE, pe.streaming(pe.ALiBi(4), 2)),
         "params": ({}, {}),
@@ -203,6 +204,7 @@ EMBEDDING = {
     "coordinates must be .*got (6,)": {"coordinates": AT[:6]},
     ".*reads coordinates of [B, T]": MANY,
     "scheme must be a Scheme, got 'rope'": {"scheme": "rope"},
+    "scheme must be a Scheme, got LayerSpec(.*give its scheme": {"scheme": pe.LayerSpec(ROPE)},
     "params lack ['table'] of Learned": {"scheme": pe.LearnedAbsolute(9, 4)},
     "the cache must be that of one layer with 2 rows, got (5,)": lambda: {"cache": cache(batch=5)},
 }
