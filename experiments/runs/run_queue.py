@@ -306,7 +306,7 @@ def time_left(passed: float, ended: int, waiting: int, workers: int) -> float:
 def carry_out_run(
     run: Work, folder: Path, deadline: Deadline, layout: Layout | None = None
 ) -> Event:
-    """Carries out a run, unless the time is over, and returns what becomes of it."""
+    """Carries out a run, unless the time is over, and returns its event."""
     if deadline.over():
         return None
     began, result, error = time.monotonic(), None, ""

@@ -798,13 +798,6 @@ def _tokens(
             arrays |= any(rule.pairs is not None for rule in rules)
             regroup = isinstance(ids, Tracer) and not arrays
             contiguous = regroup or are_consecutive(np.arange(length), ids)
-    elif contiguous and positions:
-        sides = [(raw(positions, side), raw(segments, side)) for side in "qk"]
-        require(
-            any(isinstance(x, Tracer) for side in sides for x in side)
-            or all(are_consecutive(x, None) or are_consecutive(x, ids) for x, ids in sides),
-            "attention: contiguous=True, but positions do not grow by one per slot in a segment.",
-        )
     require(
         not contiguous or length == keys or not order_matters,
         f"attention: contiguous=True needs as many queries as keys, got {length} and {keys}.",
@@ -837,6 +830,9 @@ def _tokens(
     )
     if has_rules and not default:
         _check_reach(out)
+    if call.contiguous and length == keys:
+        kinds = {"positions": bool(positions), "coordinates": has_rules and bool(coordinates)}
+        _check_contiguous(out, [kind for kind, is_read in kinds.items() if is_read])
     places = (*positions.values(), *coordinates.values()) or tuple(segments.values())
     shapes = [jnp.shape(getattr(call, name)) for name in places]
     return out | {
@@ -844,6 +840,20 @@ def _tokens(
         "contiguous": bool(contiguous) and length == keys,
         "regroup": bool(regroup and contiguous),
     }
+
+
+def _check_contiguous(tokens: dict[str, Any], kinds: list[str]) -> None:
+    """Raises for known positions or coordinates for which `contiguous=True` is not true."""
+    for kind in kinds:
+        q, k, ids = (tokens[name] for name in (f"q_{kind}", f"k_{kind}", "q_segment_ids"))
+        if q.ndim > 2 or any(isinstance(x, Tracer) for x in (q, k, ids)):
+            continue  # Rules of several axes are evaluated for each pair.
+        grow = are_consecutive(q, None) or are_consecutive(q, ids)
+        require(
+            grow and np.array_equal(q, k),
+            f"attention: contiguous=True needs {kind} that grow by one per slot inside a segment, "
+            "the same of queries and keys.",
+        )
 
 
 def _check_reach(tokens: dict[str, Any]) -> None:

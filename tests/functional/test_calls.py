@@ -113,8 +113,11 @@ ATTENTION = {
         "k_coordinates": np.zeros((2, 2, 5), "f4")
     },
     "q_segment_ids must be integers, got float32": {"q_segment_ids": REAL},
-    "contiguous=True, but positions do not grow by one": {"contiguous": True}
+    "contiguous=True needs positions that grow by one": {"contiguous": True}
     | {"q_positions": 2 * AT, "k_positions": 2 * AT},
+    "contiguous=True needs positions .* the same of": {"contiguous": True}
+    | {"q_positions": AT + 5, "k_positions": AT},
+    "contiguous=True needs coordinates that": RULES | {"contiguous": True, "q_coordinates": 2 * AT},
 }
 SHORT = "3 queries and 7 keys need q_positions and k_positions"
 SHORTER = {
