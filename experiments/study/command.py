@@ -159,5 +159,6 @@ def _stages(study: Study, folder: Path) -> Iterator[list[Run]]:
         if not stage:
             return
         say(f"{len(ended)} runs have ended, {len(stage)} of {size} are next.")
-        yield stage
+        # A study that is stopped has all schemes, with fewer seeds.
+        yield sorted(stage, key=lambda run: run.seed)
         failed |= {run.name for run in stage if not results(run)}
