@@ -13,10 +13,9 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
 
 from experiments.errors import ConfigError
-from experiments.settings.config_io import STRICT
+from experiments.settings.config_io import strict
 from experiments.stats import Bounds, Estimate, interval
 
 HOLDS, FAILS, NOT_RESOLVED = "holds", "fails", "not resolved"
@@ -62,11 +61,9 @@ class Condition:
         return node.left, _COMPARE[type(node.ops[0])], node.comparators[0]
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
 class Claim:
     """A sentence, with conditions that all must hold."""
-
-    __pydantic_config__: ClassVar[Any] = STRICT
 
     claim: str
     """What is claimed, one sentence."""

@@ -27,7 +27,7 @@ from experiments.lengths.texts import CITIES, Design
 from experiments.models.methods import METHODS, changed_if_whole, window_of
 from experiments.runs.results import digest
 from experiments.runs.run import Work
-from experiments.settings.config_io import STRICT, convert, near, read_toml
+from experiments.settings.config_io import convert, near, read_toml, strict
 from experiments.tasks.corpus import SOURCES
 
 VIEWS = {
@@ -52,11 +52,9 @@ class Document:
     name: str
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
 class Checkpoint:
     """A package with the file of a model, the hash of the file, and its config."""
-
-    __pydantic_config__: ClassVar[Any] = STRICT
 
     requirement: str
     sha256: str
@@ -108,22 +106,18 @@ class Cell(Work):
         return measure(self)
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
 class Kind:
     """Documents of one kind: {title: name in the corpus}."""
-
-    __pydantic_config__: ClassVar[Any] = STRICT
 
     corpus: str
     rule: str
     documents: dict[str, str]
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
 class Stage:
     """Targets and the probe for one document of each kind, by all methods without some."""
-
-    __pydantic_config__: ClassVar[Any] = STRICT
 
     document: int
     targets: tuple[int, ...] = ()
@@ -131,11 +125,9 @@ class Stage:
     without: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
 class Picture:
     """The methods whose losses and answers are drawn, and the one that losses are minus."""
-
-    __pydantic_config__: ClassVar[Any] = STRICT
 
     methods: tuple[str, ...]
     minus: str
@@ -144,11 +136,9 @@ class Picture:
     answers: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
 class Plan:
     """A study of lengths: methods, documents by kind, stages in their order, words of its page."""
-
-    __pydantic_config__: ClassVar[Any] = STRICT
 
     checkpoint: Checkpoint
     methods: tuple[str, ...]

@@ -1,18 +1,17 @@
 """The result of a cell."""
 
-import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 from experiments.runs.results import Kind
-from experiments.settings.config_io import STRICT, convert
+from experiments.settings.config_io import convert, strict
 from experiments.stats import mean
 
 BIN = 1024
 """Places of one mean of `CellResult.losses`."""
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
 class CellResult:
     """The result of a pass.
 
@@ -26,8 +25,6 @@ class CellResult:
       peak_mib: resident memory of the process at its highest, so far.
       environment, commit, finished: as in `experiments.runs.results.Result`.
     """
-
-    __pydantic_config__: ClassVar[Any] = STRICT
 
     settings: dict[str, Any]
     losses: list[float]

@@ -5,12 +5,12 @@ import functools
 import json
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from experiments.errors import CorpusError
-from experiments.settings.config_io import STRICT
+from experiments.settings.config_io import strict
 from experiments.tasks.corpus import SOURCES
 
 CITIES = tuple(
@@ -93,7 +93,7 @@ class Probe:
         return scored
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
 class Design:
     """Sizes of the probe.
 
@@ -104,8 +104,6 @@ class Design:
       paragraph: tokens of a copy.
       unscored: of these, before which a copy cannot be recognised.
     """
-
-    __pydantic_config__: ClassVar[Any] = STRICT
 
     contexts: tuple[int, ...]
     facts: int

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import NonNegativeInt, PositiveFloat
 
@@ -18,14 +18,12 @@ from experiments.errors import ConfigError
 from experiments.runs.experiment import from_file, refuse_plan
 from experiments.runs.run import Run
 from experiments.settings.common import Seeds
-from experiments.settings.config_io import STRICT, convert, merge, near, read_toml
+from experiments.settings.config_io import convert, merge, near, read_toml, strict
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
 class _File:
     """The settings of claims without settings of runs."""
-
-    __pydantic_config__: ClassVar[Any] = STRICT
 
     source: str
     """The paper with its link, and the table or figure."""

@@ -1,12 +1,11 @@
 """Settings that all schemes share: the sizes of the model and how it is trained."""
 
-import dataclasses
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from experiments.errors import ConfigError
-from experiments.settings.config_io import STRICT
+from experiments.settings.config_io import strict
 
 Seeds = Annotated[int, Field(gt=0, le=10_000)]
 """A number of seeds."""
@@ -14,11 +13,9 @@ Steps = Annotated[int, Field(gt=0, le=10**8)]
 """A number of optimiser steps."""
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
 class Model:
     """Sizes of the transformer."""
-
-    __pydantic_config__: ClassVar[Any] = STRICT
 
     model_dim: PositiveInt = 64
     """Width D."""
@@ -53,11 +50,9 @@ class Model:
             raise ConfigError(f"{path}.conv_size: {self.conv_size}, but {path}.is_causal = false")
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
 class Rates:
     """Learning rates of one scheme, which replace the rates of `Train`."""
-
-    __pydantic_config__: ClassVar[Any] = STRICT
 
     learning_rate: PositiveFloat
     """Highest learning rate."""
@@ -65,11 +60,9 @@ class Rates:
     """Learning rate of the scheme's own parameters, relative to that of all others."""
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
 class Train:
     """AdamW with linear warm-up and cosine decay, the same for every scheme."""
-
-    __pydantic_config__: ClassVar[Any] = STRICT
 
     steps: Steps = 300
     """Optimiser steps: a multiple of `steps_per_call`, more than `warmup`."""

@@ -27,8 +27,14 @@ import pydantic
 from experiments.errors import ConfigError
 
 T = TypeVar("T")
-STRICT = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-"""The `__pydantic_config__` of a dataclass of settings."""
+_STRICT = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@typing.dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
+def strict(cls: type[T]) -> type[T]:
+    """Makes a frozen dataclass that `convert` reads strictly; subclasses are read so too."""
+    cls.__pydantic_config__ = _STRICT  # ty: ignore[missing-attribute]
+    return dataclasses.dataclass(frozen=True)(cls)
 
 
 def near(name: str, known: Iterable[str]) -> str:
@@ -84,7 +90,7 @@ def to_tables(settings: Any) -> dict[str, Any]:
 def from_tables(cls: type[T], tables: Any, path: str = "") -> T:
     """Returns `cls(**tables)`, with nested dataclasses and defaults for missing settings.
 
-    The dataclass has `__pydantic_config__ = STRICT`; `path` is where the tables are, for messages.
+    The dataclass is `strict`; `path` is where the tables are, for messages.
     """
     if isinstance(tables, Mapping):
         tables = merge(to_tables(cls()), tables)

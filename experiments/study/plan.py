@@ -30,7 +30,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 from pydantic import NonNegativeInt, PositiveFloat
@@ -41,7 +41,7 @@ from experiments.errors import ConfigError
 from experiments.models.schemes import called, check_names, plain, schemes_in, short
 from experiments.runs.experiment import from_file, refuse_plan
 from experiments.runs.run import Lookup, Result, Run
-from experiments.settings.config_io import STRICT, convert, merge, near, read_toml
+from experiments.settings.config_io import convert, merge, near, read_toml, strict
 from experiments.stats import ordered
 from experiments.study.cell import Cell
 from experiments.study.clock import Clock
@@ -55,14 +55,12 @@ BlockName = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
 class Reference:
     """Schemes that differ in a parameter; others are compared with the best of them at each size.
 
     It is the one with the best mean of its reported seeds on validation text.
     """
-
-    __pydantic_config__: ClassVar[Any] = STRICT
 
     about: str
     """The best of them in words."""
@@ -76,11 +74,9 @@ class Reference:
     """How far behind a scheme of the picture may be."""
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
 class _File:
     """A study, without the settings of its runs."""
-
-    __pydantic_config__: ClassVar[Any] = STRICT
 
     schemes: tuple[str, ...]
     """Schemes to compare."""

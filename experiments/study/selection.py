@@ -13,14 +13,14 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
 from experiments.runs.run import Lookup, Result, Run
 from experiments.runs.scores import UNSTABLE
 from experiments.settings.common import Seeds
-from experiments.settings.config_io import STRICT
+from experiments.settings.config_io import strict
 from experiments.stats import mean
 
 _SCHEME_RATES = (10.0, 3.0)
@@ -28,11 +28,9 @@ _HALF_STEP = math.sqrt(2.0)
 _OTHER_ROUNDING = 1 + 1e-6
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
 class Size:
     """Settings of a size without settings of runs."""
-
-    __pydantic_config__: ClassVar[Any] = STRICT
 
     rates: tuple[PositiveFloat, ...] = ()
     """Learning rates, at least three, growing."""

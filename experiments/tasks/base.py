@@ -19,7 +19,7 @@ import posenc_jax as pe
 from experiments.errors import ConfigError
 from experiments.models.model import Position
 from experiments.settings.common import Model, Rates, Train
-from experiments.settings.config_io import STRICT, near
+from experiments.settings.config_io import near, strict
 
 Length = Annotated[int, Field(ge=2)]
 PLACES = 16
@@ -40,8 +40,6 @@ class Labels:
       length_unit: the unit of lengths.
       modes: ways of evaluating by name, with an explanation of each.
     """
-
-    __pydantic_config__: ClassVar[Any] = STRICT
 
     about: str = ""
     metric: str = "accuracy"
@@ -102,11 +100,9 @@ class Evaluation:
     places: list[float | None] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@strict
 class Task(abc.ABC):
     """A task. A subclass sets `name`, and defines the abstract methods."""
-
-    __pydantic_config__: ClassVar[Any] = STRICT
 
     train_length: Length = 32
     """Inputs T per training sequence."""
