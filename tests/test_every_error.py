@@ -43,7 +43,6 @@ SETTINGS = [
     for kind, cls in pe.SCHEMES.items()
     for field in dataclasses.fields(cls)
     if type(field.default) in WRONG and field.name not in ANY_NUMBER
-    if (kind, field.name) != ("tupe", "max_distance")  # Of buckets, which are not the default.
 ]
 
 

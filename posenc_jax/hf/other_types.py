@@ -300,13 +300,9 @@ def _inkling(config: TrackedConfig) -> Layers:
         config.implied("local_layer_ids")
     window, heads = config.need("sliding_window_size"), config.need("num_attention_heads")
     local = Inkling(num_heads=config.need("swa_num_attention_heads"), extent=window, **common)
-    far = Inkling(
-        num_heads=heads,
-        extent=config.need("rel_extent"),
-        log_scaling_start=config.get("log_scaling_n_floor"),
-        slope=config.need("log_scaling_alpha"),
-        **common,
-    )
+    start, slope = config.get("log_scaling_n_floor"), config.need("log_scaling_alpha")
+    scaling = {} if start is None else {"log_scaling_start": start, "slope": slope}
+    far = Inkling(num_heads=heads, extent=config.need("rel_extent"), **scaling, **common)
     schemes, kinds = {"hybrid_sliding": local, "hybrid": far}, _inkling_kinds(config)
     unknown = sorted(set(kinds) - set(schemes))
     config.check(not unknown, f"layer_types {unknown}")

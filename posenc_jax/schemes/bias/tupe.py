@@ -26,7 +26,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from posenc_jax.checks import in_table, integer_positions, positive_fields
+from posenc_jax.checks import in_table, integer_positions, positive_fields, require
 from posenc_jax.engine.rules import LogitBias
 from posenc_jax.schemes.bias.t5 import T5, Bucket, check_buckets
 from posenc_jax.schemes.scheme import Scheme, Traits
@@ -78,7 +78,7 @@ class TUPE(Scheme):
       stddev: standard deviation of the initial table and projections.
 
     Raises:
-      ValueError: for sizes below one, and as `T5`.
+      ValueError: for sizes below one, a `max_distance` without buckets, and as `T5`.
 
     >>> params = TUPE(num_heads=2, head_dim=4, model_dim=8, max_length=16).init(jax.random.key(0))
     >>> params["table"].shape, params["query"].shape
@@ -109,6 +109,10 @@ class TUPE(Scheme):
         positive_fields(self, "num_heads", "head_dim", "model_dim", "max_length")
         if self.num_buckets is not None:
             check_buckets(self.num_buckets, self.max_distance, bidirectional=True)
+        require(
+            self.num_buckets is not None or self.max_distance == TUPE.max_distance,
+            f"tupe: max_distance is of buckets, which need num_buckets, got {self.max_distance}.",
+        )
 
     def init(self, key):
         """Returns the table, LayerNorm and projections, and "buckets" with `num_buckets`."""

@@ -70,7 +70,8 @@ class Inkling(Scheme):
       stddev: standard deviation of the initial parameters.
 
     Raises:
-      ValueError: for sizes below one, a negative slope, or a clip that is not positive.
+      ValueError: for sizes below one, a slope that is negative or without log scaling, or a clip
+        that is not positive.
 
     >>> params = Inkling(num_heads=8, model_dim=512).init(jax.random.key(0))
     >>> params["project"].shape, params["bank"].shape
@@ -96,6 +97,10 @@ class Inkling(Scheme):
             f"inkling: log_scaling_start must be None or >= 1, got {start}.",
         )
         not_negative("inkling", slope=self.slope)
+        require(
+            start is not None or self.slope == Inkling.slope,
+            f"inkling: slope is of log scaling, which needs log_scaling_start, got {self.slope}.",
+        )
         if self.clip is not None:
             positive("inkling", clip=self.clip)
 

@@ -103,6 +103,11 @@ class MRoPE(ScalableRotary):
         """The axis that each pair reads."""
         pairs = self.num_rotated // 2
         space = 3 * pairs // 8 if self.order == "contiguous" else 5 * pairs // 16
+        require(
+            self.sections or space,
+            f"mrope: {pairs} pairs are too few for the default sections; pass sections=, or a "
+            "larger head_dim.",
+        )
         return mrope_axes(self.sections or (pairs - 2 * space, space, space), self.order)
 
     def cos_sin(self, params, coordinates):

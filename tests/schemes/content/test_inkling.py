@@ -99,5 +99,6 @@ def test_log_scaling_acts_on_q_and_is_not_relative():
 
 ERRORS = [
     (pe.Inkling, {"log_scaling_start": 0}, "log_scaling_start must be None or >= 1, got 0"),
+    (pe.Inkling, {"slope": 0.5}, "slope is of log scaling, which needs log_scaling_start, got 0.5"),
     (pe.Inkling, {"clip": 0.0}, "clip must be positive, got 0.0"),
 ]

@@ -118,6 +118,7 @@ ERRORS = [
     (pe.MRoPE, {"sections": (2, 2, 2)}, r"sections must add up to 4 pairs, got \(2, 2, 2\)"),
     (pe.MRoPE, {"sections": (1, 2, 1), "order": "alternating"}, "as many pairs for rows"),
     (pe.MRoPE, {"sections": (1, 1, 2), "order": "interleaved"}, "need more"),
+    (pe.MRoPE, {"head_dim": 4}, "2 pairs are too few for the default sections"),
     (pe.MRoPE, {"rotary_dim": 5}, "rotary dim must be even and positive, got 5"),
 ]
 
