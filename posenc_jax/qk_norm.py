@@ -49,9 +49,9 @@ class QKNorm:
       threshold: the largest norm of a vector, for "clip".
 
     Raises:
-      ValueError: for unknown words, a negative epsilon, a bias without a scale or of a clip, one
-        scale shared by the heads of a projection, and a threshold that is not positive, is
-        missing for a clip or is given for another kind.
+      ValueError: for unknown words, a negative epsilon, a bias or an offset without a scale, a bias
+        of a clip, one scale shared by the heads of a projection, and a threshold that is not
+        positive, is missing for a clip or is given for another kind.
 
     >>> norm = QKNorm(epsilon=0.0)
     >>> norm(norm.init(num_heads=1, head_dim=2), jnp.array([[[[1.0, 7.0]]]]))
@@ -74,8 +74,8 @@ class QKNorm:
         finite("QKNorm", scale_offset=self.scale_offset)
         not_negative("QKNorm", epsilon=self.epsilon)
         require(
-            not (self.use_bias and self.scale == "none"),
-            "QKNorm: use_bias=True needs a scale, got scale='none'.",
+            self.scale != "none" or not (self.use_bias or self.scale_offset),
+            "QKNorm: use_bias and scale_offset need a scale, got scale='none'.",
         )
         require(
             (self.kind == "clip") == (self.threshold is not None),

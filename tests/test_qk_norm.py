@@ -215,7 +215,8 @@ ERRORS = [
     (pe.QKNorm, {"threshold": 3.0}, "kind='clip' alone has a threshold, got kind='rms' and"),
     (pe.QKNorm, {"kind": "clip", "threshold": -1.0}, "threshold must be positive, got -1"),
     (pe.QKNorm, {"scale_offset": float("nan")}, "scale_offset must be finite, got nan"),
-    (pe.QKNorm, {"use_bias": True, "scale": "none"}, "use_bias=True needs a scale"),
+    (pe.QKNorm, {"use_bias": True, "scale": "none"}, "use_bias and scale_offset need a scale"),
+    (pe.QKNorm, {"scale_offset": 1.0, "scale": "none"}, "use_bias and scale_offset need a scale"),
     (pe.QKNorm, {"over": "projection"}, "over='projection' has one scale per head"),
     (
         pe.QKNorm(scale="per_head"),
