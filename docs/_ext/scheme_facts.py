@@ -59,8 +59,6 @@ def facts(cls: type) -> list[Fact]:
     rows = _of_scheme(cls) if is_scheme(cls) else []
     test = _test_file(cls)
     rows.append(("Numbers from outside", f"{_first_line(test)} [{test.name}]({_relative(test)})"))
-    if faults := _faults(test):
-        rows.append(("Faults elsewhere", faults))
     doc = sys.modules[cls.__module__].__doc__ or ""
     if link := re.search(r"https://arxiv\.org/abs/([\d.]+\d)", doc):
         rows.append(("Paper", f"[arXiv {link[1]}]({link[0]})"))
@@ -157,11 +155,6 @@ def _maps() -> frozenset[type]:
 
 
 @functools.cache
-def _page(name: str) -> str:
-    return (ROOT / "docs" / f"{name}.md").read_text()
-
-
-@functools.cache
 def _decoding() -> dict[str, list[str]]:
     """Returns docs/decoding.csv: differences in full caches, rings and with sinks."""
     with (ROOT / "docs" / "decoding.csv").open(newline="") as file:
@@ -185,12 +178,3 @@ def _first_line(test: Path) -> str:
 
 def _relative(path: Path) -> str:
     return f"../../{path.relative_to(ROOT)}"
-
-
-def _faults(test: Path) -> str:
-    """Returns links to the faults of docs/faults.md that a test file is named for."""
-    rows = re.findall(r"(?m)^\| \[\d+\]\((#[^)]+)\) \| (.*?) \| .*\| (.*?) \|$", _page("faults"))
-    path = str(test.relative_to(ROOT))
-    return ", ".join(
-        f"[{library}](../faults.md{link})" for link, library, tests in rows if path in tests
-    )
