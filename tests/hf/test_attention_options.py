@@ -19,7 +19,8 @@ from tests.support import recorded, slow_but
 
 ABOUT, ARRAYS = recorded(pathlib.Path(__file__).with_name("attention_layers.npz"))
 CONFIGS = ABOUT["configs"]
-SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 
 
 def arrays_of(kind):
@@ -59,48 +60,38 @@ def test_layers_equal_those_of_transformers(kind):
     np.testing.assert_allclose(y, arrays["y"], atol=1e-5 * np.abs(arrays["y"]).max())
 
 
-@pytest.mark.parametrize("kind", ["bert", "modernbert", "t5", "gemma3_text", "llama"])
-def test_which_layers_are_causal(kind):
-    """By the modeling files; `makers/hf_layers.py --check` compares all with masks."""
-    config = SIZES | {"model_type": kind, "head_dim": 8, "num_key_value_heads": 4}
-
-    def causal(decoder=None, **more):
-        return pe.attention_options_from_hf(config | more, decoder=decoder)[0]["is_causal"]
-
-    patterns = {
-        "bert": lambda: (causal(), causal(is_decoder=True)),
-        "modernbert": lambda: (causal(), True),
-        "t5": lambda: (
-            causal(decoder=False) or causal(decoder=True, is_causal=False),
-            causal(decoder=True),
-        ),
-        "gemma3_text": lambda: (causal(use_bidirectional_attention=True), causal()),
-        "llama": lambda: (causal(is_causal=False), causal()),
-    }
-    assert patterns[kind]() == (False, True)
-
-
-def test_biases_of_each_projection():
-    def biases(kind, **config):
-        decoder = True if kind == "whisper" else None
-        config = SIZES | {"model_type": kind} | config
-        config |= {"decoder_attention_heads": 4} if decoder else {"num_key_value_heads": 4}
-        return pe.attention_options_from_hf(config, decoder=decoder)[0]["use_bias"]
-
-    all_but_out = {"query": True, "key": True, "value": True, "out": False}
-    assert biases("llama") is False and biases("llama", attention_bias=True) is True
-    assert biases("qwen2") == all_but_out
-    assert biases("glm4_moe", attention_bias=True, head_dim=8) == all_but_out
-    assert biases("seed_oss", head_dim=8) == all_but_out
-    relative = {"relative_attention": True, "pos_att_type": "c2p"}
-    assert biases("deberta", **relative) == all_but_out | {"key": False, "out": True}
-    assert biases("whisper") == all_but_out | {"key": False, "out": True}
+ALL_BUT_OUT = {"query": True, "key": True, "value": True, "out": False}
+HALVES = {"encoder_attention_heads": 16, "decoder_attention_heads": 8}
+DEBERTA = {"relative_attention": True, "pos_att_type": "c2p"}
+OF_CONFIGS = [  # Model type, config, decoder, options, by the modeling files.
+    ("bert", {}, None, {"is_causal": False}),
+    ("bert", {"is_decoder": True}, None, {"is_causal": True}),
+    ("modernbert", {}, None, {"is_causal": False}),
+    ("t5", {}, False, {"is_causal": False}),
+    ("t5", {"is_causal": False}, True, {"is_causal": False}),
+    ("t5", {}, True, {"is_causal": True}),
+    ("gemma3_text", {}, None, {"is_causal": True}),
+    ("gemma3_text", {"use_bidirectional_attention": True}, None, {"is_causal": False}),
+    ("llama", {}, None, {"is_causal": True, "use_bias": False}),
+    ("llama", {"is_causal": False}, None, {"is_causal": False}),
+    ("llama", {"attention_bias": True}, None, {"use_bias": True}),
+    ("qwen2", {}, None, {"use_bias": ALL_BUT_OUT}),
+    ("glm4_moe", {"attention_bias": True, "head_dim": 8}, None, {"use_bias": ALL_BUT_OUT}),
+    ("seed_oss", {"head_dim": 8}, None, {"use_bias": ALL_BUT_OUT}),
+    ("deberta", DEBERTA, None, {"use_bias": ALL_BUT_OUT | {"key": False, "out": True}}),
+    ("whisper", HALVES, True, {"use_bias": ALL_BUT_OUT | {"key": False, "out": True}}),
+    ("bart", HALVES, False, {"num_heads": 16, "head_dim": 64}),
+    ("bart", HALVES, True, {"num_heads": 8, "head_dim": 128}),
+]
 
 
-def test_heads_of_each_half():
-    config = {"model_type": "bart", "encoder_attention_heads": 16, "decoder_attention_heads": 8}
-    halves = [pe.attention_options_from_hf(config, decoder=x)[0] for x in (False, True)]
-    assert [(x["num_heads"], x["head_dim"]) for x in halves] == [(16, 64), (8, 128)]
+@pytest.mark.parametrize("kind, config, decoder, expected", OF_CONFIGS)
+def test_options_of_configs(kind, config, decoder, expected):
+    sizes = {} if "encoder_attention_heads" in config else SIZES
+    options, *_ = pe.attention_options_from_hf(
+        {"model_type": kind} | sizes | config, decoder=decoder
+    )
+    assert options | expected == options
 
 
 def test_schemes_of_the_input_are_left_out():
@@ -115,10 +106,6 @@ def test_every_model_type_is_in_the_table_of_the_docs():
 
 
 def test_use_bias_of_each_projection():
-    with pytest.raises(
-        ValueError, match=r"one for each of \['key', 'out', 'query', 'value'\], got"
-    ):
-        Attention(8, 2, use_bias={"query": True}, rngs=nnx.Rngs(0))
     biases = {"query": True, "key": False, "value": False, "out": True}
     layer = nnx.eval_shape(lambda: Attention(8, 2, use_bias=biases, rngs=nnx.Rngs(0)))
     assert {n for n in biases if getattr(layer, n).bias is not None} == {"query", "out"}
@@ -127,46 +114,23 @@ def test_use_bias_of_each_projection():
     assert {n for n, x in params.items() if "bias" in x} == {"query", "out"}
 
 
-D, N, K, H = 5, 6, 2, 4
+@pytest.mark.parametrize("order", ["concatenated", "by_group"])
+@pytest.mark.parametrize("columns", [(), (5,)])
+def test_one_projection_is_cut_into_three(order, columns):
+    q, k, v = (np.random.RandomState(n).standard_normal((n, 4, *columns)) for n in (6, 2, 2))
+    parts = [q, k, v] if order == "concatenated" else [q[:3], k[:1], v[:1], q[3:], k[1:], v[1:]]
+    out = pe.split_qkv(np.concatenate(parts).reshape(-1, *columns), 6, 2, order=order)
+    for part, expected in zip(out, (q, k, v), strict=True):
+        np.testing.assert_array_equal(part, expected.reshape(part.shape))
 
 
-@pytest.fixture
-def draws():
-    return np.random.RandomState(0)
-
-
-def test_heads_are_those_of_a_linear_layer(draws):
-    x = draws.standard_normal((3, D))
-    weight, bias = draws.standard_normal((N * H, D)), draws.standard_normal(N * H)
-    out = np.einsum("td,dnh->tnh", x, pe.heads_from_linear(weight, N))
-    expected = (x @ weight.T + bias).reshape(3, N, H)
-    np.testing.assert_allclose(out + pe.heads_from_linear(bias, N), expected, atol=1e-12)
-    heads, weight = draws.standard_normal((3, N, H)), draws.standard_normal((D, N * H))
-    out = np.einsum("tnh,nhd->td", heads, pe.heads_from_linear(weight, N, output=True))
-    np.testing.assert_allclose(out, heads.reshape(3, -1) @ weight.T, atol=1e-12)
-
-
-def test_one_projection_is_cut_into_three(draws):
-    q, k, v = (draws.standard_normal((n, H, D)) for n in (N, K, K))
-    concatenated = np.concatenate([q, k, v]).reshape(-1, D)
-    groups = [x for i in range(K) for x in (*q[3 * i : 3 * i + 3], k[i], v[i])]
-    by_group = np.stack(groups).reshape(-1, D)
-    for order, weight in (("concatenated", concatenated), ("by_group", by_group)):
-        for source, part in ((weight, slice(None)), (weight[:, 0], 0)):
-            parts = pe.split_qkv(source, N, K, order=order)
-            for out, expected in zip(parts, (q, k, v), strict=True):
-                expected = expected[..., part].reshape(out.shape)
-                np.testing.assert_array_equal(out, expected)
-
-
-def test_sizes_that_do_not_fit():
-    with pytest.raises(ValueError, match="outputs=24 must be a multiple of num_heads=5"):
-        pe.heads_from_linear(np.zeros((24, D)), 5)
-    with pytest.raises(ValueError, match="inputs=24 must be a multiple of num_heads=5"):
-        pe.heads_from_linear(np.zeros((D, 24)), 5, output=True)
-    with pytest.raises(ValueError, match=r"weight must be \[D, N\*H\], got \(5,\)"):
-        pe.heads_from_linear(np.zeros(5), 1, output=True)
-    with pytest.raises(ValueError, match="outputs=24 must be a multiple of heads=10"):
-        pe.split_qkv(np.zeros((24, D)), N, K)
-    with pytest.raises(ValueError, match=r"order must be one of .*, got 'neox'"):
-        pe.split_qkv(np.zeros((40, D)), N, K, order="neox")
+TWO_BIASES = {"model_dim": 8, "num_heads": 2, "use_bias": {"query": True, "key": True}}
+VECTOR, MATRIX = ({"weight": np.zeros(shape), "num_heads": 5} for shape in (24, (24, 24)))
+ERRORS = [
+    (Attention, TWO_BIASES | {"rngs": None}, r"one for each of \['key', 'out', 'query', 'value'\]"),
+    (pe.heads_from_linear, MATRIX, "outputs=24 must be a multiple of num_heads=5"),
+    (pe.heads_from_linear, MATRIX | {"output": True}, "inputs=24 must be a multiple of"),
+    (pe.heads_from_linear, VECTOR | {"output": True}, r"weight must be \[D, N\*H\], got \(24,\)"),
+    (pe.split_qkv, MATRIX, "outputs=24 must be a multiple of heads=15"),
+    (pe.split_qkv, MATRIX | {"order": "neox"}, "order must be one of .*, got 'neox'"),
+]

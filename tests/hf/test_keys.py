@@ -10,9 +10,9 @@ import pytest
 
 import posenc_jax as pe
 from posenc_jax.hf import config_reader
-from posenc_jax.hf.config_reader import KIND_OF, TrackedConfig, model_type_defaults
+from posenc_jax.hf.config_reader import KIND_OF, model_type_defaults
 from posenc_jax.hf.layer_kinds import FULL, LOCAL
-from tests.hf.test_raw_configs import ROWS, decoder_of
+from tests.hf.test_raw_configs import ROWS, keys_read, read
 from tests.makers.hf_table import NEEDED
 
 DEFAULTS = model_type_defaults()
@@ -80,15 +80,6 @@ SWITCHES = {
 }
 
 
-def read(config):
-    """The layers, or the message of the error."""
-    text = config.get("text_config", config)
-    try:
-        return pe.from_hf(config, decoder=decoder_of(text["model_type"]))
-    except ValueError as error:
-        return str(error)
-
-
 def bases(kind):
     """Small configs: by the defaults, with layers of two kinds, and with a window alone."""
     count = len(NEEDED.get(kind, {}).get("layer_types", range(12 if kind in NEEDED else 6)))
@@ -110,16 +101,8 @@ def bases(kind):
 
 def looked_up(config):
     """The names of keys that the readers of a config look up; it refuses others about positions."""
-    names, finish = set(), TrackedConfig.finish
-
-    def record(self, *arguments, **options):
-        names.update(self.read)
-        finish(self, *arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrackedConfig, "finish", record)
-        read(config)
-    return names
+    others = config_reader._OTHER_NAMES
+    return {name for _, key in keys_read(config) for name in (key, *others.get(key, ()))}
 
 
 def without_effect(keys, layers, change):

@@ -4,6 +4,7 @@ qk_norms.npz has norms of queries and keys of further model types: their input, 
 and bias, in float64 from small models with random weights.
 """
 
+import collections
 import functools
 import importlib
 import json
@@ -17,7 +18,7 @@ import pytest
 import posenc_jax as pe
 from posenc_jax.engine.mask import window_sides
 from posenc_jax.hf.model_types import MODEL_TYPES
-from tests.makers.hf_table import TOWERS
+from tests.makers.hf_table import NOT_RUN
 from tests.oracle import attend, embed
 from tests.support import recorded, slow_but
 
@@ -29,18 +30,18 @@ NORMED, NORMS = recorded(FILE.with_name("qk_norms.npz"))
 NORMED = NORMED["model_types"]
 
 
-def computed(spec, arrays, positions, *, params=None, clip=None, is_causal):
-    """The output of attention [B, T, N, H] of a `LayerSpec`.
+def live(test):
+    """Marks a comparison with the installed transformers; it needs the group `parity`."""
+    test = pytest.mark.needs("torch", "transformers>=5.24")(test)
+    return pytest.mark.filterwarnings("ignore")(test)
 
-    Args:
-      spec: the layer.
-      arrays: q, k and v as projected, and as far as there are any: x, the input of the layer;
-        sinks; a factor on rotated queries, "q_factor"; and the parameters of norms, such as
-        "q_norm.scale".
-      positions: [B, T].
-      params: the parameters of the scheme; None: it has none.
-      clip: the bound of queries and keys after their norm; None: none.
-      is_causal: whether later tokens are hidden.
+
+def computed(spec, arrays, positions, *, params=None, clip=None, is_causal):
+    """The output of attention [B, T, N, H] of a `LayerSpec`, for positions [B, T].
+
+    `arrays` has q, k and v as projected, and as far as there are any: x, the input of the layer;
+    sinks; a factor on rotated queries, "q_factor"; and the parameters of norms, "q_norm.scale".
+    `params` are those of the scheme, and `clip` is the bound of queries and keys after their norm.
     """
     positions = np.asarray(positions)
     scheme = spec.scheme if spec.scheme.acts_in_attention else pe.NoPE()
@@ -131,18 +132,13 @@ def test_layers_equal_those_of_transformers(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_that_attend_are_those_of_transformers(kind):
-    config = KINDS[kind]["config"]
-    several = None in {layer["decoder"] for layer in KINDS[kind]["layers"]}
-    halves = [None] if several else [False, True]
-    specs = [pe.from_hf(config, decoder=decoder) for decoder in halves]
-    attend = [i for half in specs for i, spec in enumerate(half) if spec.mixer == "attention"]
-    assert attend == KINDS[kind]["attention"]
-    assert all(
-        spec == pe.LayerSpec(pe.NoPE(), mixer=spec.mixer)
-        for half in specs
-        for spec in half
-        if spec.mixer != "attention"
-    )
+    halves = {layer["decoder"] for layer in KINDS[kind]["layers"]}
+    halves = [None] if None in halves else [False, True]
+    specs = [pe.from_hf(KINDS[kind]["config"], decoder=decoder) for decoder in halves]
+    places = [(i, spec) for half in specs for i, spec in enumerate(half)]
+    assert [i for i, x in places if x.mixer == "attention"] == KINDS[kind]["attention"]
+    others = [x for _, x in places if x.mixer != "attention"]
+    assert others == [pe.LayerSpec(pe.NoPE(), mixer=x.mixer) for x in others]
 
 
 @pytest.mark.parametrize("kind", [n.split(".")[0] for n in ARRAYS if n.endswith(".rows")])
@@ -178,24 +174,7 @@ def test_norms_of_queries_and_keys_equal_transformers(kind):
         np.testing.assert_allclose(x, y, atol=1e-6)
 
 
-def test_other_model_types_have_no_norms():
-    others = {"esmc", "inkling2_text", "inkling2_loop_text", *TOWERS}
-    for kind in set(MODEL_TYPES) - set(NORMED) - set(KINDS) - others:
-        decoder = True if kind in ("t5", "mt5", "umt5", "whisper") else None
-        config = {"model_type": kind}
-        if kind.startswith("deberta"):
-            config |= {"relative_attention": True, "pos_att_type": ["c2p"]}
-        config |= {"pad_token_id": 1} if kind == "esm" else {}
-        for layer in pe.from_hf(config, decoder=decoder):
-            assert layer.qk_norm is None, kind
-            assert layer.sinks == (kind in ("deepseek_v4", "gpt_oss"))
-            assert layer.softcap == (50.0 if kind == "gemma2" else None)
-    for kind in ("cohere", "phi", "stablelm", "glm4_moe"):  # A config switches them on.
-        assert pe.from_hf({"model_type": kind, "head_dim": 64})[0].qk_norm is None
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.needs("torch", "transformers>=5.24")
+@live
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_is_what_transformers_gives(kind):
     maker = importlib.import_module("tests.makers.hf_layers")
@@ -204,3 +183,32 @@ def test_the_file_is_what_transformers_gives(kind):
     assert arrays.keys() == {n for n in ARRAYS if n.startswith(f"{kind}.")}
     for name, x in arrays.items():
         np.testing.assert_allclose(x, ARRAYS[name], rtol=1e-6, atol=1e-6)
+
+
+@live
+def test_layers_of_small_models_with_drawn_configs():
+    maker = importlib.import_module("tests.makers.hf_layers")
+    outcomes = collections.Counter()
+    for kind in MODEL_TYPES.keys() - NOT_RUN:
+        for raw, offset, outcome, text in maker.draws(kind, seed=0, count=2):
+            assert outcome not in ("differs", "error"), (kind, raw, offset, text)
+            outcomes[outcome] += 1
+    assert outcomes["same"] > 250
+
+
+@live
+def test_the_window_of_a_config_object_is_that_of_its_model():
+    import torch
+    import transformers
+
+    config = transformers.Gemma3TextConfig(
+        **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2},
+        **{"num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 1, "sliding_window": 12},
+        **{"layer_types": ["sliding_attention"], "use_bidirectional_attention": True},
+        attn_implementation="eager",
+    )
+    model = transformers.Gemma3TextModel(config).eval()
+    with torch.no_grad():
+        weights = model(torch.arange(40)[None], output_attentions=True).attentions[0][0, 0]
+    reach = max(abs(i - j) for i, j in weights.nonzero().tolist())
+    assert pe.from_hf(config)[0].window == reach + 1 == 7

@@ -1,7 +1,4 @@
-"""Makes layers.npz, or compares `from_hf` with transformers; needs the group `parity`.
-
-    python -m tests.makers hf_layers [NAME or CONFIG ...]
-    python -m tests.makers hf_layers --check [NAME ...] [--draws 10] [--seed 1]
+"""Makes layers.npz: python -m tests.makers hf_layers [NAME or CONFIG ...], with the group `parity`.
 
 The file has, for a small model of each of these model types with random weights, one attention
 layer of each kind: its projections, norms and sinks, and its output before gates and projections,
@@ -9,16 +6,10 @@ for `computed` in the test; the numbers of the layers that attend; and the table
 layers must equal those of `from_hf`. Without arguments all are made again, from the configs in the
 file. A new one is JSON, '{"model_type": "jamba", "attn_layer_period": 2}', with small sizes added.
 
-With `--check`, for all model types or those named, it draws small configs: one of the raw configs
-in `raw_configs.json` and some further keys. transformers completes each, and runs a model in
-float64. Each of its attention layers is then computed from its projections by the `LayerSpec` that
-`from_hf` gives for the raw config, and tables of positions at the input by its scheme; sizes,
-biases and causality are from `attention_options_from_hf`. Draws that transformers refuses do not
-count, draws that `from_hf` refuses are listed by message; code 1 if anything differs.
+`draws` compares small configs of a model type with `from_hf` for a test: one of the raw configs in
+`raw_configs.json` and some further keys, with offsets of positions.
 """
 
-import argparse
-import collections
 import dataclasses
 import json
 import logging
@@ -31,11 +22,9 @@ import torch
 import transformers
 
 import posenc_jax as pe
-from posenc_jax.hf.model_types import MODEL_TYPES
 from tests.hf.test_layers import ARRAYS, FILE, KINDS
 from tests.hf.test_raw_configs import CASES
 from tests.makers import hf_models
-from tests.makers.hf_table import NOT_RUN
 
 CAUSAL_TOKENS = 12
 # Small sizes, under the names that config classes have for them.
@@ -144,7 +133,10 @@ def draw(kind, rng):
 
 
 def draws(kind, seed, count):
-    """Yields (raw config, offset, outcome, text), until transformers has run `count` draws."""
+    """Yields (raw config, offset, outcome, text), until transformers has run `count` draws.
+
+    The outcome is that of `hf_models.check`; draws that transformers refuses do not count.
+    """
     done = 0
     for i in range(8 * count):
         rng = random.Random(f"{seed} {kind} {i}")
@@ -157,25 +149,6 @@ def draws(kind, seed, count):
         done += outcome != "transformers"
         if done == count:
             return
-
-
-def check(kinds, seed, count):
-    """Prints what differs, and returns the number of each outcome."""
-    total, messages = collections.Counter(), collections.Counter()
-    for kind in kinds or sorted(MODEL_TYPES.keys() - NOT_RUN):
-        counts = collections.Counter()
-        for raw, offset, outcome, text in draws(kind, seed, count):
-            counts[outcome] += 1
-            if outcome in ("differs", "error"):
-                print(outcome, kind, f"offset {offset}", json.dumps(raw), text, flush=True)
-            elif outcome == "refused":
-                messages[text] += 1
-        total += counts
-        print(kind, dict(counts), flush=True)
-    for text, number in sorted(messages.items()):
-        print(number, text)
-    print(dict(total))
-    return total
 
 
 def numbers(x):
@@ -221,21 +194,10 @@ def make(config):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("configs", nargs="*", metavar="NAME or CONFIG")
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--draws", type=int, default=5)
-    args = parser.parse_args(argv)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    if args.check:
-        total = check(args.configs, args.seed, args.draws)
-        return 1 if total["differs"] or total["error"] else 0
     about, arrays = dict(KINDS), dict(ARRAYS)
-    for text in args.configs or KINDS:
+    for text in argv or KINDS:
         config = small_config(text)
         kind = config["model_type"]
         about[kind], of_kind = make(config)

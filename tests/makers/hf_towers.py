@@ -1,14 +1,10 @@
-"""Makes towers.npz, or compares towers of images with transformers; needs the group `parity`.
-
-    python -m tests.makers hf_towers [--check] [NAME ...]
+"""Makes towers.npz: python -m tests.makers hf_towers, with the group `parity`.
 
 A small tower of each model type runs in float64 on a grid of patches, with random weights. Of one
 layer the file has the projected queries, keys and values, the parameters of norms, the coordinates
-of the patches, and the output of attention before its projection. `--check` compares all layers of
-all types or those named, and prints the greatest errors.
+of the patches, and the output of attention before its projection. A test compares all layers.
 """
 
-import argparse
 import contextlib
 import importlib
 import inspect
@@ -21,7 +17,7 @@ import torch
 import transformers
 
 import posenc_jax as pe
-from tests.hf.test_towers import FILE, TOLERANCE, compared
+from tests.hf.test_towers import FILE, compared
 from tests.makers.hf_models import in_double, randomize, recorded
 from tests.makers.hf_table import TOWERS
 
@@ -45,10 +41,7 @@ MORE = {
     "qwen2_vl_vision": {"mlp_ratio": 1},
     "sam3_vit_model": {"window_size": 2, "global_attn_indexes": [1], "pretrain_image_size": 56},
     "gemma4_vision": {"num_key_value_heads": 1, "pooling_kernel_size": 2},
-    "dots3_note_vision_encoder": {
-        "mlp_layer_types": ["dense", "dense"],
-        "adapter_in_dim": 56,
-    },
+    "dots3_note_vision_encoder": {"mlp_layer_types": ["dense"] * 2, "adapter_in_dim": 56},
     "muse_spark_vision": {"layer_types": ["window_attention", "full_attention"]},
 }
 MORE["muse_glimmer_vision"] = MORE["muse_spark_vision"]
@@ -56,8 +49,7 @@ MORE["muse_glimmer_vision"] = MORE["muse_spark_vision"]
 
 def small(kind):
     """The small config of a tower, without its model type."""
-    cls = transformers.CONFIG_MAPPING[kind]
-    fields = cls.__dataclass_fields__.keys()
+    fields = transformers.CONFIG_MAPPING[kind].__dataclass_fields__.keys()
     raw = {n: x for n, x in SIZES.items() if n in fields and x is not None}
     return raw | MORE.get(kind, {})
 
@@ -179,10 +171,8 @@ def layers(events, places):
                 for n in "qk"
             )
         batch, tokens = query.shape[0], query.shape[2]
-        about = {
-            "lengths": [g["query"].shape[2] for g in arguments],
-            "scale": arguments[0]["scaling"],
-        }
+        lengths = [g["query"].shape[2] for g in arguments]
+        about = {"lengths": lengths, "scale": arguments[0]["scaling"]}
         arrays = {
             "q": q.reshape(batch, tokens, heads, dim),
             "k": k.reshape(batch, tokens, kv_heads, dim),
@@ -192,9 +182,8 @@ def layers(events, places):
             "out": torch.cat(results, 1).reshape(batch, tokens, heads, dim),
             "coordinates": by_axis(places[min(len(out), len(places) - 1)], tokens),
         }
-        for which in "qk":
-            if f"{which}_norm" in children:
-                arrays[f"{which}_norm.scale"] = children[f"{which}_norm"].weight
+        norms = {n: children[f"{n}_norm"] for n in "qk" if f"{n}_norm" in children}
+        arrays |= {f"{n}_norm.scale": norm.weight for n, norm in norms.items()}
         arrays = {n: np.asarray(x.detach(), np.float64) for n, x in arrays.items()}
         out.append((about, {n: x[:1] if x.ndim == 4 else x for n, x in arrays.items()}))
     return out
@@ -211,28 +200,15 @@ def by_axis(places, tokens):
 
 def error(kind, raw):
     """The greatest error of rotated queries and keys and of outputs, over all layers."""
-    specs = pe.from_hf({"model_type": kind} | raw)
-    specs = [spec for spec in specs if spec.mixer == "attention"]
+    layers = pe.from_hf({"model_type": kind} | raw)
+    specs = [spec for spec in layers if spec.mixer == "attention"]
     results = run(kind, raw)
-    assert len(results) == len(specs), (kind, len(results), len(specs))
-    return max(
-        compared(spec, about, arrays) for spec, (about, arrays) in zip(specs, results, strict=True)
-    )
+    return max(compared(spec, *result) for spec, result in zip(specs, results, strict=True))
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--check", action="store_true")
-    args = parser.parse_args(argv)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    if args.check:
-        errors = {kind: error(kind, small(kind)) for kind in args.names or TOWERS}
-        print(*(f"{kind} {x:.1e}" for kind, x in errors.items()), sep="\n")
-        return int(max(errors.values()) > TOLERANCE)
     about, arrays = {}, {}
     for kind in TOWERS:
         raw = small(kind)
