@@ -21,6 +21,7 @@ from tests.models.agreement import (
 )
 
 STEPS, EVERY = 64, 8
+GREEDY = {"do_sample": False, "max_new_tokens": STEPS}
 SIZES = dict(
     vocab_size=VOCABULARY,
     hidden_size=48,
@@ -152,99 +153,66 @@ def load(model, seed):
     return shapes
 
 
-def decoder(model_type, settings, seed):
-    cls = transformers.CONFIG_MAPPING[model_type]
-    config = cls(**settings, pad_token_id=0, bos_token_id=None, eos_token_id=None)
-    config._attn_implementation = config._experts_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    shapes = load(model, seed)
-    tokens, mask = (torch.from_numpy(x) for x in prompts())
-    inputs = {"input_ids": tokens, "attention_mask": mask.long()}
-    whole = model.generate(**inputs, do_sample=False, max_new_tokens=STEPS)
-    assert whole.shape[1] == tokens.shape[1] + STEPS
-    mask = torch.nn.functional.pad(mask.long(), (0, STEPS), value=1)
+def batch():
+    tokens, mask = map(torch.from_numpy, prompts())
+    return {"input_ids": tokens, "attention_mask": mask.long()}
+
+
+def decoder(model):
+    inputs = batch()
+    whole = model.generate(**inputs, **GREEDY)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, STEPS), value=1)
     inputs = {"input_ids": whole, "attention_mask": mask}
-    if model_type != "bloom":
+    if model.config.model_type != "bloom":
         inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-    logits = model(**inputs, use_cache=False).logits.numpy()
-    return config, shapes, whole.numpy(), logits
+    return whole, model(**inputs, use_cache=False).logits
 
 
-def encoder_decoder(model_type, settings, seed):
-    cls = transformers.CONFIG_MAPPING[model_type]
-    config = cls(**settings, pad_token_id=0, eos_token_id=None, decoder_start_token_id=0)
-    config._attn_implementation = "eager"
-    model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
-    shapes = load(model, seed)
-    tokens, mask = (torch.from_numpy(x) for x in prompts())
-    inputs = {"input_ids": tokens, "attention_mask": mask.long()}
-    whole = model.generate(**inputs, do_sample=False, max_new_tokens=STEPS)
-    assert whole.shape[1] == 1 + STEPS
-    logits = model(**inputs, decoder_input_ids=whole, use_cache=False).logits.numpy()
-    return config, shapes, whole.numpy(), logits
+def encoder_decoder(model):
+    whole = model.generate(**batch(), **GREEDY)
+    return whole, model(**batch(), decoder_input_ids=whole, use_cache=False).logits
 
 
-def with_images(model_type, settings, seed):
-    config = transformers.CONFIG_MAPPING[model_type](**settings)
-    for part in (config, config.text_config):
-        part.pad_token_id, part.bos_token_id, part.eos_token_id = 0, None, None
-    config._attn_implementation = "eager"
-    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+def with_images(model):
     model.generation_config.eos_token_id = None
-    shapes = load(model, seed)
     tokens, mask, patches, grids = images()
-    tokens, mask = torch.from_numpy(tokens), torch.from_numpy(mask)
-    inputs = {
-        "pixel_values": torch.from_numpy(patches).double(),
-        "image_grid_thw": torch.tensor([grid for row in grids for grid in row]),
-    }
+    tokens, mask = torch.from_numpy(tokens), torch.from_numpy(mask).long()
+    grids = torch.tensor([grid for row in grids for grid in row])
+    inputs = {"pixel_values": torch.from_numpy(patches).double(), "image_grid_thw": grids}
     kinds = (tokens == IMAGE).int()
-    whole = model.generate(
-        input_ids=tokens,
-        attention_mask=mask.long(),
-        mm_token_type_ids=kinds,
-        **inputs,
-        do_sample=False,
-        max_new_tokens=STEPS,
-    )
+    options = inputs | {"attention_mask": mask, "mm_token_type_ids": kinds}
+    whole = model.generate(input_ids=tokens, **options, **GREEDY)
     model.model.rope_deltas = None
     pad = torch.nn.functional.pad
-    logits = model(
-        input_ids=whole,
-        attention_mask=pad(mask.long(), (0, STEPS), value=1),
-        mm_token_type_ids=pad(kinds, (0, STEPS)),
-        **inputs,
-        use_cache=False,
-    ).logits.numpy()
-    return config, shapes, whole.numpy(), logits
+    options["attention_mask"] = pad(mask, (0, STEPS), value=1)
+    options["mm_token_type_ids"] = pad(kinds, (0, STEPS))
+    return whole, model(input_ids=whole, **options, use_cache=False).logits
 
 
-def encoder(model_type, settings, seed):
-    config = transformers.CONFIG_MAPPING[model_type](**settings, pad_token_id=0)
-    model = transformers.AutoModelForMaskedLM.from_config(config).eval()
-    shapes = load(model, seed)
-    tokens, mask = (torch.from_numpy(x) for x in prompts())
-    logits = model(input_ids=tokens, attention_mask=mask.long()).logits.numpy()
-    return config, shapes, None, logits
+def encoder(model):
+    return None, model(**batch()).logits
 
 
-def hidden_states(model_type, settings, seed):
+def hidden_states(model):
     """The last hidden states as logits; BERT by itself counts padding as positions."""
-    config = transformers.CONFIG_MAPPING[model_type](**settings)
-    model = transformers.AutoModel.from_config(config).eval()
-    shapes = load(model, seed)
-    tokens, mask = (torch.from_numpy(x) for x in prompts())
-    first = getattr(model.embeddings, "padding_idx", -1) + 1
-    positions = (mask.cumsum(-1) - 1).clamp(min=0) + first
-    x = model(input_ids=tokens, attention_mask=mask.long(), position_ids=positions)
-    return config, shapes, None, x.last_hidden_state.numpy()
+    inputs, first = batch(), getattr(model.embeddings, "padding_idx", -1) + 1
+    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0) + first
+    return None, model(**inputs, position_ids=positions).last_hidden_state
 
 
-def classifier(model_type, settings, seed):
-    config = transformers.CONFIG_MAPPING[model_type](**settings)
-    model = transformers.AutoModelForImageClassification.from_config(config).eval()
-    shapes = load(model, seed)
-    return config, shapes, None, model(torch.from_numpy(pictures()).movedim(3, 1)).logits.numpy()
+def classifier(model):
+    return None, model(torch.from_numpy(pictures()).movedim(3, 1)).logits
+
+
+NO_END = {"pad_token_id": 0, "eos_token_id": None}
+DECODER = "AutoModelForCausalLM", NO_END | {"bos_token_id": None}, decoder
+# The class of transformers, settings of its config, and what is run.
+RUNS = {
+    "t5": ("AutoModelForSeq2SeqLM", NO_END | {"decoder_start_token_id": 0}, encoder_decoder),
+    "deberta-v2": ("AutoModelForMaskedLM", {"pad_token_id": 0}, encoder),
+    "qwen2_vl": ("AutoModelForImageTextToText", {}, with_images),
+    "swin": ("AutoModelForImageClassification", {}, classifier),
+} | dict.fromkeys(encoders.FAMILIES, ("AutoModel", {}, hidden_states))
 
 
 def check(name, logits, new):
@@ -259,11 +227,18 @@ def check(name, logits, new):
 def make(name):
     """{"about": json, array name: array} of a case."""
     model_type, settings, seed = CASES[name]
-    runs = {"t5": encoder_decoder, "deberta-v2": encoder, "qwen2_vl": with_images}
-    runs |= {"swin": classifier} | dict.fromkeys(encoders.FAMILIES, hidden_states)
-    run = runs.get(model_type, decoder)
+    auto, special, run = RUNS.get(model_type, DECODER)
     with in_double(), torch.no_grad():
-        config, shapes, whole, logits = run(model_type, settings, seed)
+        config = transformers.CONFIG_MAPPING[model_type](**settings, **special)
+        if run in (decoder, encoder_decoder, with_images):
+            config._attn_implementation = "eager"
+        if run is decoder:
+            config._experts_implementation = "eager"
+        for part in (config, config.text_config) if run is with_images else ():
+            part.pad_token_id, part.bos_token_id, part.eos_token_id = 0, None, None
+        model = getattr(transformers, auto).from_config(config).eval()
+        shapes = load(model, seed)
+        whole, logits = (None if x is None else x.numpy() for x in run(model))
     tokens, mask = (images if model_type == "qwen2_vl" else prompts)()[:2]
     arrays = {"tokens": tokens.astype(np.int32), "mask": mask}
     if whole is not None:

