@@ -14,6 +14,7 @@ from flax import nnx
 
 import posenc_jax as pe
 from posenc_jax.nnx import Attention
+from tests.hf.test_layers import below
 from tests.makers.hf_table import TABLE, table
 from tests.support import recorded, slow_but
 
@@ -21,11 +22,6 @@ ABOUT, ARRAYS = recorded(pathlib.Path(__file__).with_name("attention_layers.npz"
 CONFIGS = ABOUT["configs"]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4}
-
-
-def arrays_of(kind):
-    prefix = f"{kind}."
-    return {n.removeprefix(prefix): x for n, x in ARRAYS.items() if n.startswith(prefix)}
 
 
 def converted(kind, arrays, options):
@@ -49,7 +45,7 @@ def converted(kind, arrays, options):
 
 @pytest.mark.parametrize("kind", slow_but(CONFIGS, "llama4_text", "olmo2", "gpt_oss", "gemma2"))
 def test_layers_equal_those_of_transformers(kind):
-    arrays, options = arrays_of(kind), pe.attention_options_from_hf(CONFIGS[kind])[0]
+    arrays, options = below(ARRAYS, f"{kind}."), pe.attention_options_from_hf(CONFIGS[kind])[0]
     graph, empty = nnx.split(nnx.eval_shape(lambda: Attention(**options, rngs=nnx.Rngs(0))))
     expected = {path: x for path, x in nnx.to_flat_state(empty) if path[0] != "rngs"}
     params = dict(converted(kind, arrays, options))

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.hf.test_layers import rotated, softmax_attention, visible
-from tests.oracle import attend, embed
+from tests.hf.test_layers import below, computed, rotated
+from tests.oracle import embed
 from tests.support import recorded, slow
 
 FOLDER = pathlib.Path(__file__).with_name("golden")
@@ -42,7 +42,7 @@ def read(name):
 
 def parameters(scheme, arrays):
     """The parameters of the position encoding of a layer, as `scheme.init` names them."""
-    learned = {n.removeprefix("param."): x for n, x in arrays.items() if n.startswith("param.")}
+    learned = below(arrays, "param.")
     if "alpha" in arrays:
         heat = {"scale": arrays["scale"], "offset": arrays["bias"]}
         rotary = {"alpha": arrays["alpha"][None]}
@@ -56,17 +56,15 @@ def parameters(scheme, arrays):
 
 
 def places(arrays):
-    """Positions and coordinates of the tokens, or None."""
+    """Positions and coordinates of the tokens."""
     if "grid_size" in arrays:
         rows, columns, prefix = map(int, arrays["grid_size"])
-        grid = pe.grid_coordinates(1, rows, columns, prefix=prefix, centred=True)
-        return np.arange(grid.shape[-1], dtype=np.int32)[None], grid
-    if "positions" not in arrays:
-        return None, None
-    positions = arrays["positions"]
-    if positions.ndim == 2:
-        return positions, positions
-    return np.arange(positions.shape[-1], dtype=np.int32)[None], positions
+        coordinates = pe.grid_coordinates(1, rows, columns, prefix=prefix, centred=True)
+    else:
+        coordinates = arrays.get("positions")
+    if coordinates is not None and coordinates.ndim == 2:
+        return coordinates, coordinates
+    return np.arange(arrays["q"].shape[1], dtype=np.int32)[None], coordinates
 
 
 WHOLE, EMBEDDINGS = ("inkling2", "inkling2_local"), ("opt", "roberta", "whisper")
@@ -82,23 +80,18 @@ def marked(names):
 @pytest.mark.parametrize("name", marked(n for n in NAMES if n not in (*WHOLE, *EMBEDDINGS)))
 def test_attention_output_equals_transformers(name):
     about, arrays, layer = read(name)
-    scheme = layer.scheme
-    params = parameters(scheme, arrays)
+    scheme, params = layer.scheme, parameters(layer.scheme, arrays)
     positions, coordinates = places(arrays)
-    q, k, v = (arrays[n] for n in "qkv")
-    is_causal, settings = about["is_causal"], {"scale": layer.scale, "sinks": arrays.get("sinks")}
     if pe.Acts.QK in scheme.acts and "q_rot" in arrays and pe.Acts.ATTENTION not in scheme.acts:
-        q_rot, k_rot = rotated(scheme, None, params, ({}, {}), q, k, coordinates)
+        where = positions if coordinates is None else coordinates
+        out = rotated(scheme, None, params, ({}, {}), arrays["q"], arrays["k"], where)
         atol = max(ROTATED, TOLERANCE.get(name, 0.0))
-        np.testing.assert_allclose(q_rot, arrays["q_rot"], atol=atol)
-        np.testing.assert_allclose(k_rot, arrays["k_rot"], atol=atol)
-    if scheme.acts in (pe.Acts.QK, pe.Acts(0)):
-        q, k = (q_rot, k_rot) if scheme.acts else (q, k)
-        seen = visible(np.arange(q.shape[1]), is_causal, None)  # The mask is causal alone.
-        out = softmax_attention(q, k, v, seen, **settings)
-    else:
-        where = {"x": arrays.get("x"), "positions": positions, "coordinates": coordinates}
-        out = attend(scheme, params, q, k, v, is_causal=is_causal, **where, **settings)
+        np.testing.assert_allclose(out[0], arrays["q_rot"], atol=atol)
+        np.testing.assert_allclose(out[1], arrays["k_rot"], atol=atol)
+    # The mask is causal alone.
+    layer = pe.LayerSpec(scheme, scale=layer.scale, sinks="sinks" in arrays)
+    options = {"coordinates": coordinates, "params": params, "is_causal": about["is_causal"]}
+    out = computed(layer, arrays, positions, **options)
     np.testing.assert_allclose(out, arrays["out"], atol=TOLERANCE.get(name, DENSE))
 
 
@@ -160,7 +153,6 @@ def layer_output(spec, weights, params, x, x_k, x_v):
 @pytest.mark.parametrize("name", marked(WHOLE))
 def test_a_whole_layer_equals_that_of_transformers(name):
     _, arrays, layer = read(name)
-    weights = {n.removeprefix("weights."): x for n, x in arrays.items() if n[:8] == "weights."}
     inputs = [arrays.get(n, arrays["x"]) for n in ("x", "x_k", "x_v")]
-    out = layer_output(layer, weights, parameters(layer.scheme, arrays), *inputs)
+    out = layer_output(layer, below(arrays, "weights."), parameters(layer.scheme, arrays), *inputs)
     np.testing.assert_allclose(out, arrays["final"], atol=2e-6)

@@ -76,11 +76,15 @@ def small(model_type):
     return {"model_type": model_type} | sizes | NEEDED.get(model_type, {})
 
 
+# One model type of each row of the table.
+ROWS = {id(row): model_type for model_type, row in sorted(MODEL_TYPES.items())}
+
+
 UNREAD = {"alibi_slope": 1, "no_position_layers": 1, "rope_style": 1, "window_shape": 1}
 
 
 def test_keys_that_are_not_read_are_named():
-    for model_type in MODEL_TYPES:
+    for model_type in ROWS.values():
         cases = [UNREAD]
         cases += [{"sliding_window": 17}] if model_type not in WINDOWED else []
         cases += [{"attention_chunk_size": 17}] if model_type != "llama4_text" else []
@@ -130,35 +134,31 @@ FREE = {"sliding_window_pattern", "pos_att_type"}
 FREE |= {"max_source_positions", "pos_embed_shift", "pos_embed_jitter", "pos_embed_rescale"}
 
 
-def whole_configs(model_type):
+def configs_and_keys(model_type):
+    """Configs with the keys that readers look up there; in those with a map, those of the map."""
     raw = small(model_type)
     if model_type == "mpt":
         raw["attn_config"] = {"alibi": True}
-    yield raw
-    if model_type == "llama":
-        for rope in ROPES:
-            yield raw | {"rope_parameters": rope}
-
-
-# One model type of each row of the table.
-ROWS = {id(row): model_type for model_type, row in sorted(MODEL_TYPES.items())}
+    yield from ((raw, section, key) for section, key in keys_read(raw))
+    for rope in ROPES if model_type == "llama" else ():
+        config = raw | {"rope_parameters": rope}
+        yield from ((config, section, key) for section, key in keys_read(config) if section)
 
 
 @pytest.mark.parametrize("model_type", ROWS.values())
 def test_a_value_of_the_wrong_type_is_an_error_of_one_line(model_type):
     """No other exception, no number made of a string, for every key that a reader looks up."""
-    for config in whole_configs(model_type):
-        for section, key in sorted(keys_read(config), key=str):
-            if key in FREE or "every_n" in key or "interval" in key:
+    for config, section, key in configs_and_keys(model_type):
+        if key in FREE or "every_n" in key or "interval" in key:
+            continue
+        # Kinds are checked alike for all keys.
+        for wrong in WRONG[3:5] if key in KIND_OF and model_type != "llama" else WRONG:
+            if isinstance(wrong, dict) and key in DICTS:
                 continue
-            # Kinds are checked alike for all keys.
-            for wrong in WRONG[3:5] if key in KIND_OF and model_type != "llama" else WRONG:
-                if isinstance(wrong, dict) and key in DICTS:
-                    continue
-                inner = (config.get(section) or {}) | {key: wrong} if section else wrong
-                message = read(config | {section or key: inner})
-                assert isinstance(message, str), f"{section} {key}={wrong!r} is accepted"
-                assert message.startswith("from_hf: ") and "\n" not in message
+            inner = (config.get(section) or {}) | {key: wrong} if section else wrong
+            message = read(config | {section or key: inner})
+            assert isinstance(message, str), f"{section} {key}={wrong!r} is accepted"
+            assert message.startswith("from_hf: ") and "\n" not in message
 
 
 def test_errors_begin_with_the_function_that_was_called():

@@ -203,7 +203,4 @@ def main(argv):
         about[kind], of_kind = make(config)
         arrays = {n: x for n, x in arrays.items() if not n.startswith(f"{kind}.")} | of_kind
         print(kind, about[kind]["attention"], about[kind]["layers"], flush=True)
-    origin = f"transformers {transformers.__version__}, attention layers of whole models in float64"
-    described = {"origin": origin, "torch": torch.__version__, "model_types": about}
-    np.savez_compressed(FILE, about=np.array(json.dumps(described)), **arrays)
-    return print(FILE.stat().st_size)
+    hf_models.write(FILE, "attention layers of whole models", about, arrays)

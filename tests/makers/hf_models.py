@@ -28,23 +28,13 @@ TOKENS = 20
 TOLERANCE = 2e-4  # Of the greatest number of an output; float32 against float64.
 BY_GROUP = "gpt_neox", "gpt_neox_japanese", "bloom", "persimmon", "falcon", "deberta"
 ROLES = {
-    "q": (
-        "q_b_proj",
-        "q_gate_proj",
-        "q_proj",
-        "query",
-        "query_proj",
-        "q",
-        "q_lin",
-        "linear_q",
-        "Wq",
-    ),
-    "k": ("k_proj", "key", "key_proj", "k", "k_lin", "linear_k", "Wk"),
-    "v": ("v_proj", "value", "value_proj", "v", "v_lin", "linear_v", "Wv"),
-    "qkv": ("qkv_proj", "query_key_value", "Wqkv", "c_attn"),
-    "out": ("o_proj", "out_proj", "dense", "o", "out_lin", "linear_out", "c_proj", "Wo"),
-    "q_norm": ("q_norm", "q_b_norm", "q_layernorm", "query_layernorm", "qk_norm"),
-    "k_norm": ("k_norm", "kv_norm", "k_layernorm", "key_layernorm"),
+    "q": "q_b_proj q_gate_proj q_proj query query_proj q q_lin linear_q Wq",
+    "k": "k_proj key key_proj k k_lin linear_k Wk",
+    "v": "v_proj value value_proj v v_lin linear_v Wv",
+    "qkv": "qkv_proj query_key_value Wqkv c_attn",
+    "out": "o_proj out_proj dense o out_lin linear_out c_proj Wo",
+    "q_norm": "q_norm q_b_norm q_layernorm query_layernorm qk_norm",
+    "k_norm": "k_norm kv_norm k_layernorm key_layernorm",
 }
 
 
@@ -79,6 +69,14 @@ def about(config, **facts):
         "config": json.loads(config.to_json_string(use_diff=False)),
     }
     return np.array(json.dumps(described | facts))
+
+
+def write(file, layers, model_types, arrays):
+    """Writes a file of layers of several model types."""
+    described = {"origin": f"transformers {transformers.__version__}, {layers} in float64"}
+    described |= {"torch": torch.__version__, "model_types": model_types}
+    np.savez_compressed(file, about=np.array(json.dumps(described)), **arrays)
+    print(file.stat().st_size)
 
 
 def build(kind, raw):
@@ -119,8 +117,8 @@ def recorded(model, file):
 
         return wrapped
 
-    names = [n for n in vars(file) if n.startswith(("eager_attention_forward", "apply_rotary"))]
-    originals = {name: getattr(file, name) for name in names}
+    watch = "eager_attention_forward", "apply_rotary"
+    originals = {name: x for name, x in vars(file).items() if name.startswith(watch)}
     hooks = [m.register_forward_hook(called, with_kwargs=True) for m in model.modules()]
     try:
         for name, function in originals.items():
@@ -147,6 +145,12 @@ def run(kind, raw, seed, offset=0):
         return model, layers(model, events), tables(model, events)
 
 
+def attended(args, options):
+    """The arguments of the eager function of attention by name, without the module."""
+    names = "query", "key", "value", "attention_mask", "scaling"
+    return dict(zip(names, args[1:], strict=False)) | options
+
+
 def layers(model, events):
     """The layers that attended to their own input, in order, as dicts.
 
@@ -160,8 +164,7 @@ def layers(model, events):
         if name.startswith("apply_rotary"):
             rotations.append((name, args))
         elif name == "eager_attention_forward":
-            names = ("query", "key", "value", "attention_mask", "scaling")
-            arguments = dict(zip(names, args[1:], strict=False)) | options
+            arguments = attended(args, options)
             layer = records.setdefault(id(args[0]), {"module": args[0]})
             if "out" not in layer:  # Albert's layers are one.
                 layer |= {"given": arguments, "out": result[0], "rotations": rotations}
@@ -171,7 +174,7 @@ def layers(model, events):
         roles = {
             role: getattr(children[word], "linear", children[word])  # Inkling-2's have a norm.
             for role, words in ROLES.items()
-            for word in words
+            for word in words.split()
             if word in children
         }
         if hasattr(module, "q_bias"):  # DeBERTa's, beside a projection without bias.
@@ -307,24 +310,17 @@ def output(spec, layer, config, positions, seen):
     """The output of attention by our layer [B, T, N, H], for positions `at`."""
     q, k = projected(layer, config)
     if config.model_type == "deepseek_v4":  # Its layers attend to compressed entries, too.
-        return jnp.concatenate(
-            [spec.scheme.query({}, q, positions), spec.scheme.key({}, k, positions)], 2
-        )
+        q, k = spec.scheme.query({}, q, positions), spec.scheme.key({}, k, positions)
+        return jnp.concatenate([q, k], 2)
     if isinstance(spec.scheme, pe.Inkling) and spec.scheme.clip is None:
         # Between projection and norm there is a convolution.
         spec = dataclasses.replace(spec, qk_norm=None)
-    params = None
+    options = {"is_causal": is_causal(layer)}
     if spec.scheme.acts_in_attention:
-        params = scheme_params(spec.scheme, layer, seen)
-    clips = config.model_type in ("olmo", "olmoe")
-    return computed(
-        spec,
-        layer_arrays(spec, layer, config),
-        positions,
-        params=params,
-        clip=config.clip_qkv if clips else None,
-        is_causal=is_causal(layer),
-    )
+        options["params"] = scheme_params(spec.scheme, layer, seen)
+    if config.model_type in ("olmo", "olmoe"):
+        options["clip"] = config.clip_qkv
+    return computed(spec, layer_arrays(spec, layer, config), positions, **options)
 
 
 def layer_arrays(spec, layer, config):
@@ -453,11 +449,8 @@ def _fused(x, config):
     if kind == "gpt_bigcode":
         order, kv = ("concatenated", 1) if config.multi_query else ("by_group", heads)
     parts = pe.split_qkv(jnp.moveaxis(x, -1, 0), heads, kv, order=order)
-    counts = heads, kv, kv
-    return tuple(
-        jnp.moveaxis(p, 0, -1).reshape(*x.shape[:2], n, -1)
-        for p, n in zip(parts, counts, strict=True)
-    )
+    parts = zip(parts, (heads, kv, kv), strict=True)
+    return tuple(jnp.moveaxis(p, 0, -1).reshape(*x.shape[:2], n, -1) for p, n in parts)
 
 
 def _latent(layer):
@@ -500,14 +493,13 @@ def scheme_params(scheme, layer, seen):
         if getattr(module, "has_relative_attention_bias", False):
             seen["t5"] = array(module.relative_attention_bias.weight).T
         return {"table": seen["t5"]}
-    if isinstance(scheme, pe.Inkling) and scheme.clip is not None:
-        bias = module.relative_position_bias
-        project = array(bias.linear.weight).T.reshape(-1, scheme.num_heads, scheme.rank)
-        return {"project": project, "bank": array(bias.proj), "scale": array(bias.norm.scale)}
     if isinstance(scheme, pe.Inkling):
-        project = array(module.r_proj.weight).T
-        project = project.reshape(-1, scheme.num_heads, scheme.rank)
-        return {"project": project, "bank": array(module.rel_logits_proj.proj)}
+        bias = getattr(module, "relative_position_bias", None)
+        linear = module.r_proj if scheme.clip is None else bias.linear
+        project = array(linear.weight).T.reshape(-1, scheme.num_heads, scheme.rank)
+        if scheme.clip is None:
+            return {"project": project, "bank": array(module.rel_logits_proj.proj)}
+        return {"project": project, "bank": array(bias.proj), "scale": array(bias.norm.scale)}
     if isinstance(scheme, pe.DeBERTa):
         return _deberta_params(scheme, layer)
     if isinstance(scheme, pe.SSMax):

@@ -35,21 +35,16 @@ NEEDED = {
     "minimax_m3_vl_text": {"rope_parameters": {"partial_rotary_factor": 0.5}},
     "qwen4_exp_text": {"rope_parameters": {"partial_rotary_factor": 0.25}},
 }
-SWITCHED = {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}
 
 
 def layer_text(layer):
     """A layer in a few words."""
     if layer.mixer != "attention":
         return layer.mixer.replace("_", " ")
-    parts = [
-        " and ".join(type(s).__name__ for s in getattr(layer.scheme, "schemes", [layer.scheme]))
-    ]
-    if layer.window is not None:
-        parts.append("in a window")
-    if layer.chunk_size is not None:
-        parts.append("in chunks")
-    return " ".join(parts)
+    schemes = getattr(layer.scheme, "schemes", [layer.scheme])
+    text = " and ".join(type(scheme).__name__ for scheme in schemes)
+    text += "" if layer.window is None else " in a window"
+    return text + ("" if layer.chunk_size is None else " in chunks")
 
 
 def settings_text(layers):

@@ -8,7 +8,6 @@ of the patches, and the output of attention before its projection. A test compar
 import contextlib
 import importlib
 import inspect
-import json
 import logging
 import warnings
 
@@ -17,8 +16,8 @@ import torch
 import transformers
 
 import posenc_jax as pe
-from tests.hf.test_towers import FILE, compared
-from tests.makers.hf_models import in_double, randomize, recorded
+from tests.hf.test_layers import TOWERS_FILE, compared
+from tests.makers.hf_models import attended, in_double, randomize, recorded, write
 from tests.makers.hf_table import TOWERS
 
 ROWS, COLUMNS = 2, 4
@@ -149,15 +148,14 @@ def layers(events, places):
         elif name == "call":
             parts.setdefault(id(module), result)
     out = []
-    for module, attended in calls.values():
+    for module, its_calls in calls.values():
         children = dict(module.named_children())
-        names = ("query", "key", "value", "attention_mask", "scaling")
-        arguments = [dict(zip(names, a[1:], strict=False)) | o for a, o, _ in attended]
+        arguments = [attended(args, options) for args, options, _ in its_calls]
         length, index = 0, 0
         while index < len(arguments) and length < arguments[0]["query"].shape[0] * ROWS * COLUMNS:
             length += arguments[index]["query"].shape[2]
             index += 1
-        arguments, results = arguments[:index], [r for _, _, r in attended[:index]]
+        arguments, results = arguments[:index], [r for _, _, r in its_calls[:index]]
         query, key, value = (
             torch.cat([g[n] for g in arguments], 2) for n in ("query", "key", "value")
         )
@@ -216,7 +214,4 @@ def main(argv):
         layer = {n: x for n, x in layer.items() if n[1:] != "_rot"}
         about[kind] = {"config": {"model_type": kind} | raw} | facts
         arrays |= {f"{kind}.{n}": x.astype(np.float32) for n, x in layer.items()}
-    origin = f"transformers {transformers.__version__}, attention layers of towers in float64"
-    described = {"origin": origin, "torch": torch.__version__, "model_types": about}
-    np.savez_compressed(FILE, about=np.array(json.dumps(described)), **arrays)
-    return print(FILE.stat().st_size)
+    write(TOWERS_FILE, "attention layers of towers", about, arrays)
