@@ -17,18 +17,7 @@ from flax import nnx
 import posenc_jax as pe
 from tests.models.agreement import read
 
-CHECKS = {}
 WEIGHTS = "query", "key", "value", "out"
-
-
-def check(page):
-    """Makes a function the check of a page."""
-
-    def register(function):
-        CHECKS[f"docs/{page}.md"] = function
-        return function
-
-    return register
 
 
 def setup(page):
@@ -52,7 +41,6 @@ def close(a, b, atol=1e-5):
     np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
-@check("recipes/flax_lm1b")
 def lm1b(names):
     apply, before, after = names["apply"], names["Before"], names["After"]
     variables, tokens = names["variables"], names["tokens"]
@@ -68,7 +56,6 @@ def lm1b(names):
     assert table.shape == (4, 32)
 
 
-@check("recipes/flax_gemma")
 def gemma(names):
     x, window, length = names["x"], names["WINDOW"], 12
     positions = jnp.tile(jnp.arange(length), (3, 1))
@@ -82,19 +69,16 @@ def gemma(names):
         close(attend(names["with_weights"](before, names[layer]), x), expected)
 
 
-@check("recipes/bonsai_qwen3")
 def bonsai_qwen3(names):
     close(names["y"], names["expected"])
 
 
-@check("recipes/linen_decode")
 def linen_decode(names):
     tokens, before, after = names["sequences"], names["Before"](), names["After"](pe.NoPE())
     variables = jax.jit(before.init)(jax.random.key(1), tokens)
     close(*(jax.jit(model.apply)(variables, tokens) for model in (before, after)))
 
 
-@check("recipes/sharding")
 def sharding(names):
     close(names["decoded"], names["y"])
     x = names["x"]
@@ -116,7 +100,6 @@ def sharding(names):
     assert ours == by_hand and by_hand
 
 
-@check("recipes/nnx_llama")
 def nnx_llama(names):
     assert names["losses"][0] > 4 and names["losses"][-1] < 0.4 * names["losses"][0]
     model, segments = names["model"], np.asarray(names["segment_ids"])
@@ -133,7 +116,6 @@ def nnx_llama(names):
     close(attend(attention, x, **names["options"])[is_token], expected[is_token])
 
 
-@check("recipes/jax_and_equinox")
 def plain_jax_and_equinox(names):
     x, weights = names["x"], names["weights"] | {"position": {}}
     after = jax.jit(lambda weights, x: names["after"](pe.RoPE(head_dim=8), weights, x)[0])
@@ -146,7 +128,6 @@ def plain_jax_and_equinox(names):
     close(layer(x)[0], jax.vmap(before)(x))
 
 
-@check("recipes/flex_attention")
 def flex_attention(names):
     q, k, v, table = (np.asarray(names[n], np.float64) for n in ("q", "k", "v", "table"))
     distance = np.clip(np.arange(24)[:, None] - np.arange(24), -16, 16)
@@ -162,7 +143,6 @@ def flex_attention(names):
             close(names["y"], names["before"](*arrays).transpose(1, 2).numpy())
 
 
-@check("recipes/bias_array")
 def bias_array(names):
     inputs = [names[name] for name in ("q", "k", "v", "bias")]
     expected, pull = jax.vjp(jax.jit(names["before"]), *inputs)
@@ -173,7 +153,6 @@ def bias_array(names):
     close(*(jax.jit(pe.attention)(*inputs[:3], rules=rule) for rule in rules))
 
 
-@check("coming_from/nnx_rope")
 def nnx_rope(names):
     if "before" in names:  # Flax has nnx.RoPE.
         close(names["before"](names["x"], is_causal=True), names["y"])
@@ -183,7 +162,6 @@ def nnx_rope(names):
         close(rotated, pe.apply_rope(q, jnp.arange(8), theta=5e5))
 
 
-@check("coming_from/torch")
 def coming_from_torch(names):
     if "torch" not in names:
         return
@@ -194,7 +172,6 @@ def coming_from_torch(names):
         close(names["y"], before(torch.tensor(np.asarray(x))))
 
 
-@check("recipes/finetune")
 def finetune(names):
     tokens = jnp.asarray(names["batches"][0])
     before = names["families"].load(names["config"], names["state"])
@@ -202,7 +179,6 @@ def finetune(names):
     assert losses[0] == losses[1] < names["finetune"].evaluate(before, tokens) - 1.0
 
 
-@check("beyond")
 def beyond(names):
     about, arrays, state = read("llama_yarn")
     config, tokens, mask = about["config"], arrays["tokens"], arrays["mask"]
@@ -216,14 +192,31 @@ def beyond(names):
     assert cache.k.shape[1] == names["L"] - 4 + 3 + 9
 
 
-@check("serving")
 def serving(names):
     assert names["step"].jitted_fn._cache_size() == 1
     close(names["y"][0], names["layer"](names["x"])[0])
 
 
-@check("models")
 def models(names):
     np.testing.assert_array_equal(names["new_tokens"], names["new"])
     assert [x.out.bias for x in names["layers"]] == [None, None]
     assert names["layers"][0].key.bias.shape == (2, 16)
+
+
+CHECKS = {
+    "docs/recipes/flax_lm1b.md": lm1b,
+    "docs/recipes/flax_gemma.md": gemma,
+    "docs/recipes/bonsai_qwen3.md": bonsai_qwen3,
+    "docs/recipes/linen_decode.md": linen_decode,
+    "docs/recipes/sharding.md": sharding,
+    "docs/recipes/nnx_llama.md": nnx_llama,
+    "docs/recipes/jax_and_equinox.md": plain_jax_and_equinox,
+    "docs/recipes/flex_attention.md": flex_attention,
+    "docs/recipes/bias_array.md": bias_array,
+    "docs/coming_from/nnx_rope.md": nnx_rope,
+    "docs/coming_from/torch.md": coming_from_torch,
+    "docs/recipes/finetune.md": finetune,
+    "docs/beyond.md": beyond,
+    "docs/serving.md": serving,
+    "docs/models.md": models,
+}

@@ -38,7 +38,7 @@ class Block:
     line: int
     code: str
     text: str | None
-    reason: str | None
+    runs: bool = True
 
     def run(self, names: dict) -> None:
         """Runs the code among `names`, and compares its output or error with the page."""
@@ -59,14 +59,12 @@ class Block:
         assert printed == expected, f"{self.page}:{self.line} printed\n{printed}\nnot\n{expected}"
 
 
-def missing(package: str) -> str | None:
-    """Returns what is wrong with the installation of "name" or "name version", if anything."""
+def missing(package: str) -> bool:
+    """Whether "name" is not installed, or "name version" not in this version or a later one."""
     name, _, oldest = package.partition(" ")
-    if not importlib.util.find_spec(name):
-        return f"{name} is not installed"
-    if oldest and Version(importlib.metadata.version(name)) < Version(oldest):
-        return f"{name} is older than {oldest}"
-    return None
+    return not importlib.util.find_spec(name) or (
+        bool(oldest) and Version(importlib.metadata.version(name)) < Version(oldest)
+    )
 
 
 def all_pages() -> list[str]:
@@ -85,7 +83,7 @@ def blocks(page: str) -> list[Block]:
     text, parts = read(page), []
     in_tables = "| I have | I write |" in text
     for match in BLOCK.finditer(text):
-        start, reason = match.start("code"), match["reason"]
+        start = match.start("code")
         if match["cell"] is not None:
             if not in_tables:
                 continue
@@ -93,12 +91,11 @@ def blocks(page: str) -> list[Block]:
             code = code.replace(r"\|", "|")
         else:
             code, output = textwrap.dedent(match["code"]), match["text"]
-        if match["why"] == " without":
-            reason = missing(reason)
-        parts.append(Block(page, text.count("\n", 0, start) + 1, code, output, reason))
+        runs = not (missing(match["reason"]) if match["why"] == " without" else match["why"])
+        parts.append(Block(page, text.count("\n", 0, start) + 1, code, output, runs))
     return parts
 
 
 def code(page: str) -> list[str]:
     """Returns the code of the blocks of a page that run."""
-    return [block.code for block in blocks(page) if block.reason is None]
+    return [block.code for block in blocks(page) if block.runs]

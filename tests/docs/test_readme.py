@@ -3,12 +3,15 @@
 import json
 import re
 
+import pytest
+
 import posenc_jax as pe
 from experiments.tasks import TASKS
 from posenc_jax.hf.model_types import MODEL_TYPES
 from posenc_jax.testing import PROPERTIES
 from tests.docs import pages
-from tests.makers import first_picture
+from tests.makers import pictures
+from tests.support import slow_but
 
 
 def prose(page):
@@ -23,13 +26,16 @@ def test_the_readme_is_short_and_begins_with_a_layer():
     assert all(word in first.code for word in ("window", "segment_ids", "cache"))
 
 
-def test_the_first_picture_is_of_the_results():
-    assert first_picture.PICTURE.read_text() == first_picture.picture(), (
-        "run python -m tests.makers first_picture"
-    )
-    memory = json.loads(first_picture.MEMORY.read_text())["MiB"]
+@pytest.mark.parametrize("name", slow_but(pictures.PICTURES, "attention"))
+def test_pictures_follow_results_and_code(name):
+    drawn = pictures.PICTURES[name]()
+    assert pictures.path_of(name).read_text() == drawn, "run python -m tests.makers pictures"
+
+
+def test_the_readme_has_the_numbers_of_the_first_picture():
+    memory = json.loads(pictures.MEMORY.read_text())["MiB"]
     rule, array = memory["rule"][-1], memory["array"][-1]
-    times = dict(first_picture.times())
+    times = dict(pictures.times())
     readme = prose("README.md")
     assert f"{rule:.0f} MiB at 16,384 tokens, and to {array:,.0f} MiB" in readme
     assert f"{rule:.0f} MiB of memory in place of {array / 1024:.0f} GiB" in readme
@@ -44,36 +50,36 @@ def test_pages_count_what_there_is():
     from tests.hf.test_layers import KINDS
     from tests.makers.hf_table import NOT_RUN, TOWERS
 
-    readme, models = prose("README.md"), prose("docs/models.md")
     compared = {golden(name)[0]["config"]["model_type"] for name in NAMES}
     compared |= {*KINDS, *TOWERS}
     assert set(NOT_RUN) <= compared
-    assert f"{len(pe.SCHEMES)} schemes behind one interface" in readme
-    assert f"a check of {len(PROPERTIES)} properties" in readme
-    assert f"reads {len(MODEL_TYPES)} model types" in readme
-    assert f"layers of {len(compared)} model types have been compared" in readme
-    assert f"{len(TASKS)} tasks" in readme and f"There are {len(TASKS)} tasks" in prose(
-        "docs/experiments.md"
-    )
-    assert f"model_types.csv) has {len(MODEL_TYPES)} model types" in models
-    assert f"layers of {len(compared)} of them with numbers" in models
     faults = len(re.findall(r"(?m)^### [0-9]+[.]", pages.read("docs/faults.md")))
-    assert f"[{faults} faults in public" in readme
     measured = json.loads((pages.ROOT / "results/memory.json").read_text())
     mib = [measured["MiB"]["rule"][measured["lengths"].index(t)] for t in (2048, 4096)]
-    memory = f"this library with T5's bias {mib[0]:.0f} and {mib[1]:.0f}"
-    assert memory in prose("docs/faults.md")
     claims = re.findall(r"(?m)^\| \[R\w+\].* \| ([\w ]+) \|$", pages.read("docs/results.md"))
-    assert f"{len(claims)} claims of papers" in readme
-    held = claims.count("holds")
-    claims = f"[{len(claims)} claims of papers](results.md), {held} were reproduced"
-    assert claims in prose("docs/evidence.md")
-    rows = [b for b in pages.blocks("docs/cheat_sheet.md") if b.code.count("\n") == 0]
-    assert len(rows) == 27 and "27 tasks in a line each" in prose("docs/cheat_sheet.md")
-    assert "27 tasks in a line each" in readme
-    assert "twenty messages" in readme
-    errors = [b for b in pages.blocks("docs/errors.md") if b.text]
-    assert len(errors) == 20 and "Twenty errors" in prose("docs/errors.md")
+    claims_text = f"[{len(claims)} claims of papers](results.md), {claims.count('holds')} were"
+    lines = [b for b in pages.blocks("docs/cheat_sheet.md") if b.code.count("\n") == 0]
+    assert len(lines) == 27
+    assert len([b for b in pages.blocks("docs/errors.md") if b.text]) == 20
+    for page, text in (
+        ("README.md", f"{len(pe.SCHEMES)} schemes behind one interface"),
+        ("README.md", f"a check of {len(PROPERTIES)} properties"),
+        ("README.md", f"reads {len(MODEL_TYPES)} model types"),
+        ("README.md", f"layers of {len(compared)} model types have been compared"),
+        ("README.md", f"{len(TASKS)} tasks"),
+        ("README.md", f"[{faults} faults in public"),
+        ("README.md", f"{len(claims)} claims of papers"),
+        ("README.md", "27 tasks in a line each"),
+        ("README.md", "twenty messages"),
+        ("docs/experiments.md", f"There are {len(TASKS)} tasks"),
+        ("docs/models.md", f"model_types.csv) has {len(MODEL_TYPES)} model types"),
+        ("docs/models.md", f"layers of {len(compared)} of them with numbers"),
+        ("docs/faults.md", f"this library with T5's bias {mib[0]:.0f} and {mib[1]:.0f}"),
+        ("docs/evidence.md", f"{claims_text} reproduced"),
+        ("docs/cheat_sheet.md", "27 tasks in a line each"),
+        ("docs/errors.md", "Twenty errors"),
+    ):
+        assert text in prose(page), (page, text)
 
 
 def test_every_family_lists_its_classes():

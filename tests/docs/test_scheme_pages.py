@@ -10,6 +10,7 @@ import pytest
 import posenc_jax as pe
 from experiments.gallery.probe import frequency_maps
 from tests.docs.pages import ROOT
+from tests.support import is_contrib, slow_but
 
 sys.path.append(str(ROOT / "docs" / "_ext"))
 import scheme_use
@@ -21,7 +22,9 @@ def test_every_scheme_and_map_says_when_to_take_it():
     assert {cls.__name__ for cls in CLASSES} == set(scheme_use.WHEN)
 
 
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize(
+    "cls", slow_but(CLASSES, *(c for c in CLASSES if not is_contrib(c))), ids=lambda c: c.__name__
+)
 def test_the_layer_of_the_page_runs(cls):
     names, code = {}, scheme_use.example(cls)
 

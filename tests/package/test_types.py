@@ -1,7 +1,6 @@
 """Type checkers know what the public functions return, and refuse wrong arguments."""
 
 import os
-import pathlib
 import re
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import pytest
 from tests.docs import pages
 from tests.support import slow
 
-ROOT = pathlib.Path(__file__).parents[2]
 RETURN_TYPES = """
 from typing import assert_type
 
@@ -46,9 +44,9 @@ WRONG = {
     "pe.attention(q, q, q, msak=q)": "mypy",
     "pe.scheme_attention(pe.NoPE(), {}, q, q, q, positoins=q)": "mypy",
 }
-CHECKERS = {
-    "ty": ["check", "--output-format", "concise", "--python", sys.prefix],
-    "mypy": ["--follow-imports", "silent", "--cache-dir", ".mypy_cache"],
+COMMANDS = {
+    "ty": f"check --output-format concise --python {sys.prefix} --extra-search-path {pages.ROOT}",
+    "mypy": "--follow-imports silent --cache-dir .mypy_cache",
 }
 
 
@@ -61,7 +59,7 @@ CHECKERS = {
 )
 def checked(request, tmp_path_factory):
     """The lines of each file in which a type checker finds errors, of one run."""
-    folder = tmp_path_factory.mktemp("typed")
+    folder, checker = tmp_path_factory.mktemp("typed"), request.param
     code = {
         "returned": RETURN_TYPES,
         "wrong": "\n".join([RETURN_TYPES, *WRONG]),
@@ -69,33 +67,24 @@ def checked(request, tmp_path_factory):
     }
     for name, text in code.items():
         (folder / f"{name}.py").write_text(text)
-    command = [sys.executable, "-m", request.param, *CHECKERS[request.param]]
-    if request.param == "ty":
-        command += ["--extra-search-path", str(ROOT)]
     run = subprocess.run(
-        [*command, "."],
+        [sys.executable, "-m", checker, *COMMANDS[checker].split(), "."],
         cwd=folder,
-        env=os.environ | {"MYPYPATH": str(ROOT)},
+        env=os.environ | {"MYPYPATH": str(pages.ROOT)},
         capture_output=True,
         text=True,
     )
     assert "Found" in run.stdout, run.stdout + run.stderr
-    errors = re.findall(r"^(\w+)\.py:(\d+):(?:\d+:)? error", run.stdout, re.MULTILINE)
-    lines = {name: text.splitlines() for name, text in code.items()}
-    return request.param, {
-        name: list(dict.fromkeys(lines[name][int(n) - 1] for file, n in errors if file == name))
-        for name in code
-    }
+    errors = {name: {} for name in code}  # The keys, in order.
+    for name, number in re.findall(r"(?m)^(\w+)\.py:(\d+):(?:\d+:)? error", run.stdout):
+        errors[name][code[name].splitlines()[int(number) - 1]] = None
+    return checker, {name: [*lines] for name, lines in errors.items()}
 
 
-def test_return_types(checked):
-    assert checked[1]["returned"] == []
+def test_return_types_and_the_readme_have_no_errors(checked):
+    assert checked[1]["returned"] == checked[1]["readme"] == []
 
 
 def test_wrong_types_are_found(checked):
-    name, errors = checked
-    assert errors["wrong"] == [line for line, names in WRONG.items() if name in names.split()]
-
-
-def test_the_readme_type_checks(checked):
-    assert checked[1]["readme"] == []
+    checker, errors = checked
+    assert errors["wrong"] == [line for line, names in WRONG.items() if checker in names.split()]

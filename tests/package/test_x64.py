@@ -1,34 +1,31 @@
 """Schemes with 64-bit types enabled."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import posenc_jax as pe
-from tests.support import SIZES, build, slow
+from tests.support import BATCH, LENGTH, build, slow
+
+
+def outputs(scheme, key, tokens):
+    axes, params, qkv = scheme.traits.num_axes, scheme.init(key), (tokens.q, tokens.k, tokens.v)
+    at = np.zeros((axes, BATCH, LENGTH) if axes > 1 else (BATCH, LENGTH), np.int32)
+    x = pe.scheme_embedding(scheme, params, tokens.x, coordinates=at)
+    options = {"x": x, "coordinates": at, "is_causal": True}
+    return params, x, pe.scheme_attention(scheme, params, *qkv, **options)[0]
 
 
 @slow
-def test_parameters_and_outputs_are_float32_under_x64():
-    def array(*shape):
-        return jax.ShapeDtypeStruct((1, 5, *shape), jnp.float32)
-
-    dim = SIZES["head_dim"]
-    tokens = array(SIZES["model_dim"]), array(6, dim), array(3, dim), array(3, dim)
+@pytest.mark.parametrize("cls", pe.SCHEMES.values())
+def test_parameters_and_outputs_are_float32_under_x64(cls, tokens):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        for cls in pe.SCHEMES.values():
-            scheme = build(cls)
-
-            def run(params, x, q, k, v, scheme=scheme):
-                axes = scheme.traits.num_axes
-                at = np.zeros((axes, 1, 5) if axes > 1 else (1, 5), np.int32)
-                x = pe.scheme_embedding(scheme, params, x, coordinates=at)
-                options = {"x": x, "coordinates": at, "is_causal": True}
-                return x, pe.scheme_attention(scheme, params, q, k, v, **options)[0]
-
-            params = jax.eval_shape(scheme.init, jax.random.key(0))
-            for leaf in jax.tree.leaves((params, jax.eval_shape(run, params, *tokens))):
-                assert leaf.dtype == jnp.float32, scheme
+        run = functools.partial(outputs, build(cls))
+        for leaf in jax.tree.leaves(jax.eval_shape(run, jax.random.key(0), tokens)):
+            assert leaf.dtype == jnp.float32
 
 
 def test_dtypes_of_functions_under_x64():

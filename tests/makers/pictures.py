@@ -1,7 +1,10 @@
-"""The picture of README.md: memory of a bias as a rule and as an array, and times on an H100.
+"""The pictures of README.md and of docs/masks.md.
 
-python -m tests.makers first_picture            write docs/attention.svg
-python -m tests.makers first_picture --measure  compile for the memory again first: a minute
+python -m tests.makers pictures            write docs/attention.svg and docs/masks.svg
+python -m tests.makers pictures --measure  compile for the memory again first: a minute
+
+The first has memory of a bias as a rule and as an array, and times on an H100; the second ten masks
+of 48 tokens, computed by the library.
 """
 
 import json
@@ -9,16 +12,21 @@ import math
 import pathlib
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 import posenc_jax as pe
 from experiments.bench import peers
+from posenc_jax.engine.api import make_problem
+from posenc_jax.positions import from_tree
 
 ROOT = pathlib.Path(pe.__file__).parents[1]
-PICTURE, MEMORY = ROOT / "docs" / "attention.svg", ROOT / "results" / "memory.json"
+MEMORY = ROOT / "results" / "memory.json"
 LENGTHS = 1024, 2048, 4096, 8192, 16384
 BLUE, ORANGE, INK = "#0072b2", "#d55e00", "#7d8590"
 LEFT, RIGHT, TOP, BOTTOM = 58, 330, 64, 246  # Of the plot of memory, in points.
 NAMES, FROM, TO, ROW = 612, 634, 870, 26  # Of the times: ends of names, the scale, a row.
+T, SIZE, COLUMNS = 48, 144, 5  # Tokens, and points of a mask.
 
 
 def measure() -> dict:
@@ -150,7 +158,7 @@ def times_plot() -> list[str]:
     return [*parts, text(430, bottom + 22, note)]
 
 
-def picture() -> str:
+def attention() -> str:
     """Returns the SVG, transparent, for light and dark pages."""
     head = (
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 920 290" '
@@ -159,7 +167,90 @@ def picture() -> str:
     return "\n".join([head, *memory_plot(), *times_plot(), "</svg>", ""])
 
 
+def _branches(*lengths):
+    """Parents of a prompt of 12 tokens and of answers to it."""
+    starts = 12 + np.cumsum((0, *lengths))[:-1]
+    return np.r_[
+        np.arange(-1, 11), *(np.r_[11, s : s + n - 1] for s, n in zip(starts, lengths, strict=True))
+    ]
+
+
+def options():
+    """Returns options of attention by title."""
+    i = np.arange(T)
+    tree = from_tree(_branches(16, 12, 8))
+    drafts = from_tree(np.r_[np.arange(-1, 23), 20 + np.arange(24) // 2 * 2 + 3 * (i[:24] % 2 - 1)])
+    noisy, block = i < T // 2, i % (T // 2) // 4
+    image = (i >= 16) & (i < 32)
+
+    def by_tree(tree):
+        return {"q_positions": tree.positions, "k_visible_until": tree.visible_until}
+
+    def dilated(b, h, q, k):
+        return (q - k) % 3 == 0
+
+    def near(b, h, q, k):
+        return (abs(q // 8 - k // 8) <= 1) & (abs(q % 8 - k % 8) <= 1)
+
+    causal = {"is_causal": True}
+    return {
+        "causal": causal,
+        "block diffusion": causal | {"q_positions": i // 8},
+        "prefixes of documents": causal
+        | {"q_positions": np.where(i % 24 < 8, 0, i % 24), "q_segment_ids": i[None] // 24},
+        "image in a window": causal
+        | {"q_positions": np.where(image, 16, i), "q_coordinates": i}
+        | {"window": pe.SlidingWindow((19, -1), by="coordinates")},
+        "answers to a prompt": causal | by_tree(tree),
+        "tree of drafts": causal | by_tree(drafts),
+        "BD3-LM": causal
+        | {"q_positions": 2 * block + ~noisy}
+        | {"k_visible_until": np.where(noisy, 2 * block + 1, 2**31 - 1)},
+        "sinks and a window": causal | {"window": pe.SlidingWindow(12, num_sink_tokens=4)},
+        "dilated window": causal | {"mask": pe.block_mask(dilated, T, T), "window": 24},
+        "neighbours in an image": {"mask": pe.block_mask(near, T, T)},
+    }
+
+
+def masks() -> str:
+    """Returns the SVG: a rectangle for each run of keys that a query sees."""
+    q = jnp.zeros((1, T, 1, 1))
+    names = options()
+    rows = -(-len(names) // COLUMNS)
+    step, high = SIZE + 24, SIZE + 40
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {COLUMNS * step} {rows * high}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+    ]
+    for n, (title, of_mask) in enumerate(names.items()):
+        x, y = n % COLUMNS * step + 12, n // COLUMNS * high + 26
+        call = pe.AttentionCall(**of_mask)
+        seen = np.asarray(make_problem(q, q, q, (), call).visible())[0, 0]
+        side = SIZE // T
+        lines += [
+            f'<text x="{x}" y="{y - 8}" fill="#222222">{title}</text>',
+            f'<rect x="{x}" y="{y}" width="{SIZE}" height="{SIZE}" fill="#e8edf2"/>',
+        ]
+        for row, keys in enumerate(seen):
+            edges = np.flatnonzero(np.diff(np.r_[0, keys.astype(int), 0]))
+            lines += [
+                f'<rect x="{x + side * a}" y="{y + side * row}" width="{side * (b - a)}" '
+                f'height="{side}" fill="#0072b2"/>'
+                for a, b in edges.reshape(-1, 2)
+            ]
+    return "\n".join([*lines, "</svg>", ""])
+
+
+PICTURES = {"attention": attention, "masks": masks}
+
+
+def path_of(name: str) -> pathlib.Path:
+    return ROOT / "docs" / f"{name}.svg"
+
+
 def main(argv: list[str]) -> None:
     if argv == ["--measure"]:
         MEMORY.write_text(json.dumps(measure(), indent=1) + "\n")
-    PICTURE.write_text(picture())
+    for name, draw in PICTURES.items():
+        path_of(name).write_text(draw())
