@@ -7,7 +7,6 @@ The row of a chip is of the programs that ran there. Files that make them may ch
 not: the second call names the steps whose kernels are other ones, and fails if there are any.
 """
 
-import argparse
 import hashlib
 import json
 import pathlib
@@ -80,21 +79,15 @@ def digests(step):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(
-        "kernel_programs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("file", type=pathlib.Path, help="to write")
-    parser.add_argument("before", type=pathlib.Path, nargs="?", help="to compare with")
-    options = parser.parse_args(argv)
+    file, *others = map(pathlib.Path, argv)
     programs = {s.name: digests(s) for s in steps.steps() if s.implementation == "pallas"}
-    options.file.write_text(json.dumps(programs, indent=1) + "\n")
+    file.write_text(json.dumps(programs, indent=1) + "\n")
     count = sum(map(len, programs.values()))
     print(f"{count} kernels of {len(programs)} steps, jax {jax.__version__}")
-    if options.before is None:
-        return 0
-    before = json.loads(options.before.read_text())
-    others = sorted(
-        name for name in programs.keys() | before if programs.get(name) != before.get(name)
-    )
-    print(f"Other kernels: {', '.join(others) or 'none'}.")
-    return int(bool(others))
+    changed = set()
+    for other in others:
+        before = json.loads(other.read_text())
+        names = programs.keys() | before
+        changed |= {name for name in names if programs.get(name) != before.get(name)}
+        print(f"Other kernels: {', '.join(sorted(changed)) or 'none'}.")
+    return int(bool(changed))

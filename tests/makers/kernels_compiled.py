@@ -13,7 +13,6 @@ program does not compile, if a kernel spills 64 bytes more than in spilled.json,
 the tensor cores wait for each product.
 """
 
-import argparse
 import atexit
 import json
 import os
@@ -102,19 +101,14 @@ def compile_step(step, kernels, device):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("chip", choices=["h100", *TPUS])
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args(argv)
-    device, kernels, context = described(options.chip)
+    chip, *names = argv
+    write, names = "--write" in names, [name for name in names if name != "--write"]
+    device, kernels, context = described(chip)
     committed = json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {}
     known, spilled, failed = committed.get(jax.__version__), {}, 0
     with context:
         for step in steps.steps():
-            if options.names and not any(part in step.name for part in options.names):
+            if names and not any(part in step.name for part in names):
                 continue
             began = time.monotonic()
             try:
@@ -132,7 +126,7 @@ def main(argv):
             except Exception as error:
                 outcome, failed = f"{type(error).__name__}: {str(error)[-1500:]}", 1
             print(f"{time.monotonic() - began:5.1f} s  {step.name}: {outcome}", flush=True)
-    if options.write:
+    if write:
         text = json.dumps(committed | {jax.__version__: spilled}, indent=1)
         COMMITTED.write_text(text + "\n")
     return failed

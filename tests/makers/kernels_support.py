@@ -42,13 +42,6 @@ def _even(b, h, q_idx, kv_idx):
     return (q_idx - kv_idx) % 2 == 0
 
 
-def _one_array(params, q, k):
-    return KINDS["all_pairs"].rules(params, q, k)[:1]
-
-
-ONE_ARRAY = dataclasses.replace(KINDS["all_pairs"], rules=_one_array)
-
-
 class OfAnyVersion(PallasGPU):
     """The kernels for GPUs, as if this were a jax that has them."""
 
@@ -106,7 +99,7 @@ def features():
 
 def refused(kind: str) -> dict[str, list[str]]:
     """Returns the features that each implementation refuses for a kind of rule."""
-    rule_kind = (KINDS | {"one_array": ONE_ARRAY})[kind]
+    rule_kind = KINDS["all_pairs" if kind == "one_array" else kind]
     out = {name: [] for name in COLUMNS}
 
     def ask():
@@ -115,22 +108,18 @@ def refused(kind: str) -> dict[str, list[str]]:
             q, k, v = (options.get(name, arrays[name]) for name in "qkv")
             options = {name: x for name, x in options.items() if name not in arrays}
             if rule_kind.axes:
-                counts = {"q_coordinates": q.shape[1], "k_coordinates": k.shape[1]}
-                coordinates = {
-                    name: jnp.zeros((rule_kind.axes, B, n), jnp.int32) for name, n in counts.items()
-                }
-                options = coordinates | options
+                for name, x in (("q_coordinates", q), ("k_coordinates", k)):
+                    zeros = jnp.zeros((rule_kind.axes, B, x.shape[1]), jnp.int32)
+                    options = {name: zeros} | options
             rules = rule_kind.rules(rule_kind.make(np.random.default_rng(0), N, H), q, k)
-            problem = dataclasses.replace(
-                make_problem(q, k, v, rules, AttentionCall(**options)),
-                needs_lse=feature == "log-sum-exp",
-            )
+            rules = rules[:1] if kind == "one_array" else rules
+            problem = make_problem(q, k, v, rules, AttentionCall(**options))
+            problem = dataclasses.replace(problem, needs_lse=feature == "log-sum-exp")
             for name, implementation in COLUMNS.items():
                 asked = problem
                 if name == '"pallas" on GPU' and q.dtype == jnp.float32 and feature != "float32":
-                    asked = dataclasses.replace(
-                        problem, **{n: getattr(problem, n).astype(jnp.bfloat16) for n in "qkv"}
-                    )
+                    halves = {n: getattr(problem, n).astype(jnp.bfloat16) for n in "qkv"}
+                    asked = dataclasses.replace(problem, **halves)
                 if implementation.refusal(asked) is not None:
                     out[name].append(feature)
 
@@ -141,19 +130,16 @@ def refused(kind: str) -> dict[str, list[str]]:
 def table() -> str:
     """Returns the table, in Markdown, without the implementations that compute everything."""
     names = [name for name in COLUMNS if name not in EVERYTHING]
-    lines = [f"| rule | {' | '.join(names)} |"]
-    lines += [f"|---|{'---|' * len(names)}"]
+    lines = [f"| rule | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
     without_rule = {}
     for label, kind in RULES.items():
         by_implementation = refused(kind)
         assert not any(by_implementation[name] for name in EVERYTHING)
         cells = {}
         for name in names:
-            without = ", ".join(by_implementation[name])
-            if "" in by_implementation[name]:
-                cells[name] = "no"
-            else:
-                cells[name] = f"all but {without}" if without else "yes"
+            without = by_implementation[name]
+            cells[name] = f"all but {', '.join(without)}" if without else "yes"
+            cells[name] = "no" if "" in without else cells[name]
         same = {name for name in names if cells[name] == without_rule.get(name)}
         without_rule = without_rule or cells
         texts = ("as without a rule" if name in same else cells[name] for name in names)

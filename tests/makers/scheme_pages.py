@@ -8,7 +8,6 @@ docs/schemes.md, from traits and docstrings, docs/gallery.png and docs/gallery/,
 `tests/test_layout.py` calls `missing` for each scheme.
 """
 
-import argparse
 import dataclasses
 import functools
 import importlib
@@ -51,11 +50,7 @@ def scheme_classes() -> list[type[pe.Scheme]]:
 
 
 def facts(cls: type[pe.Scheme]) -> list[str]:
-    """Returns three cells of a scheme's row: acts on, learned, relative.
-
-    >>> facts(pe.T5)
-    ['logits', 'yes', 'yes']
-    """
+    """Returns three cells of a scheme's row: acts on, learned, relative."""
     scheme = build(cls)
     learned = jax.tree.leaves(jax.eval_shape(scheme.init, jax.random.key(0)))
     return [str(scheme.acts), *("yes" if x else "no" for x in (learned, scheme.traits.relative))]
@@ -67,11 +62,7 @@ def summary(thing: object) -> str:
 
 
 def sources(thing: type) -> str:
-    """Returns who is cited in a class's first sentence, and the links of its module's papers.
-
-    >>> sources(pe.XPos)
-    'Sun et al. 2022: [2212.10554](https://arxiv.org/abs/2212.10554)'
-    """
+    """Returns who is cited in a class's first sentence, and the links of its module's papers."""
     cited = ", ".join(re.findall(r"\(([^()]*)\)", summary(thing)))
     doc = sys.modules[thing.__module__].__doc__ or ""
     papers, code = (
@@ -97,7 +88,6 @@ def row(cls: type[pe.Scheme]) -> str:
 
 
 def table_row(*cells: str) -> str:
-    """Returns a row of a Markdown table."""
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
 
 
@@ -118,15 +108,11 @@ def tables() -> dict[str, str]:
         table_row(link(c), re.sub(r" \([^()]*\d{4}[^()]*\)", "", summary(c)), sources(c))
         for c in maps
     )
+    positions = [*vars(pe.positions).values(), *vars(pe.contrib).values()]
+    combinators = [f for f in functions if ".combinators." in f.__module__]
     listed_functions = {
-        "Combinators": [f for f in functions if ".combinators." in f.__module__]
-        + [pe.layer_pattern],
-        "Positions and coordinates": [
-            f
-            for module in (pe.positions, pe.contrib)
-            for f in vars(module).values()
-            if isinstance(f, types.FunctionType)
-        ],
+        "Combinators": [*combinators, pe.layer_pattern],
+        "Positions and coordinates": [f for f in positions if isinstance(f, types.FunctionType)],
     }
     for heading, things in listed_functions.items():
         texts[heading] = "| function | what it does |\n|---|---|\n" + "".join(
@@ -144,12 +130,6 @@ def with_tables(text: str) -> str:
     return text
 
 
-def paper(cls: type[pe.Scheme]) -> re.Match | None:
-    """Returns the match of the first link in a module's docstring; group 1 is the arXiv number."""
-    doc = sys.modules[cls.__module__].__doc__ or ""
-    return re.search(r"https://arxiv\.org/abs/([\d.]+\d)", doc)
-
-
 def missing(cls: type[pe.Scheme]) -> list[str]:
     """Returns a line for each part that a scheme lacks in package, tests and documentation."""
     *folders, file = cls.__module__.split(".")[1:]
@@ -163,7 +143,10 @@ def missing(cls: type[pe.Scheme]) -> list[str]:
     key = f"{'contrib' if home is pe.contrib else 'pe'}.{name}: {{"
     options = f"OPTIONS = {{{key}{values}}}}}, another value of each setting"
     checks = [
-        (paper(cls), f"posenc_jax/{folder}/{file}.py: a link to arxiv.org/abs"),
+        (
+            "https://arxiv.org/abs/" in str(sys.modules[cls.__module__].__doc__),
+            f"posenc_jax/{folder}/{file}.py: a link to arxiv.org/abs",
+        ),
         (hasattr(home, name), f"{init}: from {cls.__module__} import {name} as {name}"),
         (re.search(rf"\b{name}\b", str(home.__doc__)), f"{init}: {name} in the docstring"),
         (text, f"{test.relative_to(ROOT)}: a test with numbers from outside"),
@@ -191,14 +174,9 @@ def pictured() -> list[str]:
 
 def main(argv: list[str]) -> None:
     """Writes all pages."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--tables", action="store_true", help="write docs/schemes.md alone")
-    options = parser.parse_args(argv)
-    if not options.tables and (not options.names or set(options.names) - set(pe.SCHEMES)):
-        parser.error(f"name a scheme of {', '.join(pe.SCHEMES)}, or give --tables")
+    if not argv or {*argv} - pe.SCHEMES.keys() - {"--tables"}:
+        raise SystemExit(f"name a scheme of {', '.join(pe.SCHEMES)}, or give --tables")
     PAGE.write_text(with_tables(PAGE.read_text()))
-    if options.tables:
-        return
-    serving.main(["--only", ",".join(options.names)])
-    experiments(["gallery", "--out", str(SHEET.parent)])
+    if "--tables" not in argv:
+        serving.main(argv)
+        experiments(["gallery", "--out", str(SHEET.parent)])

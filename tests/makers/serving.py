@@ -2,11 +2,10 @@
 
 An error is the largest difference between a decoded output and one pass over the same tokens.
 
-    python -m tests.makers serving                write the whole table
-    python -m tests.makers serving --only fox,t5  write these rows only
+    python -m tests.makers serving         write the whole table
+    python -m tests.makers serving fox t5  write these rows only
 """
 
-import argparse
 import collections
 import csv
 import pathlib
@@ -30,11 +29,7 @@ OPTIONS = {
     "rerope": {"window": 3},
     "self_extend": {"window": 4, "group": 2},
 }
-POLICIES = {
-    "full": {},
-    "ring": {"ring": True},
-    "sinks": {"ring": True},
-}
+POLICIES = {"full": {}, "ring": {"ring": True}, "sinks": {"ring": True}}
 METHODS = "reset", "take", "insert", "rewind"
 CHANGES = {name: testing.jit_fast(getattr(pe.KVCache, name)) for name in METHODS}
 Row = list[tuple[int, int, int] | None]  # Token, position and segment; None is padding.
@@ -57,9 +52,8 @@ class Model:
 
     def __call__(self, cache: pe.KVCache | None, rows: list[Row]):
         """Returns outputs [B, T, N, H] and the cache."""
-        tokens, positions, segments = np.moveaxis(
-            np.array([[t or (0, 0, -1) for t in row] for row in rows], np.int32), -1, 0
-        )
+        numbers = np.array([[t or (0, 0, -1) for t in row] for row in rows], np.int32)
+        tokens, positions, segments = np.moveaxis(numbers, -1, 0)
         x, case = VOCABULARY[tokens], self.case
         segmentation = {"positions": positions, "segment_ids": segments}
         out, cache = self._jitted(cache, case.params, case.weights, x, **segmentation)
@@ -104,7 +98,6 @@ class Server:
                         row.append(token)
 
     def check(self) -> float:
-        """Returns the largest error so far."""
         whole, _ = self.model(None, [row + [None] * (LONGEST - len(row)) for row in self.rows])
         for outs, row in zip(self.outs, whole, strict=True):
             errors = [np.abs(out - row[t]).max() for t, out in outs.items()]
@@ -120,7 +113,6 @@ class Server:
 
 
 def text(length: int, seed: int, segment: int = 0) -> Row:
-    """Returns random tokens of one sequence."""
     numbers = np.random.default_rng(seed).integers(0, len(VOCABULARY), length)
     return [(int(n), t, segment) for t, n in enumerate(numbers)]
 
@@ -235,14 +227,7 @@ def cell(name: str, policy: str) -> str:
 
 def main(argv: list[str]):
     """Writes rows of the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", metavar="NAMES", help="write these rows only")
-    only = parser.parse_args(argv).only
-    names = only.split(",") if only else list(pe.SCHEMES)
-    unknown = [name for name in names if name not in pe.SCHEMES]
-    if unknown:
-        parser.error(f"--only: no scheme is called {unknown[0]!r}")
-    for name in names:
+    for name in argv or pe.SCHEMES:
         write({name: [cell(name, policy) for policy in POLICIES]})
         jax.clear_caches()
 
