@@ -10,10 +10,8 @@ import pathlib
 
 import numpy as np
 import pytest
-from flax import nnx
 
 import posenc_jax as pe
-from posenc_jax.nnx import Attention
 
 TABLES = json.loads(pathlib.Path(__file__).with_name("configs.json").read_text())
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -51,16 +49,6 @@ def test_scaling_of_llama_4_scout_has_no_blend():
     plain = 5e5 ** -(np.arange(64) / 64)
     expected = np.where(2 * np.pi / plain > 8192, plain / 16, plain)
     np.testing.assert_allclose(scheme.scaling(plain, 128, 5e5)[0], expected, rtol=1e-12)
-
-
-def test_layers_without_attention_have_no_module():
-    config = {"model_type": "lfm2", "num_hidden_layers": 2, "hidden_size": 64}
-    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "full_attn_idxs": [1]}
-    options = pe.attention_options_from_hf(config)
-    with pytest.raises(ValueError, match="a layer of attention, got mixer='convolution'"):
-        nnx.eval_shape(lambda: Attention(**options[0], rngs=nnx.Rngs(0)))
-    attention = nnx.eval_shape(lambda: Attention(**options[1], rngs=nnx.Rngs(0)))
-    assert attention.query_norm is not None
 
 
 class Config:
