@@ -69,6 +69,39 @@ def qkv(batch=1, length=63, heads=6, kv_heads=3, dim=8, seed=0):
     return tuple(random.normal(size=(batch, length, n, dim)).astype("f4") for n in sizes)
 
 
+def waves(*shape):
+    """Numbers that makers of golden files have too."""
+    return np.sin(1 + np.arange(np.prod(shape))).reshape(shape).astype("f4")
+
+
+def turned(x, angles):
+    """The first and the second half of x [..., H], turned by angles [..., H / 2], in float64."""
+    a, b = np.split(np.asarray(x, np.float64), 2, -1)
+    c, s = np.cos(angles), np.sin(angles)
+    return np.concatenate([a * c - b * s, b * c + a * s], -1)
+
+
+def weighted(logits, v):
+    """The average of v [B, S, N, V] by the softmax of logits [B or none, N, T, S], in float64."""
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights = (weights / weights.sum(-1, keepdims=True)).reshape(-1, *logits.shape[-3:])
+    return np.einsum("bnts,bsnv->btnv", weights, np.asarray(v, np.float64))
+
+
+def slice_of(n, size):
+    """The n-th part of that size."""
+    return slice(n * size, (n + 1) * size)
+
+
+def by_head(attention, q, k, v):
+    """`attention(q, k, v)` of each head, [T, H], [S, H] and [S, V]: [B, T, N, V]."""
+    k, v = (np.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    out = np.zeros((*q.shape[:3], v.shape[-1]))
+    for b, n in np.ndindex(q.shape[0], q.shape[2]):
+        out[b, :, n] = attention(q[b, :, n], k[b, :, n], v[b, :, n])
+    return out
+
+
 def softmax_attention(q, k, v, logit, *, positions=None, sees=lambda i, j: j <= i, value=None):
     """Returns float64 [B, T, N, V].
 
@@ -92,6 +125,19 @@ def softmax_attention(q, k, v, logit, *, positions=None, sees=lambda i, j: j <= 
         more = 0.0 if value is None else np.array([value(n, at[t], at[s]) for s in keys])
         out[b, t, n] = weights @ (v[b, keys, m] + more)
     return out
+
+
+def matches_products(scheme, product, *, start=0, heads=6, kv_heads=3):
+    """Compares causal attention from a position on with `product(q, k, i, j, frequencies)`."""
+    q, k, v = qkv(length=27, heads=heads, kv_heads=kv_heads, dim=12)
+    w, positions = 1e4 ** (-np.arange(6) / 6), start + np.arange(27)
+
+    def logit(q, k, n, i, j):
+        return product(q, k, i, j, w) / np.sqrt(12)
+
+    expected = softmax_attention(q, k, v, logit, positions=positions)
+    out = attend(scheme, {}, q, k, v, positions=positions, is_causal=True)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def attention(arrays, added, seen, d_out, d_lse, *, sinks=None, scale=8**-0.5, softcap=None):

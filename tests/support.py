@@ -68,6 +68,13 @@ class Option:
 
 
 initial = functools.partial(Option, initial=True)
+ROTARY_OPTIONS = {
+    "theta": 100.0,
+    "layout": "interleaved",
+    "scaling": pe.PI(factor=2.0),
+    "rotary_dim": 4,
+    "rotary_start": 2,
+}
 
 
 def _seen_by_modules(cls):

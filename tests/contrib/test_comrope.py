@@ -6,7 +6,7 @@ from scipy.linalg import expm
 
 import posenc_jax as pe
 from posenc_jax import contrib
-from tests.oracle import attend, qkv, softmax_attention
+from tests.oracle import attend, qkv, slice_of, softmax_attention
 from tests.support import initial, parameters, slow
 
 OPTIONS = {
@@ -19,7 +19,7 @@ GRID = pe.grid_coordinates(1, 3, 7)
 def authors(x, coordinates, params, axes):
     """Longin-Yu/ComRoPE at 7aeef08, get_exponent_matrix and get_rotation_matrix, with R @ x.
 
-    `at` is [2, T].
+    `coordinates` are [2, T].
     """
     freqs = np.asarray(params["matrix"], np.float64)
     skew = freqs - np.swapaxes(freqs, -1, -2)
@@ -32,11 +32,10 @@ def authors(x, coordinates, params, axes):
             factors[i, i::2] = 1.0
     x = np.asarray(x, np.float64)
     out = np.zeros(x.shape)
-    for t, n, b in np.ndindex(x.shape[1], x.shape[2], blocks):
+    for t, g, b in np.ndindex(x.shape[1], groups, blocks):
         scaled = sum(factors[a, b] * float(coordinates[a][t]) for a in range(2))
-        rotation = expm(scaled * skew[n * groups // x.shape[2], b])
-        part = slice(b * size, (b + 1) * size)
-        out[:, t, n, part] = x[:, t, n, part] @ rotation.T
+        heads, part = slice_of(g, x.shape[2] // groups), slice_of(b, size)
+        out[:, t, heads, part] = x[:, t, heads, part] @ expm(scaled * skew[g, b]).T
     return out
 
 
@@ -63,9 +62,5 @@ def test_attention_on_a_grid_matches_the_authors(axes, size, groups, grid):
 
 ERRORS = [
     (contrib.ComRoPE, {"size": 3}, "size=3 must be at least 2 and divide head_dim=8"),
-    (
-        contrib.ComRoPE,
-        {"axes": "by_block", "size": 8},
-        "axes need blocks of size=8 in head_dim=8",
-    ),
+    (contrib.ComRoPE, {"axes": "by_block", "size": 8}, "need blocks of size=8 in head_dim=8"),
 ]

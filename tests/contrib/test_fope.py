@@ -74,14 +74,12 @@ def test_pairs_without_position_as_shipped_and_as_written():
 
 @slow
 def test_coefficients_are_ones_and_noise():
-    scheme = contrib.FoPE(head_dim=16, trained_length=512, gain=0.0)
-    # 2 pi / 512 = 0.0123: frequencies 1, 0.316, 0.1, 0.0316 stay for 4 pairs.
-    for name in ("cos", "sin"):
-        np.testing.assert_array_equal(scheme.coefficients({})[name][0], np.eye(4))
-    many = contrib.FoPE(head_dim=16, trained_length=10**6, gain=0.0)  # 8 frequencies, every second.
-    expected = np.zeros((8, 4))
-    expected[[0, 2, 4, 6], np.arange(4)] = 1
-    np.testing.assert_array_equal(many.coefficients({})["sin"][0], expected)
+    """Of 16 dimensions, 4 pairs complete a period in 512 tokens, and all in a million."""
+    every_second = np.eye(8)[:, ::2]
+    for length, expected in ((512, np.eye(4)), (10**6, every_second)):
+        scheme = contrib.FoPE(head_dim=16, trained_length=length, gain=0.0)
+        for series in scheme.coefficients({}).values():
+            np.testing.assert_array_equal(series[0], expected)
     for groups, spread in ((1, 64 + 32), (8, (64 + 8) * 32)):
         noisy = contrib.FoPE(head_dim=128, trained_length=10**6, gain=0.5, groups=groups)
         series = noisy.coefficients({})
@@ -94,20 +92,11 @@ def test_learned_coefficients_start_as_the_fixed_ones():
     fixed, learned = (contrib.FoPE(head_dim=8, trained_length=64, learned=x) for x in (False, True))
     assert fixed.init(jax.random.key(0)) == {}
     params = learned.init(jax.random.key(0))
-    for name, leaf in fixed.coefficients({}).items():
-        np.testing.assert_array_equal(params[name], leaf)
+    jax.tree.map(np.testing.assert_array_equal, params, fixed.coefficients({}))
 
 
 ERRORS = [
     (contrib.FoPE, {"head_dim": 2}, "head_dim must be >= 4, got 2"),
-    (
-        contrib.FoPE,
-        {"trained_length": 5},
-        "completes a period within trained_length=5",
-    ),
-    (
-        contrib.FoPE,
-        {"learned": True, "seed": 2},
-        "coefficients are drawn by `init`, got seed=2",
-    ),
+    (contrib.FoPE, {"trained_length": 5}, "completes a period within trained_length=5"),
+    (contrib.FoPE, {"learned": True, "seed": 2}, "coefficients are drawn by `init`, got seed=2"),
 ]

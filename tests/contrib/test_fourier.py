@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from posenc_jax import contrib
-from tests.oracle import embed
+from tests.oracle import embed, waves
 from tests.support import golden, initial, parameters, slow
 
 OPTIONS = {
@@ -16,10 +16,6 @@ OPTIONS = {
 }
 
 GOLDEN = golden("fourier")
-
-
-def waves(*shape):
-    return jnp.asarray(np.sin(1 + np.arange(np.prod(shape))).reshape(shape), jnp.float32)
 
 
 def code(scheme, params, coordinates):
@@ -59,6 +55,4 @@ def test_far_positions_are_exact(axes):
     np.testing.assert_allclose(got, expected, atol=2e-6)
 
 
-ERRORS = [
-    (contrib.LearnableFourier, {"num_features": 7}, "num_features must be even, got 7"),
-]
+ERRORS = [(contrib.LearnableFourier, {"num_features": 7}, "num_features must be even, got 7")]

@@ -21,12 +21,9 @@ def test_continuous_draws_cover_their_bounds():
 
     still, moved, jitter, stretch = map(np.asarray, jax.jit(jax.vmap(draw))(keys))
     np.testing.assert_array_equal(still, np.tile(positions, (2000, 1)))
-    moved = moved - np.asarray(positions)
-    assert (
-        np.ptp(moved, axis=1).max() < 1e-4 and 4.9 < moved.max() <= 5 and -5 <= moved.min() < -4.9
-    )
-    assert abs(moved.mean()) < 0.3
-    jitter = jitter - np.asarray(positions)
+    moved, jitter = (x - np.asarray(positions) for x in (moved, jitter))
+    assert np.ptp(moved, axis=1).max() < 1e-4 and abs(moved.mean()) < 0.3
+    assert 4.9 < moved.max() <= 5 and -5 <= moved.min() < -4.9
     assert 0.49 < jitter.max() <= 0.5 + 1e-5 and abs(np.corrcoef(jitter.T)[0, 1]) < 0.1
     stretch = stretch / np.asarray(positions)
     assert np.ptp(stretch, axis=1).max() < 1e-5

@@ -5,36 +5,20 @@ import pytest
 
 import posenc_jax as pe
 from posenc_jax import contrib
-from tests.oracle import attend, decode, qkv, softmax_attention
-from tests.support import slow
+from tests.oracle import attend, decode, qkv, softmax_attention, turned
+from tests.support import ROTARY_OPTIONS, slow
 
-OPTIONS = {
-    contrib.RoPEPlusPlus: {
-        "theta": 100.0,
-        "layout": "interleaved",
-        "scaling": pe.PI(factor=2.0),
-        "rotary_dim": 4,
-        "rotary_start": 2,
-        "heads": "odd",
-    }
-}
+OPTIONS = {contrib.RoPEPlusPlus: {**ROTARY_OPTIONS, "heads": "odd"}}
 
 MODES = {"second_half": "imagh", "odd": "imagx", "all": "imago", "added": "imag2"}
-
-
-def rotate_half(x):
-    a, b = np.split(x, 2, -1)
-    return np.concatenate([-b, a], -1)
 
 
 def authors(q, k, positions, mode, theta=1e4):
     """OpenMOSS/rope_pp at 91ba335, LlamaAttention.apply_rotary_pos_emb, with heads third."""
     q, k = (np.asarray(x, np.float64) for x in (q, k))
     inv_freq = theta ** (-np.arange(0, q.shape[-1], 2) / q.shape[-1])
-    angles = np.asarray(positions, np.float64)[:, None] * inv_freq
-    cos, sin = (f(np.concatenate([angles, angles], -1))[None, :, None] for f in (np.cos, np.sin))
-    real, imag = q * cos + rotate_half(q) * sin, q * sin - rotate_half(q) * cos
-    k = k * cos + rotate_half(k) * sin
+    angles = np.asarray(positions, np.float64)[None, :, None, None] * inv_freq
+    real, imag, k = turned(q, angles), -turned(q, angles + np.pi / 2), turned(k, angles)
     batch, length, heads, dim = q.shape
     if mode == "imagh":
         real[:, :, heads // 2 :] = imag[:, :, heads // 2 :]
@@ -58,16 +42,13 @@ def test_attention_matches_the_authors(heads, count):
 
 @slow
 def test_decodes_with_heads_added():
-    scheme = contrib.RoPEPlusPlus(head_dim=8, heads="added")
-    q, k, v = qkv(length=9)
-    whole = attend(scheme, {}, q, k, v, is_causal=True)
+    scheme, arrays = contrib.RoPEPlusPlus(head_dim=8, heads="added"), qkv(length=9)
+    whole = attend(scheme, {}, *arrays, is_causal=True)
     assert whole.shape == (1, 9, 12, 8)
     cache = pe.new_cache(scheme, 1, 9, num_heads=6, num_kv_heads=3, head_dim=8)
     for part in (slice(0, 6), slice(6, 9)):
-        out, cache = decode(scheme, {}, cache, *(x[:, part] for x in (q, k, v)))
+        out, cache = decode(scheme, {}, cache, *(x[:, part] for x in arrays))
         np.testing.assert_allclose(out, whole[:, part], atol=1e-6)
 
 
-ERRORS = [
-    (contrib.RoPEPlusPlus, {"head_dim": 7}, "rotary dim must be even and positive, got 7"),
-]
+ERRORS = [(contrib.RoPEPlusPlus, {"head_dim": 7}, "rotary dim must be even and positive, got 7")]

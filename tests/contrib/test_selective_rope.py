@@ -1,13 +1,12 @@
 """Selective RoPE against the lines of the authors' code, in float64."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from posenc_jax import contrib
 from tests import oracle
-from tests.oracle import qkv, softmax_attention
+from tests.oracle import qkv, softmax_attention, turned
 from tests.support import parameters, slow
 
 OPTIONS = {
@@ -22,14 +21,13 @@ OPTIONS = {
 }
 
 
-def arrays(heads=6, length=21, dim=12, **options):
-    q, k, v = qkv(length=length, heads=heads, **options)
-    x = np.random.default_rng(3).normal(size=(q.shape[0], length, dim))
-    return q, k, v, x.astype(np.float32)
+def arrays(heads):
+    x = np.random.default_rng(3).normal(size=(1, 21, 12)).astype(np.float32)
+    return *qkv(length=21, heads=heads), x
 
 
-def attend(scheme, params, q, k, v, x, **options):
-    return oracle.attend(scheme, params, q, k, v, x=x, is_causal=True, **options)
+def attend(scheme, params, q, k, v, x):
+    return oracle.attend(scheme, params, q, k, v, x=x, is_causal=True)
 
 
 def angles(params, x, heads, theta=5e5, temp_max=1.0):
@@ -53,36 +51,30 @@ def authors(params, q, k, v, x, groups, **options):
     rotation = angles(params, x[0], groups, **options)
 
     def mapped(y):
-        y = np.asarray(y, np.float64)
-        a = np.repeat(rotation, y.shape[2] // groups, 1)[None]
-        y0, y1 = np.split(y, 2, -1)
-        return np.concatenate(
-            [y0 * np.cos(a) - y1 * np.sin(a), y0 * np.sin(a) + y1 * np.cos(a)], -1
-        )
+        return turned(y, np.repeat(rotation, y.shape[2] // groups, 1)[None])
 
     scale = np.sqrt(q.shape[-1])
     return softmax_attention(mapped(q), mapped(k), v, lambda q, k, n, i, j: q @ k / scale)
 
 
+def compare(params, heads=6, groups=1, numbers=None, **options):
+    scheme = contrib.SelectiveRoPE(model_dim=12, head_dim=8, groups=groups, **options)
+    params, tokens = parameters(scheme) | params, arrays(heads)
+    params["up"] *= 5
+    out = attend(scheme, params, *tokens)
+    np.testing.assert_allclose(out, authors(params, *tokens, groups, **(numbers or {})), atol=1e-5)
+
+
 @pytest.mark.parametrize("heads, groups", [(6, 1), (12, 3)])
 def test_attention_matches_the_authors(heads, groups):
-    scheme = contrib.SelectiveRoPE(model_dim=12, head_dim=8, groups=groups)
-    params = parameters(scheme)
-    params |= {"up": 5 * params["up"]}
-    tokens = arrays(heads)
-    out = attend(scheme, params, *tokens)
-    np.testing.assert_allclose(out, authors(params, *tokens, groups), atol=1e-5)
+    compare({}, heads, groups)
 
 
 @slow
 @pytest.mark.parametrize("width", [1, 5])
 def test_any_width_temperature_and_base(width):
-    options = {"theta": 50.0, "temp_max": 2.0}
-    scheme = contrib.SelectiveRoPE(model_dim=12, head_dim=8, width=width, rank=3, **options)
-    params = parameters(scheme)
-    tokens = arrays(length=21)
-    out = attend(scheme, params, *tokens)
-    np.testing.assert_allclose(out, authors(params, *tokens, 1, **options), atol=1e-5)
+    numbers = {"theta": 50.0, "temp_max": 2.0}
+    compare({}, width=width, rank=3, numbers=numbers, **numbers)
 
 
 @slow
@@ -90,10 +82,7 @@ def test_learned_temperatures():
     scheme = contrib.SelectiveRoPE(model_dim=12, head_dim=8, learn_temperature=True)
     params = scheme.init(jax.random.key(0))
     np.testing.assert_allclose(params["temperature"], 5e5 ** (-np.arange(4) / 4), rtol=1e-6)
-    params |= {"temperature": jnp.asarray([0.5, 0.2, 3.0, 1.0])}
-    tokens = arrays(length=9)
-    out = attend(scheme, params, *tokens)
-    np.testing.assert_allclose(out, authors(params, *tokens, 1), atol=1e-5)
+    compare({"temperature": np.float32([0.5, 0.2, 3.0, 1.0])}, learn_temperature=True)
 
 
 ERRORS = [

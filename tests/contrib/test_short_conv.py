@@ -13,7 +13,6 @@ from tests.support import build, close, golden, parameters, slow
 OPTIONS = {contrib.ShortConv: {"on": "kv", "width": 3, "residual": False, "silu": True}}
 
 GOLDEN = golden("short_conv")
-LAYERS = pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: str(case["width"]))
 
 
 def convolved(x, kernel, segment_ids, residual=True, silu=False):
@@ -32,21 +31,19 @@ def convolved(x, kernel, segment_ids, residual=True, silu=False):
     return out + x if residual else out
 
 
-@LAYERS
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: str(case["width"]))
 def test_the_scheme_is_the_canon_layer_on_q_k_and_v(case):
     """Their channels are q, then k, then v: here 2 heads, 2 and 1 of 2 channels."""
-    x, kernel = (np.asarray(case[name], np.float32) for name in ("x", "kernel"))
     sizes = {name: case[name] for name in ("width", "residual", "silu")}
     scheme = contrib.ShortConv(num_heads=3, num_kv_heads=1, head_dim=2, **sizes)
-    parts, expected, kernels = (
-        dict(zip("qkv", np.split(np.asarray(a, np.float32), [6, 8], -1), strict=True))
-        for a in (x, case["out"], kernel)
+    x, expected, kernels = (
+        np.split(np.asarray(case[name], np.float32), [6, 8], -1) for name in ("x", "out", "kernel")
     )
-    q, k, v = (a.reshape(2, 9, -1, 2) for a in parts.values())
-    kernels = {name: a.reshape(len(a), -1, 2) for name, a in kernels.items()}
-    *mixed, _ = jax.jit(scheme.mix)(kernels, q, k, v, None, None)
-    for got, name in zip(mixed, "qkv", strict=True):
-        close(got.reshape(2, 9, -1), expected[name], 1e-6)
+    q, k, v = (a.reshape(2, 9, -1, 2) for a in x)
+    params = {name: a.reshape(len(a), -1, 2) for name, a in zip("qkv", kernels, strict=True)}
+    *mixed, _ = jax.jit(scheme.mix)(params, q, k, v, None, None)
+    for got, other in zip(mixed, expected, strict=True):
+        close(got.reshape(2, 9, -1), other, 1e-6)
 
 
 SEGMENTS = np.zeros((2, 23), np.int32)
@@ -85,62 +82,21 @@ def test_a_state_after_no_tokens_is_that_of_the_start():
 def test_attention_matches_a_loop_in_packed_rows(on, implementation):
     scheme = contrib.ShortConv(num_heads=6, num_kv_heads=3, head_dim=8, on=on, silu=True)
     params = parameters(scheme)
-    arrays = dict(zip("qkv", qkv(batch=1, length=21), strict=True))
+    arrays = dict(zip("qkv", qkv(length=21), strict=True))
     segment_ids = np.repeat([0, 1], [9, 12])[None].astype(np.int32)
+    mixed = dict(arrays)
     for name in on:
-        flat = arrays[name].reshape(1, 21, -1)
-        kernel = np.reshape(params[name], (4, -1))
-        out = convolved(flat, kernel, segment_ids, silu=True)
-        arrays[f"{name} convolved"] = out.reshape(arrays[name].shape)
+        x, kernel = arrays[name], np.reshape(params[name], (4, -1))
+        out = convolved(x.reshape(1, 21, -1), kernel, segment_ids, silu=True)
+        mixed[name] = out.reshape(x.shape)
     expected = softmax_attention(
-        *(arrays.get(f"{name} convolved", arrays[name]) for name in "qkv"),
+        *mixed.values(),
         lambda q, k, n, i, j: q @ k / np.sqrt(8),
         sees=lambda i, j: j <= i and segment_ids[0, i] == segment_ids[0, j],
     )
-    out = oracle.attend(
-        scheme,
-        params,
-        *(arrays[name] for name in "qkv"),
-        positions=np.arange(21, dtype=np.int32)[None],
-        segment_ids=segment_ids,
-        is_causal=True,
-        implementation=implementation,
-    )
-    close(out, expected, 2e-6)
-
-
-@slow
-def test_a_convolution_of_inputs_decodes_with_its_state_beside_the_cache():
-    """Canon-A: x is convolved before q, k and v are projected from it; one row is left-padded."""
-    x = np.random.default_rng(3).normal(size=(2, 12, 6)).astype("f4")
-    kernel, rope = KERNEL.repeat(2, 1)[:, :6], pe.RoPE(head_dim=6)
-    mask = np.ones((2, 12), bool)
-    mask[1, :5] = False
-    positions = np.maximum(mask.cumsum(1) - 1, 0).astype(np.int32)
-    segment_ids = mask.astype(np.int32) - 1
-
-    @jax.jit
-    def layer(x, positions, segment_ids, state, cache):
-        canon, state = pe.short_convolution(x, kernel, segment_ids, state)
-        q = (x + canon)[:, :, None]
-        out, cache = pe.scheme_attention(
-            *(rope, {}, q, q, q),
-            positions=positions,
-            segment_ids=segment_ids,
-            is_causal=True,
-            cache=cache,
-        )
-        return out, state, cache
-
-    whole, *_ = layer(x, positions, segment_ids, None, None)
-    cache = pe.new_cache(rope, 2, 12, num_heads=1, head_dim=6)
-    state, outs = None, []
-    for part in (slice(0, 7), *(slice(t, t + 1) for t in range(7, 12))):
-        here = (a[:, part] for a in (x, positions, segment_ids))
-        out, state, cache = layer(*here, state, cache)
-        outs.append(out)
-    out = np.concatenate(outs, 1)
-    close(out[mask], np.asarray(whole)[mask], 1e-6)
+    places = {"positions": np.arange(21, dtype=np.int32)[None], "segment_ids": segment_ids}
+    options = {"is_causal": True, "implementation": implementation} | places
+    close(oracle.attend(scheme, params, *arrays.values(), **options), expected, 2e-6)
 
 
 ERRORS = [

@@ -43,19 +43,11 @@ def linear(fan_in):
 
 CASES: list[tuple[Scheme, dict]] = [
     (pe.LearnedAbsolute(512, 64), {"table": normal(0.02)}),  # initializer_range of BERT.
-    (
-        pe.ALiBi(num_heads=4000, symmetry="learned"),
-        {"past": normal(1, -2), "future": normal(1, -2)},
-    ),
+    (pe.ALiBi(4000, symmetry="learned"), dict.fromkeys(("past", "future"), normal(1, -2))),
     (
         pe.FIRE(num_heads=20, width=400, init_c=0.2),
-        {
-            "inner": linear(1),
-            "inner_bias": linear(1),
-            "outer": linear(400),
-            "c": 0.2,
-            "multiplier": 1.0,
-        },
+        dict.fromkeys(("inner", "inner_bias"), linear(1))
+        | {"outer": linear(400), "c": 0.2, "multiplier": 1.0},
     ),
     (pe.KERPLELog(num_heads=4000), {"r1": uniform(0, 2), "r2": uniform(0, 1)}),
     (contrib.KERPLEPower(num_heads=4000), {"r1": uniform(0, 1), "r2": uniform(0, 2)}),
@@ -80,6 +72,13 @@ CASES: list[tuple[Scheme, dict]] = [
         pe.TransformerXL(num_heads=20, head_dim=32, model_dim=4),
         dict.fromkeys(("u", "v", "project"), normal(0.02)),
     ),
+    (pe.LearnedRoPE(8, groups=2), {"alpha": 0.0}),
+    (pe.PoPE(num_heads=2, head_dim=4), {"delta": 0.0}),
+    (pe.PoPE(num_heads=60, head_dim=64, uniform=True), {"delta": uniform(-2 * np.pi, 0)}),
+    (
+        pe.RePo(model_dim=400, head_dim=8, groups=20, init_std=0.1),
+        dict.fromkeys(("gate", "content", "out"), normal(0.1)),
+    ),
     (pe.SSMax(num_heads=3, scale=0.0, offset=1.0), {"scale": 0.0, "offset": 1.0}),
     (
         pe.SwinV2(num_heads=4, width=300),
@@ -89,23 +88,14 @@ CASES: list[tuple[Scheme, dict]] = [
         contrib.DAPE(num_heads=20, width=100),
         {"in": linear(40), "in_bias": linear(40), "out": linear(100), "base": None},
     ),
-    (
-        contrib.ComRoPE(head_dim=64, groups=9, init_std=0.5),
-        {"matrix": normal(0.5), "multiplier": normal(1)},
-    ),
-    (
-        contrib.LearnableFourier(model_dim=60, num_features=2000, gamma=3.0),
-        {"waves": normal(1 / 9)},
-    ),
+    (contrib.ComRoPE(64, groups=9, init_std=0.5), {"matrix": normal(0.5), "multiplier": normal(1)}),
+    (contrib.LearnableFourier(60, num_features=2000, gamma=3.0), {"waves": normal(1 / 9)}),
     (contrib.LieRE(head_dim=64, size=8, groups=3), {"upper": uniform(0, 2 * np.pi)}),
     (
         contrib.SelectiveRoPE(model_dim=100, head_dim=64, groups=4, rank=25),
         {"down": linear(100), "up": linear(25), "conv": linear(4)},
     ),
-    (
-        contrib.ShortConv(num_heads=20, num_kv_heads=20, head_dim=8),
-        dict.fromkeys("qkv", linear(4)),
-    ),
+    (contrib.ShortConv(20, 20, head_dim=8), dict.fromkeys("qkv", linear(4))),
 ]
 
 

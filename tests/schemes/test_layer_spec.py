@@ -19,7 +19,7 @@ def normal(*shape):
     return np.random.default_rng(1).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("count, every", [(12, 4), (36, 4), (13, 6), (26, 6), (40, 5)])
+@pytest.mark.parametrize("count, every", [(12, 4), (13, 6)])
 def test_local_layers_are_those_of_transformers(count, every):
     """`(i + 1) % every != 0`: smollm3, llama4, cohere2 (every 4th) and gemma3 (every 6th)."""
     layers = pe.layer_pattern(count, *[pe.LayerSpec(LOCAL, window=4)] * (every - 1), pe.NoPE())
@@ -38,49 +38,6 @@ def test_the_last_layer_of_gemma_4_is_global():
     assert hash(layers) == hash(pe.layer_pattern(8, *layers[:6], last=long))
 
 
-class Stack(nnx.Module):
-    """Residual attention layers without anything between."""
-
-    def __init__(self, layers):
-        rngs = nnx.Rngs(0)
-        self.layers = nnx.List(
-            Attention(16, 2, position=y.scheme, window=y.window, is_causal=True, rngs=rngs)
-            for y in layers
-        )
-
-    def __call__(self, x, caches=None, **tokens):
-        new = []
-        for i, layer in enumerate(self.layers):
-            if caches is None:
-                x = x + layer(x, **tokens)
-            else:
-                out, cache = layer(x, cache=caches[i], **tokens)
-                x = x + out
-                new.append(cache)
-        return x if caches is None else (x, new)
-
-
-RECIPES = {
-    "cohere2": (pe.LayerSpec(LOCAL, window=3), pe.NoPE()),
-    "llama4": (LOCAL, pe.QueryTemperature(form="llama4", length=4)),
-}
-
-
-@slow
-@pytest.mark.parametrize("name", ["cohere2", pytest.param("llama4", marks=slow)])
-def test_decoding_through_layers_that_differ_equals_one_pass(name):
-    layers = len(RECIPES[name])
-    model, x = Stack(pe.layer_pattern(layers, *RECIPES[name])), normal(2, 13, 16)
-    whole = nnx.jit(lambda m, x: m(x))(model, x)
-    caches = [layer.new_cache(batch=2, capacity=13) for layer in model.layers]
-    step = nnx.jit(lambda m, x, caches: m(x, caches))
-    outs = []
-    for part in np.split(x, range(9, 13), axis=1):
-        out, caches = step(model, part, caches)
-        outs.append(out)
-    np.testing.assert_allclose(np.concatenate(outs, 1), whole, atol=2e-5)
-
-
 @pytest.mark.parametrize("is_causal, window", [pytest.param(True, 3, marks=slow), (False, (1, 7))])
 def test_chunks_hide_what_a_mask_would(is_causal, window):
     """Llama 4: tokens attend within their chunk, in packed and padded rows and in a cache."""
@@ -94,10 +51,9 @@ def test_chunks_hide_what_a_mask_would(is_causal, window):
     positions = np.array([[0, 0, *range(17)], [*range(6, 17), *range(6, 12), 6, 6]], np.int32)
     mask = (positions[:, :, None] // 4 == positions[:, None] // 4)[:, None]
     run = nnx.jit(lambda layer, x, **options: layer(x, **options))
-    expected = run(masked, x, positions=positions, segment_ids=ids, mask=mask)
-    np.testing.assert_allclose(
-        run(layer, x, positions=positions, segment_ids=ids), expected, atol=2e-6
-    )
+    places = {"positions": positions, "segment_ids": ids}
+    expected = run(masked, x, mask=mask, **places)
+    np.testing.assert_allclose(run(layer, x, **places), expected, atol=2e-6)
     first = np.arange(19) // 4  # Without positions, they count from zero.
     mask = (first[:, None] == first)[None, None]
     np.testing.assert_allclose(run(layer, x), run(masked, x, mask=mask), atol=2e-6)
@@ -105,9 +61,8 @@ def test_chunks_hide_what_a_mask_would(is_causal, window):
         return
     cache, outs = layer.new_cache(2, 19), []
     for part in (slice(0, 7), *(slice(t, t + 1) for t in range(7, 12)), slice(12, 19)):
-        y, cache = run(
-            layer, x[:, part], cache=cache, positions=positions[:, part], segment_ids=ids[:, part]
-        )
+        here = {name: array[:, part] for name, array in places.items()}
+        y, cache = run(layer, x[:, part], cache=cache, **here)
         outs.append(y)
     real = ids >= 0
     np.testing.assert_allclose(np.concatenate(outs, 1)[real], expected[real], atol=2e-6)
@@ -126,48 +81,35 @@ def test_what_chunks_do_not_go_with():
 
 def test_drope_replaces_rope_by_nope_in_the_same_state():
     """Trained with RoPE, then without; longer sequences are evaluated with a temperature."""
-    model = Stack(pe.layer_pattern(2, LOCAL))
-    state = nnx.state(model, nnx.Param)
-
-    def swapped(scheme):
-        new = Stack(pe.layer_pattern(2, scheme))
-        nnx.update(new, state)
-        assert jax.tree.structure(nnx.state(new)) == jax.tree.structure(nnx.state(model))
-        return new
-
     heat = pe.QueryTemperature(form="log_n_clipped", length=12)
-    x, models = normal(1, 20, 16), (swapped(pe.NoPE()), swapped(heat))
-    cool, hot = nnx.jit(lambda models, x: [m(x) for m in models])(models, x)
+    trained, *others = (
+        Attention(16, 2, position=scheme, is_causal=True, rngs=nnx.Rngs(n))
+        for n, scheme in enumerate((LOCAL, pe.NoPE(), heat))
+    )
+    for layer in others:
+        assert jax.tree.structure(nnx.state(layer)) == jax.tree.structure(nnx.state(trained))
+        nnx.update(layer, nnx.state(trained, nnx.Param))
+    cool, hot = nnx.jit(lambda layers, x: [f(x) for f in layers])(others, normal(1, 20, 16))
     np.testing.assert_allclose(hot[:, :12], cool[:, :12], atol=1e-6)
     assert np.abs(hot[:, 12:] - cool[:, 12:]).max() > 1e-4
 
 
-def test_layers_without_attention_are_refused_by_attention():
-    layer = pe.LayerSpec(pe.NoPE(), mixer="state_space")
-    with pytest.raises(ValueError, match="position must be a layer of attention, got mixer='state"):
-        nnx.eval_shape(lambda: Attention(16, 2, position=layer, rngs=nnx.Rngs(0)))
-
-
+STATES = pe.LayerSpec(pe.NoPE(), mixer="state_space")
 NO_ATTENTION = {"scheme": pe.NoPE(), "mixer": "convolution"}
 ERRORS = [
     (lambda: pe.layer_pattern(0, LOCAL), {}, "num_layers must be >= 1, got 0"),
     (lambda: pe.layer_pattern(3), {}, "the pattern must have from 1 to 3 layers, got 0"),
     (lambda: pe.layer_pattern(3, *[LOCAL] * 4), {}, "must have from 1 to 3 layers, got 4"),
-    (
-        lambda: pe.layer_pattern(4, [LOCAL, LOCAL]),
-        {},
-        "layer_pattern: layers must be Schemes or LayerSpecs, got \\[RoPE",
-        TypeError,
-    ),
+    (lambda: pe.layer_pattern(4, [LOCAL]), {}, r"must be Schemes or .*, got \[RoPE", TypeError),
     (lambda: pe.layer_pattern(4, LOCAL, last=pe.NoPE), {}, "NoPE'>; call it: NoPE", TypeError),
+    (
+        lambda: Attention(16, 2, position=STATES, rngs=nnx.Rngs(0)),
+        {},
+        "must be a layer of attention, .*'state",
+    ),
     (pe.LayerSpec, {"scheme": "rope"}, "scheme must be a Scheme, got 'rope'", TypeError),
     (pe.LayerSpec, {"scheme": LOCAL, "window": -2}, "window must be at least 1 token, got -2"),
-    (
-        pe.LayerSpec,
-        {"scheme": LOCAL, "chunk_size": 2.5},
-        "chunk_size must be an int.*2.5",
-        TypeError,
-    ),
+    (pe.LayerSpec, {"scheme": LOCAL, "chunk_size": 2.5}, "chunk_size must be .*2.5", TypeError),
     *(
         (pe.LayerSpec, {"scheme": scheme, "chunk_size": 4}, "attends within its window alone, got")
         for scheme in (

@@ -1,7 +1,5 @@
 """Learned positions: the row of each position, and NaN or an error outside the table."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,59 +15,28 @@ OPTIONS = {pe.LearnedAbsolute: {"offset": 2, "stddev": initial(0.1)}}
 TABLE = np.arange(1.0, 41.0, dtype=np.float32).reshape(10, 4)
 
 
-def test_adds_the_row_of_each_position():
-    length = 63
-    scheme = pe.LearnedAbsolute(max_length=70, model_dim=6)
-    table = parameters(scheme)["table"]
-    x = np.random.default_rng(1).normal(size=(2, length, 6)).astype(np.float32)
-    table = np.asarray(table)
-    positions = np.random.default_rng(0).integers(0, 70, (2, length))
-    embed = jax.jit(functools.partial(pe.scheme_embedding, scheme, {"table": table}))
-    out = np.asarray(embed(x, positions=positions))
-    for b, t in np.ndindex(2, length):
-        np.testing.assert_array_equal(out[b, t], x[b, t] + table[positions[b, t]])
-    default = embed(x)
-    np.testing.assert_array_equal(default, x + table[None, :length])
+@pytest.mark.parametrize("offset", [0, 2])
+def test_adds_the_row_of_each_position_after_the_reserved_rows(offset):
+    scheme = pe.LearnedAbsolute(max_length=70, model_dim=6, offset=offset)
+    params, random = parameters(scheme), np.random.default_rng(1)
+    x, positions = random.normal(size=(2, 63, 6)).astype("f4"), random.integers(0, 70, (2, 63))
+    out = embed(scheme, params, x, positions)
+    np.testing.assert_array_equal(out, x + params["table"][offset:][positions])
 
 
-def test_offset_skips_the_reserved_rows():
-    scheme = pe.LearnedAbsolute(max_length=8, model_dim=4, offset=2)
-    out = embed(scheme, {"table": TABLE}, np.zeros((1, 2, 4), "f4"), np.array([[0, 7]]))
-    np.testing.assert_array_equal(out[0], TABLE[[2, 9]])
-
-
-@pytest.mark.parametrize("offset, beyond", [(0, 10), (0, -1), (3, 7), (3, -1), (3, -3)])
-def test_positions_outside_the_table_raise(offset, beyond):
-    message = rf"learned: positions must be in \[0, {10 - offset}\).*got .*{beyond}"
-    with pytest.raises(ValueError, match=message):
-        lookup(TABLE, jnp.array([0, beyond]), offset)
-
-
-@pytest.mark.parametrize("offset", [0, 3])
-def test_positions_outside_the_table_make_their_row_nan_and_no_other_under_jit(offset):
-    last = 10 - offset - 1
-    positions = jnp.array([0, last + 1, last, -1, 1, 2**31 - 1, -(2**31), -2])
-    out = np.asarray(jax.jit(lookup, static_argnums=2)(jnp.asarray(TABLE), positions, offset))
-    good = np.array([0, 2, 4])
-    np.testing.assert_array_equal(out[good], TABLE[np.array([0, last, 1]) + offset])
-    assert np.isnan(np.delete(out, good, 0)).all()
-
-
-ERRORS = [
-    (
-        lookup,
-        {"table": TABLE, "positions": np.zeros(3, bool)},
-        "learned: coordinates must be integers",
-        TypeError,
-    ),
-]
+def test_positions_outside_the_table_make_their_row_nan_and_no_other_under_jit():
+    positions = np.array([0, 7, 6, -1, 1, 2**31 - 1, -(2**31), -2])
+    out = np.asarray(jax.jit(lookup, static_argnums=2)(TABLE, positions, 3))
+    inside = np.array([0, 2, 4])
+    np.testing.assert_array_equal(out[inside], TABLE[np.array([3, 9, 4])])
+    assert np.isnan(np.delete(out, inside, 0)).all()
 
 
 def test_concrete_positions_outside_the_table_raise_under_jit_too():
-    scheme = pe.LearnedAbsolute(max_length=4, model_dim=2)
-    params, positions = scheme.init(jax.random.key(0)), jnp.array([[0, 4]])
+    scheme, positions = pe.LearnedAbsolute(max_length=4, model_dim=2), jnp.array([[0, 4]])
+    params = parameters(scheme)
     with pytest.raises(ValueError, match=r"must be in \[0, 4\)"):
-        jax.jit(lambda x: scheme.embed(params, x, positions))(jnp.zeros((1, 2, 2)))
+        jax.eval_shape(lambda x: scheme.embed(params, x, positions), jnp.zeros((1, 2, 2)))
 
 
 def test_resize_learned_interpolates_patches_and_keeps_the_prefix():
@@ -82,5 +49,21 @@ def test_resize_learned_interpolates_patches_and_keeps_the_prefix():
     options = {"method": "bilinear", "align_corners": True}
     other = pe.resize_learned(table, (2, 3), (4, 5), prefix=2, **options)
     np.testing.assert_allclose(np.asarray(other)[[2, 6]], table[[2, 4]], atol=1e-6)  # Corners.
-    with pytest.raises(ValueError, match=r"table must be \[7, D\] .*, got \(8, 5\)"):
-        pe.resize_learned(table, (2, 3), (4, 5), prefix=1)
+
+
+ERRORS = [
+    *(
+        (
+            lookup,
+            {"table": TABLE, "positions": np.array([0, x]), "offset": offset},
+            rf"learned: positions must be in \[0, {10 - offset}\).*got .*{x}",
+        )
+        for offset, x in [(0, 10), (0, -1), (3, 7), (3, -1)]
+    ),
+    (lookup, {"table": TABLE, "positions": np.zeros(3, bool)}, "learned: .* integers", TypeError),
+    (
+        lambda: pe.resize_learned(TABLE, (2, 3), (4, 5), prefix=1),
+        {},
+        r"table must be \[7, D\] .*, got \(10, 4\)",
+    ),
+]

@@ -23,10 +23,13 @@ def paper(position, dim, theta=10000.0):
     return out
 
 
-@pytest.mark.parametrize("dim, theta", [(2, 1e4), (12, 1e4), (64, 1e6)])
-def test_matches_the_paper(dim, theta):
-    got = encode(jnp.asarray(AT), dim, theta=theta)
-    np.testing.assert_allclose(got, [paper(p, dim, theta) for p in AT], rtol=0, atol=3e-7)
+@pytest.mark.parametrize(
+    "dim, theta, positions", [(2, 1e4, AT), (64, 1e6, AT), (4, 1e4, np.float32([0.5, 2.25]))]
+)
+def test_matches_the_paper(dim, theta, positions):
+    got = encode(jnp.asarray(positions), dim, theta=theta)
+    expected = [paper(p, dim, theta) for p in positions]
+    np.testing.assert_allclose(got, expected, rtol=0, atol=3e-7)
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: str(case["dim"]))
@@ -36,33 +39,13 @@ def test_t2t_matches_the_code_of_tensor2tensor(case):
     np.testing.assert_allclose(got, case["values"], rtol=0, atol=3e-5)  # Their float32 angles.
 
 
-@pytest.mark.parametrize("dim", [2, 5, 12])
-def test_t2t_matches_its_formula(dim):
-    pairs = dim // 2  # log_timescale_increment of get_timing_signal_1d, in float64.
-    waves = AT[:, None] * np.exp(-np.arange(pairs) * np.log(10000) / max(pairs - 1, 1))
+@pytest.mark.parametrize("layout, dim, last", [("t2t", 2, 1), ("t2t", 5, 1), ("concat", 12, 6)])
+def test_sines_then_cosines_match_their_formula(layout, dim, last):
+    """tensor2tensor's log_timescale_increment, and PositionalEmbedding of Transformer-XL."""
+    waves = AT[:, None] * 1e4 ** (-np.arange(dim // 2) / last)
     expected = np.concatenate([np.sin(waves), np.cos(waves), np.zeros((len(AT), dim % 2))], 1)
-    got = encode(jnp.asarray(AT), dim, layout="t2t")
+    got = encode(jnp.asarray(AT), dim, layout=layout)
     np.testing.assert_allclose(got, expected, rtol=0, atol=3e-7)
-
-
-def test_concat_matches_transformer_xl():
-    inv_freq = 1 / 10000 ** (np.arange(0.0, 12, 2.0) / 12)  # PositionalEmbedding, float64.
-    wave = np.outer(AT, inv_freq)
-    expected = np.concatenate([np.sin(wave), np.cos(wave)], -1)
-    got = encode(jnp.asarray(AT), 12, layout="concat")
-    np.testing.assert_allclose(got, expected, rtol=0, atol=3e-7)
-
-
-def test_pairs_are_counted_and_not_dimensions():
-    """Position 2, four dimensions; a widely copied example has [0.909, 0.9998, 0.0002, 1.0]."""
-    ours = np.asarray(encode(np.array(2), 4), np.float64)
-    np.testing.assert_allclose(ours, [0.9093, -0.4161, 0.0200, 0.9998], atol=5e-5)
-    np.testing.assert_allclose(ours @ ours, 4 / 2, atol=1e-6)
-
-
-def test_fractional_positions():
-    got = encode(jnp.array([[0.5, 2.25]], jnp.float32), 4)
-    np.testing.assert_allclose(got[0], [paper(0.5, 4), paper(2.25, 4)], atol=1e-6)
 
 
 ERRORS = [

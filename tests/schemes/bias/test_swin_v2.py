@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from posenc_jax.schemes.bias.swin_v2 import log_offsets
-from tests.oracle import attend
+from tests.oracle import attend, waves
 from tests.support import golden, parameters
 
 OPTIONS = {
@@ -15,38 +14,19 @@ OPTIONS = {
 }
 
 GOLDEN = golden("swin_v2")
-CASES = pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda c: str(c["pretrained"]))
-TAU = np.array([0.5, 1, 2, 3, 4, 5], np.float32)
 
 
-def on_grid(rows, columns):
-    return jnp.asarray(np.indices((rows, columns)).reshape(2, 1, -1), jnp.int32)
-
-
-def waves(*shape):
-    return np.sin(1 + np.arange(np.prod(shape))).reshape(shape).astype(np.float32)
-
-
-def scheme_of(case):
-    window, pretrained = tuple(case["window"]), tuple(case["pretrained"])
-    pretrained = None if pretrained == (0, 0) else pretrained
-    return pe.SwinV2(num_heads=6, window=window, pretrained_window=pretrained)
-
-
-@CASES
-def test_offsets_are_those_of_the_authors(case):
-    trained = case["window"] if case["pretrained"] == [0, 0] else case["pretrained"]
-    got = log_offsets(tuple(case["window"]), tuple(trained))
-    np.testing.assert_allclose(got, case["log_offsets"], rtol=2e-6)
-
-
-@CASES
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda c: str(c["pretrained"]))
 @pytest.mark.parametrize("flat", [True, False])
 def test_attention_matches_the_authors(case, flat):
-    params = {"in": waves(512, 2), "in_bias": waves(512), "out": waves(6, 512) / 16, "tau": TAU}
+    window, pretrained = tuple(case["window"]), tuple(case["pretrained"])
+    pretrained = None if pretrained == (0, 0) else pretrained
+    scheme = pe.SwinV2(num_heads=6, window=window, pretrained_window=pretrained)
+    params = {"in": waves(512, 2), "in_bias": waves(512), "out": waves(6, 512) / 16}
+    params["tau"] = np.array([0.5, 1, 2, 3, 4, 5], np.float32)
     q, k, v, expected = (jnp.asarray(case[n], jnp.float32)[None] for n in ("q", "k", "v", "out"))
-    coordinates = None if flat else on_grid(*case["window"])
-    out = attend(scheme_of(case), params, q, k, v, coordinates=coordinates)
+    coordinates = None if flat else pe.grid_coordinates(1, *window)
+    out = attend(scheme, params, q, k, v, coordinates=coordinates)
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 

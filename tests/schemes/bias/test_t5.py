@@ -50,15 +50,6 @@ def test_attention_matches_the_paper(bidirectional):
     np.testing.assert_allclose(out, expected, atol=2e-5)
 
 
-def test_the_bias_at_far_positions():
-    scheme = pe.T5(num_heads=6)
-    params = parameters(scheme)
-    positions = jnp.array([1, 257, 10**6])
-    dense = scheme.rules(params).dense(positions, positions)
-    bucket = np.array([[0, 0, 0], [31, 0, 0], [31, 31, 0]])
-    np.testing.assert_array_equal(dense, np.asarray(params["table"])[:, bucket])
-
-
 def test_the_bucket_of_the_least_distance():
     """Its negative does not fit int32."""
     least, last = np.array([-(2**31)]), np.array([1 - 2**31])

@@ -3,13 +3,12 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.oracle import attend, qkv, softmax_attention
-from tests.support import Option, golden, initial, parameters, slow
+from tests.oracle import attend, qkv, softmax_attention, waves
+from tests.support import Option, golden, initial, parameters
 
 OPTIONS = {
     pe.TUPE: {
@@ -24,20 +23,16 @@ GOLDEN = golden("tupe")
 ARRAYS = qkv(length=21)
 
 
-def waves(*shape):
-    return np.sin(1 + np.arange(np.prod(shape))).reshape(shape).astype(np.float32)
-
-
 def small(**options):
     return pe.TUPE(**({"num_heads": 6, "head_dim": 8, "model_dim": 10, "max_length": 21} | options))
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def dense(scheme, params, q, k):
+def dense(scheme, params, positions):
     """The sum of all terms, [N, T, S]."""
     rules = scheme.rules(params)
     terms = rules if isinstance(rules, tuple) else (rules,)
-    return sum(b.dense(q, k) for b in terms)
+    return sum(rule.dense(positions, positions) for rule in terms)
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda c: str(c["relative"]))
@@ -58,7 +53,7 @@ def test_matches_the_authors(case):
     if case["relative"]:
         params["buckets"] = waves(9, 6).T
     assert jax.tree.structure(params) == jax.tree.structure(parameters(scheme))
-    got = dense(scheme, params, np.arange(12), np.arange(12))
+    got = dense(scheme, params, np.arange(12))
     np.testing.assert_allclose(got, case["bias"], rtol=2e-6, atol=2e-6)
 
 
@@ -100,18 +95,6 @@ def test_with_tied_cls_equals_a_chain_with_t5():
     np.testing.assert_allclose(attend(scheme, params, *ARRAYS), chained, atol=1e-5)
 
 
-@slow
-def test_each_packed_sequence_has_its_own_cls():
-    scheme = small(num_buckets=32)
-    params = parameters(scheme)
-    q, k, v = (x[:, :20] for x in ARRAYS)
-    segments = jnp.array([[0] * 8 + [1] * 12])
-    positions = jnp.array([[*range(8), *range(12)]])
-    out = attend(scheme, params, q, k, v, positions=positions, segment_ids=segments)
-    alone = attend(scheme, params, *(x[:, 8:] for x in (q, k, v)))
-    np.testing.assert_allclose(out[:, 8:], alone, atol=1e-5)
-
-
 def test_positions_outside_the_table_raise_or_make_their_row_nan_and_no_other():
     scheme = small(max_length=20)
     params = parameters(scheme)
@@ -126,6 +109,4 @@ def test_positions_outside_the_table_raise_or_make_their_row_nan_and_no_other():
         np.testing.assert_array_equal(np.isnan(out[0, :, 0, 0]), [0, 0, 0, 1, 1])
 
 
-ERRORS = [
-    (small, {"num_buckets": 3}, "t5: num_buckets must be .*, got 3"),
-]
+ERRORS = [(small, {"num_buckets": 3}, "t5: num_buckets must be .*, got 3")]

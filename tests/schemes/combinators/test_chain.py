@@ -1,7 +1,5 @@
 """Several schemes at once, and one scheme on other coordinates."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +11,7 @@ from tests.oracle import qkv, softmax_attention
 from tests.support import parameters, run
 
 ARRAYS = qkv(length=21)
+SHAW, COPE = pe.Shaw(num_heads=6, head_dim=8, clip=3), pe.CoPE(head_dim=8)
 
 
 def attend(scheme, params=None, **options):
@@ -24,45 +23,31 @@ def grouped(coordinates):
     return coordinates // 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Times:
-    factor: int
-
-    def __call__(self, coordinates):
-        return coordinates * self.factor
+def tripled(coordinates):
+    return 3 * coordinates
 
 
-@dataclasses.dataclass(frozen=True)
-class Vector(pe.Scheme):
-    """Adds one learned vector to values of positions that are even."""
-
-    @property
-    def acts(self):
-        return pe.Acts.VALUES
-
-    def init(self, key):
-        return {"table": jnp.stack([jnp.ones((6, 8)), jnp.zeros((6, 8))], 1)}
-
-    def rules(self, params, q_features=None, k_features=None):
-        return pe.ValueBias(_parity, table=params["table"])
-
-
-def _parity(q, k):
-    return k % 2
-
-
-def test_a_chain_applies_all_of_its_schemes():
-    rope, alibi = pe.RoPE(head_dim=8), pe.ALiBi(num_heads=6)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=str)
+def test_a_chain_applies_all_of_its_schemes(order):
+    schemes = pe.RoPE(head_dim=8), pe.ALiBi(num_heads=6), SHAW
+    params = {}, {}, parameters(SHAW)
+    keys, values = (np.asarray(params[2][name][0], np.float64) for name in ("keys", "values"))
     slopes = np.asarray(pe.alibi_slopes(6), np.float64)
     q, k, v = ARRAYS
-    positions = jnp.arange(21)
+
+    def logit(q, k, n, i, j):
+        rotated, q = np.split(q, 2)
+        return (rotated @ k + q @ keys[3 + max(-3, j - i)]) / np.sqrt(8) - slopes[n] * (i - j)
+
     expected = softmax_attention(
-        *(pe.apply_rope(x, positions) for x in (q, k)),
+        np.concatenate([pe.apply_rope(q, jnp.arange(21)), q], -1),
+        pe.apply_rope(k, jnp.arange(21)),
         v,
-        lambda q, k, n, i, j: q @ k / np.sqrt(8) - slopes[n] * (i - j),
+        logit,
+        value=lambda n, i, j: values[3 + max(-3, j - i)],
     )
-    np.testing.assert_allclose(attend(pe.chain(rope, alibi)), expected, atol=1e-5)
-    np.testing.assert_allclose(attend(pe.chain(alibi, rope)), expected, atol=1e-5)
+    out = attend(pe.chain(*(schemes[n] for n in order)), tuple(params[n] for n in order))
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def test_a_chain_embeds_in_order_with_separate_parameters():
@@ -78,24 +63,6 @@ def test_a_chain_embeds_in_order_with_separate_parameters():
     np.testing.assert_allclose(out[0], expected, atol=1e-6)
     with pytest.raises(ValueError, match=r"params lack \[2\]\['table'\]"):
         pe.scheme_embedding(scheme, params[:2], x)
-
-
-def test_a_chain_with_content_and_value_rules():
-    shaw, alibi = pe.Shaw(num_heads=6, head_dim=8, clip=3), pe.ALiBi(num_heads=6)
-    both = pe.chain(alibi, shaw)
-    params = parameters(both)
-    keys, values = (np.asarray(params[1][name][0], np.float64) for name in ("keys", "values"))
-    slopes = np.asarray(pe.alibi_slopes(6), np.float64)
-
-    def row(i, j):
-        return 3 + max(-3, min(3, j - i))
-
-    expected = softmax_attention(
-        *ARRAYS,
-        lambda q, k, n, i, j: q @ (k + keys[row(i, j)]) / np.sqrt(8) - slopes[n] * (i - j),
-        value=lambda n, i, j: values[row(i, j)],
-    )
-    np.testing.assert_allclose(attend(both, params), expected, atol=1e-5)
 
 
 def test_a_chain_joins_the_traits_of_its_schemes():
@@ -127,17 +94,9 @@ def test_refusals_reach_wrapped_attention_calls(wrap):
         jax.eval_shape(lambda: attend(lambda *args: call(*args)))
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        pe.T5(num_heads=6),
-        pe.Shaw(num_heads=6, head_dim=8, clip=3),
-        pe.chain(pe.RoPE(head_dim=8), Vector()),
-    ],
-    ids=lambda s: s.name or "chain",
-)
+@pytest.mark.parametrize("scheme", [pe.T5(num_heads=6), pe.chain(pe.RoPE(head_dim=8), SHAW)])
 def test_transformed_positions_equal_given_coordinates(scheme):
-    wrapped = pe.with_positions(scheme, Times(3))
+    wrapped = pe.with_positions(scheme, tripled)
     for positions in (np.arange(21), np.arange(21) + 7):  # Order follows positions.
         out = attend(wrapped, positions=positions)
         expected = attend(scheme, coordinates=3 * positions)
@@ -146,9 +105,8 @@ def test_transformed_positions_equal_given_coordinates(scheme):
 
 
 def test_the_outer_of_two_transforms_applies_first():
-    scheme = pe.Shaw(num_heads=6, head_dim=8, clip=3, values=False)
-    wrapped = pe.with_positions(pe.with_positions(scheme, grouped), Times(3))
-    expected = attend(scheme, coordinates=3 * np.arange(21) // 4, implementation="xla")
+    wrapped = pe.with_positions(pe.with_positions(SHAW, grouped), tripled)
+    expected = attend(SHAW, coordinates=3 * np.arange(21) // 4, implementation="xla")
     np.testing.assert_allclose(attend(wrapped, implementation="xla"), expected, atol=1e-5)
 
 
@@ -169,14 +127,13 @@ def without(message, scheme):
     return lambda: pe.with_positions(scheme, grouped), {}, f"with_positions: .*{message}"
 
 
-SHAW, COPE = pe.Shaw(num_heads=6, head_dim=8), pe.CoPE(head_dim=8)
 ERRORS = [
     refused("needs at least one scheme"),
     refused("only one scheme may add to the values, got", SHAW, SHAW),
     refused(
         "only one scheme may add to the values, got",
         pe.with_positions(SHAW, grouped),
-        pe.chain(pe.NoPE(), Vector()),
+        pe.chain(pe.NoPE(), SHAW.replace(keys=False)),
     ),
     refused("only one scheme may transform rows of logits", COPE, pe.StickBreaking()),
     refused(

@@ -5,22 +5,19 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.oracle import attend, qkv
+from tests.oracle import attend, qkv, turned
 from tests.support import parameters, run, slow
 
 ARRAYS = qkv(length=40)
 Q, K, V = (np.asarray(x[0], np.float64) for x in ARRAYS)
-
-
-def start_recent(cache, start, recent):
-    """mit-han-lab/streaming-llm, StartRecentKVCache.__call__, on a list of tokens."""
-    if len(cache) <= start + recent:
-        return cache
-    return cache[:start] + cache[len(cache) - recent :]
+NEAR = {"is_causal": True, "window": (8, 0)}
 
 
 def authors(logit, start, recent):
-    """examples/eval_long_ppl.py: a step, then eviction; positions are places in the cache."""
+    """mit-han-lab/streaming-llm, examples/eval_long_ppl.py and StartRecentKVCache.__call__.
+
+    A step, then eviction; positions are places in the cache.
+    """
     cache, out = [], np.zeros((40, 6, 8))
     for i in range(40):
         cache = [*cache, i]
@@ -29,17 +26,14 @@ def authors(logit, start, recent):
             x = [logit(Q[i, n], K[j, n // 2], n, here, p) for p, j in enumerate(cache)]
             weights = np.exp(np.array(x) - max(x))
             out[i, n] = weights @ V[cache, n // 2] / weights.sum()
-        cache = start_recent(cache, start, recent)
+        if len(cache) > start + recent:
+            cache = cache[:start] + cache[len(cache) - recent :]
     return out
 
 
-def rotation(x, positions):
-    z = (x[:4] + 1j * x[4:]) * np.exp(1j * positions * 1e4 ** (-np.arange(4) / 4))
-    return np.concatenate([z.real, z.imag])
-
-
 def rope(q, k, n, i, j):
-    return rotation(q, i) @ rotation(k, j) / np.sqrt(8)
+    w = 1e4 ** (-np.arange(4) / 4)
+    return turned(q, i * w) @ turned(k, j * w) / np.sqrt(8)
 
 
 def alibi(q, k, n, i, j):
@@ -51,36 +45,32 @@ def step(scheme, cache, placement, *arrays):
 
 
 def _step(scheme, cache, placement, arrays):
-    return pe.scheme_attention(
-        scheme, {}, *arrays, cache=cache, is_causal=True, window=(8, 0), **placement
-    )
+    options = NEAR | placement
+    return pe.scheme_attention(scheme, {}, *arrays, cache=cache, **options)
 
 
 SCHEMES = {"rope": (pe.RoPE(head_dim=8), rope), "alibi": (pe.ALiBi(num_heads=6), alibi)}
 
 
 @pytest.mark.parametrize(
-    "name, start, recent, implementation",
-    [("rope", 4, 8, "reference"), ("alibi", 1, 3, "xla"), ("rope", 3, 1, "xla")],
+    "name, start, recent, implementation, softcap",
+    [("rope", 4, 8, "reference", 0.7), ("alibi", 1, 3, "xla", None), ("rope", 3, 1, "xla", None)],
 )
-def test_matches_the_authors(name, start, recent, implementation):
+def test_matches_the_authors(name, start, recent, implementation, softcap):
     scheme, logit = SCHEMES[name]
-    out = attend(
-        pe.streaming(scheme, start),
-        {},
-        *ARRAYS,
-        is_causal=True,
-        window=(recent, 0),
-        implementation=implementation,
-    )
-    np.testing.assert_allclose(out[0], authors(logit, start, recent), atol=1e-5)
+    options = {"window": (recent, 0), "softcap": softcap, "implementation": implementation}
+    out = attend(pe.streaming(scheme, start), {}, *ARRAYS, is_causal=True, **options)
+
+    def capped(*arguments):
+        return softcap * np.tanh(logit(*arguments) / softcap) if softcap else logit(*arguments)
+
+    np.testing.assert_allclose(out[0], authors(capped, start, recent), atol=1e-5)
 
 
 def test_a_ring_keeps_the_first_tokens():
     scheme, chunk = pe.streaming(pe.RoPE(head_dim=8), 4), 5
-    options = {"is_causal": True, "window": (8, 0)}
     assert not scheme.traits.relative  # Coordinates are clipped from 0 on.
-    whole = np.asarray(attend(scheme, {}, *ARRAYS, **options))
+    whole = np.asarray(attend(scheme, {}, *ARRAYS, **NEAR))
     sizes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "ring": True}
     cache = pe.new_cache(scheme, 1, 4 + 8 + chunk, **sizes)
     for begin in range(0, 40, chunk):
@@ -96,12 +86,11 @@ def test_a_ring_keeps_the_first_tokens():
 def test_a_ring_loses_the_sink_tokens_of_a_second_sequence():
     """Sequences packed in one row: the reserved slots hold the first tokens of the first one."""
     scheme = pe.streaming(pe.RoPE(head_dim=8), 4)
-    options = {"is_causal": True, "window": (8, 0)}
     q, k, v = (np.concatenate([x, x]) for x in ARRAYS)
     segments = np.where(np.arange(40)[None] >= np.array([[40], [3]]), 1, 0)
     positions = np.stack([np.arange(40), np.r_[0:3, 0:37]]).astype(np.int32)
     placement = {"positions": positions, "segment_ids": segments}
-    whole = np.asarray(attend(scheme, {}, q, k, v, **placement, **options))
+    whole = np.asarray(attend(scheme, {}, q, k, v, **placement, **NEAR))
     cache = pe.new_cache(scheme, 2, 16, num_heads=6, num_kv_heads=3, head_dim=8, ring=True)
     for t in range(30):
         here = {name: x[:, t : t + 1] for name, x in placement.items()}
@@ -133,21 +122,11 @@ def test_content_and_value_rules_stream():
     """Shaw clips distances: beyond the clip the first tokens are as far as any."""
     shaw = pe.Shaw(num_heads=6, head_dim=8, clip=3)
     params = parameters(shaw)
-    options = {"is_causal": True, "window": (8, 0)}
-    out = attend(pe.streaming(shaw, 4), params, *ARRAYS, **options)
+    out = attend(pe.streaming(shaw, 4), params, *ARRAYS, **NEAR)
     i, j = np.arange(40)[:, None], np.arange(40)[None]
     seen = (i - j <= 8) | (j < 4)
     expected = attend(shaw, params, *ARRAYS, is_causal=True, mask=jnp.asarray(seen)[None, None])
     np.testing.assert_allclose(out, expected, atol=1e-5)
-
-
-def test_softcap_bounds_the_logits_of_both_parts():
-    def capped(*arguments):
-        return 0.7 * np.tanh(rope(*arguments) / 0.7)
-
-    options = {"is_causal": True, "window": (8, 0), "softcap": 0.7}
-    out = attend(pe.streaming(pe.RoPE(head_dim=8), 4), {}, *ARRAYS, **options)
-    np.testing.assert_allclose(out[0], authors(capped, 4, 8), atol=1e-5)
 
 
 def test_calls_without_a_causal_window_are_refused():

@@ -1,7 +1,5 @@
 """Schemes on one axis of several, and relative biases on other distances."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,22 +13,13 @@ ARRAYS = qkv(length=21)
 COORDINATES = np.stack([np.arange(21) % 5, np.arange(21) // 5])[:, None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Capped:
+def capped(positions):
     """The authors of BiPE let places in a sentence stop at the last row of their table."""
-
-    most: int
-
-    def __call__(self, positions):
-        return jnp.minimum(positions, self.most)
+    return jnp.minimum(positions, 3)
 
 
-@dataclasses.dataclass(frozen=True)
-class Times:
-    factor: int
-
-    def __call__(self, positions):
-        return positions * self.factor
+def steep(positions):
+    return 96 * positions
 
 
 # One that acts in each place, and with each kind of rule.
@@ -56,8 +45,8 @@ def test_a_scheme_on_an_axis_reads_that_axis(name):
 @slow
 def test_bipe():
     """The authors' Llama: learned places in a sentence, steep ALiBi on sentences."""
-    inner = pe.with_positions(pe.ALiBi(num_heads=6), Times(96))
-    learned = pe.with_positions(pe.LearnedAbsolute(max_length=4, model_dim=20), Capped(3))
+    inner = pe.with_positions(pe.ALiBi(num_heads=6), steep)
+    learned = pe.with_positions(pe.LearnedAbsolute(max_length=4, model_dim=20), capped)
     bipe = pe.chain(pe.on_axis(learned, 0), pe.on_axis(inner, 1))
     params = parameters(bipe)
     positions = pe.positions.bilevel(np.isin(np.arange(21), [2, 3, 11])[None])
@@ -65,8 +54,8 @@ def test_bipe():
     sentences = [0] * 3 + [1] + [2] * 8 + [3] * 9
     np.testing.assert_array_equal(positions[:, 0], [places, sentences])
     embedded = embed(bipe, params, np.zeros((1, 21, 20), "f4"), positions)
-    rows = np.minimum(places, 3)
-    np.testing.assert_allclose(embedded[0], np.asarray(params[0]["table"])[rows], atol=1e-6)
+    rows = np.asarray(params[0]["table"])[np.minimum(places, 3)]
+    np.testing.assert_allclose(embedded[0], rows, atol=1e-6)
     slopes = 96 * np.asarray(pe.alibi_slopes(6), np.float64)
 
     def logit(q, k, n, i, j):
@@ -74,21 +63,19 @@ def test_bipe():
 
     out = attend(bipe, params, *ARRAYS, coordinates=positions, is_causal=True)
     np.testing.assert_allclose(out, softmax_attention(*ARRAYS, logit), atol=1e-5)
-    cache = pe.new_cache(
-        bipe, 1, 21, num_heads=6, num_kv_heads=3, head_dim=8, coordinates=positions
-    )
+    sizes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "coordinates": positions}
+    cache = pe.new_cache(bipe, 1, 21, **sizes)
     for part in (slice(0, 19), slice(19, 20), slice(20, 21)):
-        where = {"coordinates": np.asarray(positions)[:, :, part]}
-        here, cache = decode(bipe, params, cache, *(a[:, part] for a in ARRAYS), **where)
+        arrays, places = [a[:, part] for a in ARRAYS], np.asarray(positions)[:, :, part]
+        here, cache = decode(bipe, params, cache, *arrays, coordinates=places)
         np.testing.assert_allclose(here, out[:, part], atol=2e-5)
 
 
 def test_coordinates_without_axes_are_read_unchanged():
     rope = pe.RoPE(head_dim=8)
     wrapped = pe.on_axis(rope, 1, 3)
-    assert wrapped.traits.num_axes == 3 and wrapped == pe.on_axis(rope, 1, 3) != pe.on_axis(
-        rope, 0, 3
-    )
+    assert wrapped.traits.num_axes == 3
+    assert wrapped == pe.on_axis(rope, 1, 3) != pe.on_axis(rope, 0, 3)
     np.testing.assert_allclose(attend(wrapped, {}, *ARRAYS), attend(rope, {}, *ARRAYS), atol=1e-6)
 
 
@@ -101,55 +88,36 @@ class Attending(pe.ALiBi):
 
 def test_a_promise_about_coordinates_is_none_about_others():
     """Without it, attention reads distances from slots."""
-    outs = [
-        attend(
-            pe.with_positions(scheme(num_heads=6), Times(3)), {}, *ARRAYS, is_causal=True, **more
-        )
-        for scheme, more in (
-            (Attending, {"implementation": "xla", "contiguous": True}),
-            (pe.ALiBi, {"implementation": "reference"}),
-        )
-    ]
-    np.testing.assert_allclose(*outs, atol=1e-5)
+    user, same = (pe.with_positions(cls(num_heads=6), steep) for cls in (Attending, pe.ALiBi))
+    options = {"is_causal": True, "implementation": "xla", "contiguous": True}
+    out = attend(user, {}, *ARRAYS, **options)
+    expected = attend(same, {}, *ARRAYS, is_causal=True, implementation="reference")
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-FIRE = pe.FIRE(num_heads=1)
+def refused(message, make, *arguments, error=ValueError):
+    return lambda: make(*arguments), {}, message, error
+
+
+ROPE, ALIBI, STREAMING = pe.RoPE(head_dim=8), pe.ALiBi(1), pe.streaming(pe.RoPE(head_dim=8))
+
+
+def on_distances(scheme, *distances):
+    return pe.on_distances(scheme.rules(parameters(scheme)), *distances)
+
+
 ERRORS = [
-    (
-        lambda: pe.with_positions(pe.streaming(pe.RoPE(head_dim=8)), abs),
-        {},
-        "streaming compares coordinates with its window, so that they must be positions",
-    ),
-    (
-        lambda: pe.on_axis(pe.streaming(pe.RoPE(head_dim=8)), 0),
-        {},
-        "on_axis: streaming compares coordinates with its window",
-    ),
-    (lambda: pe.on_axis(pe.NoPE(), 0), {}, "on_axis: .*NoPE.* reads no positions"),
-    (lambda: pe.on_axis(pe.AxialRoPE(head_dim=8), 0), {}, "must read one axis, got AxialRoPE"),
-    (lambda: pe.on_axis(pe.StickBreaking(), 0), {}, "StickBreaking.* reads all keys between"),
-    (lambda: pe.on_axis(pe.RoPE(head_dim=8), 2), {}, "got axis 2 of 2"),
-    (lambda: pe.on_axis(pe.RoPE(head_dim=8), 0, 1), {}, "got axis 0 of 1"),
-    (
-        lambda: pe.on_distances(
-            pe.FIRE(num_heads=1).rules(parameters(pe.FIRE(num_heads=1))), jnp.arange(3)
-        ),
-        {},
-        "on_distances: .* does not depend on the distance alone",
-    ),
-    (
-        lambda: pe.on_distances(pe.ALiBi(num_heads=1).rules({}), jnp.zeros((2, 2))),
-        {},
-        r"on_distances: past must be \[L\], got shape \(2, 2\)",
-    ),
-    (
-        lambda: pe.on_distances(
-            pe.ALiBi(num_heads=1).rules({}), jnp.arange(3), jnp.zeros(0, jnp.int32)
-        ),
-        {},
-        "on_distances: future must have at least one distance",
-    ),
-    (lambda: pe.on_axis(pe.RoPE, 0), {}, "on_axis: scheme must be a Scheme, got", TypeError),
-    (lambda: pe.with_positions("rope", abs), {}, "scheme must be a Scheme, got 'ro", TypeError),
-    (lambda: pe.streaming(pe.RoPE), {}, "scheme must be a Scheme, got <class", TypeError),
+    refused("streaming compares .* must be positions", pe.with_positions, STREAMING, abs),
+    refused("on_axis: streaming compares coordinates with its window", pe.on_axis, STREAMING, 0),
+    refused("on_axis: .*NoPE.* reads no positions", pe.on_axis, pe.NoPE(), 0),
+    refused("must read one axis, got AxialRoPE", pe.on_axis, pe.AxialRoPE(head_dim=8), 0),
+    refused("StickBreaking.* reads all keys between", pe.on_axis, pe.StickBreaking(), 0),
+    refused("got axis 2 of 2", pe.on_axis, ROPE, 2),
+    refused("got axis 0 of 1", pe.on_axis, ROPE, 0, 1),
+    refused("does not depend on the distance alone", on_distances, pe.FIRE(1), np.arange(3)),
+    refused("future must have at least one", on_distances, ALIBI, np.arange(3), np.arange(0)),
+    refused(r"past must be \[L\], got shape \(2, 2\)", on_distances, ALIBI, np.zeros((2, 2))),
+    refused("on_axis: scheme must be a Scheme, got", pe.on_axis, pe.RoPE, 0, error=TypeError),
+    refused("scheme must be a Scheme, got 'ro", pe.with_positions, "rope", abs, error=TypeError),
+    refused("scheme must be a Scheme, got <class", pe.streaming, pe.RoPE, error=TypeError),
 ]

@@ -10,16 +10,15 @@ import pytest
 
 import posenc_jax as pe
 from tests import oracle
-from tests.oracle import qkv
+from tests.oracle import by_head, qkv
 
 OPTIONS = {pe.CoPE: {"num_positions": 4, "scaled": False}}
 
 
-def authors(query, key, val, pos_emb, *, nodiv=False, attn_mask=None):
+def authors(query, key, val, pos_emb, *, nodiv=False, is_causal=True):
     """[T, H], [S, H] and [S, V] of one head, pos_emb [H, P]: the output, positions, weights."""
     query, key, val, pos_emb = (np.asarray(a, np.float64) for a in (query, key, val, pos_emb))
-    if attn_mask is None:
-        attn_mask = np.tril(np.ones((len(query), len(key))))
+    attn_mask = np.tri(len(query)) if is_causal else np.ones((len(query), len(key)))
     root = np.sqrt(query.shape[-1])
     logits = query @ key.T
     gates = 1 / (1 + np.exp(-logits / root)) * attn_mask
@@ -37,49 +36,30 @@ def authors(query, key, val, pos_emb, *, nodiv=False, attn_mask=None):
     return attn @ val, positions, attn
 
 
-def by_head(q, k, v, table, **options):
-    heads = q.shape[2]
-    k, v = (np.repeat(x, heads // x.shape[2], 2) for x in (k, v))
-    out = np.zeros((*q.shape[:3], v.shape[-1]))
-    for b, n in np.ndindex(q.shape[0], heads):
-        out[b, :, n] = authors(q[b, :, n], k[b, :, n], v[b, :, n], table.T, **options)[0]
-    return out
-
-
 def attend(scheme, table, *arrays, **options):
     options = {"is_causal": True} | options
     return oracle.attend(scheme, {"table": jnp.asarray(table, jnp.float32)}, *arrays, **options)
 
 
-def random_table(positions, dim=8):
-    return np.random.default_rng(3).normal(size=(positions, dim)) / 2
-
-
 @pytest.mark.parametrize(
-    "options, implementation",
+    "options, is_causal, implementation",
     [
-        ({}, "xla"),
-        ({"num_positions": 7}, "reference"),
-        ({"num_positions": 1}, "reference"),
-        ({"scaled": False}, "xla"),
+        ({}, False, "reference"),
+        ({"num_positions": 7}, True, "xla"),
+        ({"num_positions": 1}, True, "reference"),
+        ({"scaled": False}, True, "xla"),
     ],
     ids=str,
 )
-def test_matches_the_code_of_the_authors(options, implementation):
-    arrays = qkv(batch=2, length=37)
-    scheme = pe.CoPE(head_dim=8, **options)
-    table = random_table(scheme.num_positions)
-    out = attend(scheme, table, *arrays, implementation=implementation)
-    np.testing.assert_allclose(
-        out, by_head(*arrays, table, nodiv=not scheme.scaled), rtol=0, atol=1e-5
-    )
-
-
-def test_bidirectional_attention_counts_future_keys_too():
-    arrays, table, mask = qkv(), random_table(64), np.ones((63, 63), bool)
-    expected = by_head(*arrays, table, attn_mask=mask)
-    out = attend(pe.CoPE(head_dim=8), table, *arrays, is_causal=False, mask=mask[None, None])
-    np.testing.assert_allclose(out, expected, atol=1e-5)
+def test_matches_the_code_of_the_authors(options, is_causal, implementation):
+    arrays, scheme = qkv(batch=2, length=37), pe.CoPE(head_dim=8, **options)
+    table = np.random.default_rng(3).normal(size=(scheme.num_positions, 8)) / 2
+    mask = {} if is_causal else {"mask": np.ones((1, 1, 37, 37), bool)}
+    calls = {"is_causal": is_causal, "implementation": implementation} | mask
+    out = attend(scheme, table, *arrays, **calls)
+    settings = {"pos_emb": table.T, "nodiv": not scheme.scaled, "is_causal": is_causal}
+    expected = by_head(lambda *head: authors(*head, **settings)[0], *arrays)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
 
 
 def test_matches_a_run_of_the_authors_code():

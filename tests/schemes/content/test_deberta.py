@@ -7,14 +7,12 @@ scores of forward, from torch to NumPy in float64, for one sequence.
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import posenc_jax as pe
 from posenc_jax.schemes.content.deberta import deberta_boundaries
-from tests import oracle
-from tests.oracle import qkv
+from tests.oracle import attend, qkv, weighted
 from tests.support import Option, initial, parameters, slow
 
 OPTIONS = {
@@ -88,37 +86,25 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize(
-    "options, is_causal, far, implementation",
-    [pytest.param(VARIANTS[0], True, True, "reference", marks=slow)]
-    + [
-        pytest.param(
-            *(o, n % 2 == 0, n % 2 == 1, ("reference", "xla")[n // 2 % 2]),
-            marks=slow if n in (2, 3) else (),
-        )
-        for n, o in enumerate(VARIANTS)
-    ],
+    "n, options",
+    [pytest.param(n, o, marks=slow if n in (2, 3) else ()) for n, o in enumerate(VARIANTS)],
     ids=str,
 )
-def test_matches_the_code_of_the_authors(options, is_causal, far, implementation):
+def test_matches_the_code_of_the_authors(n, options):
     q, k, v = qkv(length=37, kv_heads=6)
     scheme, params = make(**options)
+    is_causal, far = n % 2 == 0, n % 2 == 1
     positions = np.r_[1, 257, 10**6 + np.arange(35)] if far else np.arange(37)
-    sizes = scheme.span, scheme.max_distance, positions
-    scores = authors(q[0], k[0], *projected(params), *sizes)
-    if is_causal:
-        scores = np.where(np.tri(37) > 0, scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    expected = np.einsum("nij,jnv->inv", weights, np.asarray(v[0], np.float64))
-    places = {"positions": jnp.asarray(positions)} if far else {}
-    out = oracle.attend(
-        *(scheme, params, q, k, v),
-        is_causal=is_causal,
-        scale=(8 * (1 + scheme.content_to_position + scheme.position_to_content)) ** -0.5,
-        implementation=implementation,
-        **places,
-    )
-    np.testing.assert_allclose(out[0], expected, atol=1e-5)
+    scores = authors(q[0], k[0], *projected(params), scheme.span, scheme.max_distance, positions)
+    expected = weighted(np.where(np.tri(37) > 0, scores, -np.inf) if is_causal else scores, v)
+    options = {
+        "is_causal": is_causal,
+        "scale": (8 * (1 + scheme.content_to_position + scheme.position_to_content)) ** -0.5,
+        "implementation": ("reference", "xla")[n // 2 % 2],
+    }
+    options |= {"positions": positions} if far else {}
+    out = attend(scheme, params, q, k, v, **options)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", VARIANTS[-2:], ids=str)
@@ -136,9 +122,7 @@ def test_projections_in_place_of_the_table(options):
 def test_buckets_are_those_of_the_authors(span, last):
     distances = np.arange(-3 * last, 3 * last)
     rows = np.clip(log_bucket(distances, span, last) + span, 0, 2 * span - 1)
-    scheme = pe.DeBERTa(
-        num_heads=1, head_dim=1, model_dim=1, span=span, max_distance=last, projected=True
-    )
+    scheme = pe.DeBERTa(1, head_dim=1, model_dim=1, span=span, max_distance=last, projected=True)
     params = dict.fromkeys(("keys", "queries"), np.arange(2.0 * span, dtype="f4")[:, None, None])
 
     @jax.jit
@@ -155,16 +139,9 @@ def test_boundaries_of_a_long_context_are_found_at_once():
     assert deberta_boundaries(8, 2**30)[-2:] == (1664511, 2**30)
 
 
+NO_TERMS = {"content_to_position": False, "position_to_content": False}
 ERRORS = [
-    (
-        pe.DeBERTa,
-        {"max_distance": 200},
-        "buckets need an even span >= 4 and a max_distance above it",
-    ),
+    (pe.DeBERTa, {"max_distance": 200}, "need an even span >= 4 and a max_distance above it"),
     (pe.DeBERTa, {"span": 7}, "buckets need an even .* got span=7 and max_distance=512; or"),
-    (
-        pe.DeBERTa,
-        {"content_to_position": False, "position_to_content": False},
-        " must not both be False",
-    ),
+    (pe.DeBERTa, NO_TERMS, " must not both be False"),
 ]

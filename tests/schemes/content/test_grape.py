@@ -41,17 +41,18 @@ def authors(params, q, k, gate):
     return out
 
 
-def spread(params):
-    """Parameters with a different omega per head, as after training."""
-    return params | {
-        "omega": params["omega"] + np.linspace(-1, 1, len(params["omega"]), dtype="f4")
+def make(**options):
+    """A different omega per head, as after training."""
+    scheme = pe.GRAPEA(head_dim=8, **options)
+    params = parameters(scheme)
+    return scheme, params | {
+        "omega": params["omega"] + np.linspace(-1, 1, scheme.num_heads, dtype="f4")
     }
 
 
 @pytest.mark.parametrize("gate, heads", [("key", 6), ("query", 12), ("both", 6)])
 def test_attention_matches_the_authors(gate, heads):
-    scheme = pe.GRAPEA(num_heads=heads, head_dim=8, gate=gate)
-    params = spread(parameters(scheme))
+    scheme, params = make(num_heads=heads, gate=gate)
     arrays = qkv(length=21, heads=heads)
     bias = authors(params, *arrays[:2], gate)
     expected = softmax_attention(*arrays, lambda q, k, n, i, j: q @ k / np.sqrt(8) + bias[n, i, j])
@@ -76,8 +77,7 @@ def test_a_direction_of_zeros_has_a_gradient():
 
 
 def test_the_bias_at_far_positions():
-    scheme = pe.GRAPEA(num_heads=12, head_dim=8, gate="both")
-    params = spread(parameters(scheme))
+    scheme, params = make(num_heads=12, gate="both")
     q, k, _ = qkv(length=3, heads=12)
     positions = np.array([1, 257, 10**6])
 

@@ -4,13 +4,12 @@
 with InklingRelativeLogits after its projections and norms, from torch to NumPy in float64.
 """
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import posenc_jax as pe
 from tests import oracle
-from tests.oracle import qkv
+from tests.oracle import qkv, weighted
 from tests.support import Option, initial, parameters
 
 OPTIONS = {
@@ -25,26 +24,22 @@ OPTIONS = {
 }
 
 
-def authors(q, k, v, relative_states, proj, q_positions, kv_positions, floor=None, slope=0.1):
-    """[T, N, H], [S, K, H], [S, K, V], [T, N, rank] and [rank, extent]: the output."""
-    q, k, v, relative_states, proj = (
-        np.asarray(a, np.float64) for a in (q, k, v, relative_states, proj)
-    )
-    groups = q.shape[1] // k.shape[1]
-    k, v = np.repeat(k, groups, 1), np.repeat(v, groups, 1)
+def authors(q, k, relative_states, proj, positions, floor, slope):
+    """[T, N, H], [S, K, H], [T, N, rank] and [rank, extent]: the logits [N, T, S]."""
+    arrays = q, k, relative_states, proj
+    q, k, relative_states, proj = (np.asarray(a, np.float64) for a in arrays)
+    k = np.repeat(k, q.shape[1] // k.shape[1], 1)
     rel_logits = np.moveaxis(relative_states @ proj, 1, 0)
     extent = proj.shape[1]
-    distance = q_positions[:, None] - kv_positions[None, :]
+    distance = positions[:, None] - positions[None, :]
     index = np.clip(distance, 0, extent - 1)[None].repeat(q.shape[1], 0)
     position_bias = np.take_along_axis(rel_logits, index, -1)
     position_bias = np.where((distance < 0) | (distance >= extent), 0.0, position_bias)
     if floor is not None:
-        tau = 1.0 + slope * np.log(np.maximum((q_positions + 1) / floor, 1.0))
+        tau = 1.0 + slope * np.log(np.maximum((positions + 1) / floor, 1.0))
         q, position_bias = q * tau[:, None, None], position_bias * tau[None, :, None]
-    weights = np.einsum("inh,jnh->nij", q, k) / q.shape[-1] + position_bias
-    weights = np.where(distance < 0, -np.inf, weights)
-    weights = np.exp(weights - weights.max(-1, keepdims=True))
-    return np.einsum("nij,jnv->inv", weights / weights.sum(-1, keepdims=True), v)
+    logits = np.einsum("inh,jnh->nij", q, k) / q.shape[-1] + position_bias
+    return np.where(distance < 0, -np.inf, logits)
 
 
 def make(**options):
@@ -68,27 +63,11 @@ def test_matches_the_code_of_the_model(options, far, implementation):
     x = np.random.default_rng(3).normal(size=(1, 37, 20)).astype("f4")
     scheme, params = make(**options)
     states = np.einsum("td,dnr->tnr", np.asarray(x[0], np.float64), params["project"])
-    expected = authors(
-        q[0],
-        k[0],
-        v[0],
-        states,
-        params["bank"],
-        positions,
-        positions,
-        scheme.log_scaling_start,
-        scheme.slope,
-    )
-    places = {"positions": jnp.asarray(positions)} if far else {}
-    out = oracle.attend(
-        *(scheme, params, q, k, v),
-        x=x,
-        is_causal=True,
-        scale=1 / 8,
-        implementation=implementation,
-        **places,
-    )
-    np.testing.assert_allclose(out[0], expected, atol=1e-5)
+    settings = scheme.log_scaling_start, scheme.slope
+    logits = authors(q[0], k[0], states, params["bank"], positions, *settings)
+    options = {"implementation": implementation} | ({"positions": positions} if far else {})
+    out = oracle.attend(scheme, params, q, k, v, x=x, is_causal=True, scale=1 / 8, **options)
+    np.testing.assert_allclose(out, weighted(logits, np.repeat(v, 2, 2)), atol=1e-5)
 
 
 def test_log_scaling_acts_on_q_and_is_not_relative():

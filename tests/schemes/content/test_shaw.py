@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests import oracle
-from tests.oracle import qkv, softmax_attention
+from tests.oracle import attend, qkv, softmax_attention, weighted
 from tests.support import golden, parameters
 
 OPTIONS = {
@@ -32,40 +31,36 @@ def paper(q, k, v, params, clip, **options):
     return softmax_attention(q, k, v, logit, value=value, **options)
 
 
-def attend(scheme, params, arrays, **options):
-    return oracle.attend(scheme, params, *arrays, **options)
-
-
 @pytest.mark.parametrize("case", GOLDEN["cases"], ids=lambda case: f"clip{case['clip']}")
 def test_matches_the_code_of_tensor2tensor(case):
     arrays = {name: jnp.array(case[name]) for name in ("q", "k", "v", "keys", "values", "out")}
     q, k, v, out = (jnp.swapaxes(arrays[name], 1, 2) for name in ("q", "k", "v", "out"))
     scheme = pe.Shaw(num_heads=q.shape[2], head_dim=q.shape[3], clip=case["clip"])
     params = {name: arrays[name][None] for name in ("keys", "values")}
-    np.testing.assert_allclose(
-        attend(scheme, params, (q, k, v), is_causal=case["is_causal"]), out, atol=2e-6
-    )
+    got = attend(scheme, params, q, k, v, is_causal=case["is_causal"])
+    np.testing.assert_allclose(got, out, atol=2e-6)
 
 
 VARIANTS = [
     {"clip": 0},
     {"clip": 70, "values": False},
     {"keys": False, "clip": 5},
-    {"per_head": True},
     {"per_head": True, "clip": 3},
+    {"zero_beyond": True, "clip": 4},
 ]
 
 
 @pytest.mark.parametrize("n, options", list(enumerate(VARIANTS)), ids=str)
 def test_attention_matches_the_paper(n, options):
-    is_causal = n % 2 == 1
-    arrays = qkv(length=21)
+    is_causal, arrays = n % 2 == 1, qkv(length=21)
     scheme = pe.Shaw(num_heads=6, head_dim=8, **options)
     params = jax.tree.map(lambda x: 3 * x, parameters(scheme))
-    expected = paper(*arrays, params, scheme.clip, sees=lambda i, j: j <= i or not is_causal)
-    np.testing.assert_allclose(
-        attend(scheme, params, arrays, is_causal=is_causal), expected, atol=1e-5
-    )
+    zeros = scheme.zero_beyond * 1  # Of a row at each end, which is one distance further.
+    padded = {name: np.pad(x, ((0, 0), (zeros, zeros), (0, 0))) for name, x in params.items()}
+    sees = {"sees": lambda i, j: j <= i or not is_causal}
+    expected = paper(*arrays, padded, scheme.clip + zeros, **sees)
+    out = attend(scheme, params, *arrays, is_causal=is_causal)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def music_transformer(q, k, v, embeddings):
@@ -82,8 +77,7 @@ def music_transformer(q, k, v, embeddings):
     relative = q @ padded[start : start + length].T
     relative = np.pad(relative, ((0, 0), (1, 0))).reshape(1 + length, length)[1:]
     logits = np.where(np.tri(length) > 0, (q @ k.T + relative) / np.sqrt(q.shape[1]), -np.inf)
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True) @ v
+    return weighted(logits[None], v[None, :, None])[0, :, 0]
 
 
 @pytest.mark.parametrize(
@@ -96,24 +90,13 @@ def test_zero_beyond_matches_music_transformer(clip, per_head, implementation):
     )
     params = jax.tree.map(lambda x: 3 * x, parameters(scheme))
     options = {"is_causal": True, "implementation": implementation}
-    out = attend(scheme, params, (q, k, v), **options)
+    out = attend(scheme, params, q, k, v, **options)
     for n in range(6):
         table = params["keys"][n if per_head else 0][: clip + 1]
-        expected = music_transformer(q[0, :, n], k[0, :, n], v[0, :, n], table)
+        expected = music_transformer(*(x[0, :, n] for x in (q, k, v)), table)
         np.testing.assert_allclose(out[0, :, n], expected, atol=1e-5)
-    clipped = attend(scheme.replace(zero_beyond=False), params, (q, k, v), **options)
+    clipped = attend(scheme.replace(zero_beyond=False), params, q, k, v, **options)
     assert (np.abs(out - clipped).max() > 1e-3) == (clip < 62)
 
 
-def test_zero_beyond_for_values():
-    arrays = qkv(length=21)
-    scheme = pe.Shaw(num_heads=6, head_dim=8, clip=4, zero_beyond=True)
-    params = parameters(scheme)
-    padded = {name: jnp.pad(x, ((0, 0), (1, 1), (0, 0))) for name, x in params.items()}
-    expected = paper(*arrays, padded, 5, sees=lambda i, j: True)
-    np.testing.assert_allclose(attend(scheme, params, arrays), expected, atol=1e-5)
-
-
-ERRORS = [
-    (pe.Shaw, {"keys": False, "values": False}, "keys and values must not both be False"),
-]
+ERRORS = [(pe.Shaw, {"keys": False, "values": False}, "keys and values must not both be False")]

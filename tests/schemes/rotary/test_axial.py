@@ -1,12 +1,14 @@
 """Axial RoPE against the vision models that use it, each written out from its own code."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.oracle import key, qkv, query, softmax_attention
+from tests.oracle import attend, key, qkv, query
 from tests.support import slow
 
 OPTIONS = {
@@ -19,25 +21,10 @@ OPTIONS = {
     }
 }
 
-LIKE = {
-    "rope_vit": {"axes": (1, 0), "layout": "interleaved"},
-    "llama4": {"theta": 1e4, "axes": (1, 0), "layout": "interleaved"},
-    "eva": {"theta": 1e4, "layout": "interleaved"},
-    "qwen2_vl": {"theta": 1e4},
-    "dinov3": {},
-    "sam3": {"theta": 1e4, "axes": (1, 0), "layout": "interleaved"},
-    "gemma4": {"axes": (1, 0), "layout": "half_per_axis"},
-    "pixtral": {"theta": 1e4, "frequencies": "dealt"},
-    "kimi": {"theta": 1e4, "axes": (1, 0), "frequencies": "alternating"},
-}
 
-
-def complex_pairs(x, angles):
+def rotate_pairs(x, angles):
     """view_as_complex, times polar(1, angles), view_as_real."""
-    return np.stack([x[0::2], x[1::2]]).T.copy().view(complex)[:, 0] * np.exp(1j * angles)
-
-
-def flat(z):
+    z = (x[0::2] + 1j * x[1::2]) * np.exp(1j * angles)
     return np.stack([z.real, z.imag], -1).ravel()
 
 
@@ -47,17 +34,11 @@ def rotate_half(x, angles):
     return x * np.cos(both) + np.concatenate([-x[half:], x[:half]]) * np.sin(both)
 
 
-def rope_vit(x, row, column):
-    """rope-vit: compute_axial_cis, columns first; apply_rotary_emb."""
-    f = 1.0 / 100.0 ** (np.arange(0, len(x), 4)[: len(x) // 4] / len(x))
-    return flat(complex_pairs(x, np.concatenate([column * f, row * f])))
-
-
-def llama4(x, row, column):
-    """transformers 5.23, Llama4VisionRotaryEmbedding and vision_apply_rotary_emb."""
-    size = len(x) // 2
-    f = 1.0 / 1e4 ** (np.arange(0, size, 2)[: size // 2] / size)
-    return flat(complex_pairs(x, np.concatenate([(column + 1) * f, (row + 1) * f])))
+def columns_first(x, row, column, theta=1e4):
+    """rope-vit: compute_axial_cis and apply_rotary_emb, with theta 100. transformers 5.24:
+    Sam3ViTRotaryEmbedding, rotate_pairwise; Llama4VisionRotaryEmbedding, which counts from 1."""
+    f = 1.0 / theta ** (np.arange(0, len(x), 4) / len(x))
+    return rotate_pairs(x, np.concatenate([column * f, row * f]))
 
 
 def eva(x, row, column):
@@ -68,16 +49,10 @@ def eva(x, row, column):
     return x * np.cos(angles) + swapped * np.sin(angles)
 
 
-def qwen2_vl(x, row, column):
-    """transformers 5.23, Qwen2VLVisionRotaryEmbedding."""
-    size = len(x) // 2
-    f = 1.0 / 1e4 ** (np.arange(0, size, 2) / size)
-    return rotate_half(x, np.concatenate([row * f, column * f]))
-
-
-def dinov3(x, row, column):
-    """transformers 5.23, DINOv3ViTRopePositionEmbedding, coordinates in [-1, 1] times 2 pi."""
-    f = 1 / 100.0 ** np.arange(0, 1, 4 / len(x))
+def rows_first(x, row, column, theta=1e4):
+    """transformers 5.23: Qwen2VLVisionRotaryEmbedding; DINOv3ViTRopePositionEmbedding, with theta
+    100, of coordinates in [-1, 1] times 2 pi."""
+    f = 1 / theta ** np.arange(0, 1, 4 / len(x))
     return rotate_half(x, np.concatenate([row * f, column * f]))
 
 
@@ -89,13 +64,6 @@ def gemma4(x, row, column):
     size = len(x) // 2
     f = 1.0 / 100.0 ** (np.arange(0, size, 2) / size)
     return np.concatenate([rotate_half(x[:size], column * f), rotate_half(x[size:], row * f)])
-
-
-def sam3(x, row, column):
-    """transformers 5.24, Sam3ViTRotaryEmbedding, precompute_positions and rotate_pairwise."""
-    size = len(x) // 2
-    f = 1.0 / 1e4 ** (np.arange(0, size, 2) / size)
-    return flat(complex_pairs(x, np.concatenate([column * f, row * f])))
 
 
 def kimi(x, row, column):
@@ -111,8 +79,18 @@ def pixtral(x, row, column):
     return rotate_half(x, np.concatenate([row * f[0::2], column * f[1::2]]))
 
 
-MODELS = [rope_vit, llama4, eva, qwen2_vl, dinov3, sam3, gemma4, pixtral, kimi]
-MODELS = {f.__name__: f for f in MODELS}
+COLUMNS, PAIRS = {"axes": (1, 0)}, {"layout": "interleaved"}
+MODELS = {
+    "rope_vit": (functools.partial(columns_first, theta=100.0), COLUMNS | PAIRS),
+    "llama4": (lambda x, i, j: columns_first(x, i + 1, j + 1), {"theta": 1e4} | COLUMNS | PAIRS),
+    "eva": (eva, {"theta": 1e4} | PAIRS),
+    "qwen2_vl": (rows_first, {"theta": 1e4}),
+    "dinov3": (functools.partial(rows_first, theta=100.0), {}),
+    "sam3": (columns_first, {"theta": 1e4} | COLUMNS | PAIRS),
+    "gemma4": (gemma4, COLUMNS | {"layout": "half_per_axis"}),
+    "pixtral": (pixtral, {"theta": 1e4, "frequencies": "dealt"}),
+    "kimi": (kimi, COLUMNS | {"theta": 1e4, "frequencies": "alternating"}),
+}
 
 
 def moved(name, coordinates):
@@ -120,67 +98,55 @@ def moved(name, coordinates):
     return coordinates + 1 if name == "llama4" else coordinates
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("number", [np.int32, np.float32])
-def test_matches_the_models(name, number):
-    random = np.random.default_rng(0)
+@pytest.mark.parametrize("name, dtype", [*((name, "i4") for name in MODELS), ("dinov3", "f4")])
+def test_matches_the_models(name, dtype):
+    random, whole = np.random.default_rng(0), dtype == "i4"
     x = random.normal(size=(2, 7, 6, 12)).astype(np.float32)
-    far = 10**6 if number == np.int32 else 50
-    coordinates = random.integers(0, far, size=(2, 2, 7)).astype(number)
-    coordinates += np.asarray(0.37, number)
-    scheme = pe.AxialRoPE(head_dim=12, **LIKE[name])
-    out = query(scheme, {}, jnp.asarray(x), jnp.asarray(moved(name, coordinates)))
-    np.testing.assert_array_equal(
-        out, key(scheme, {}, jnp.asarray(x), jnp.asarray(moved(name, coordinates)))
-    )
+    coordinates = random.integers(0, 10**6 if whole else 50, size=(2, 2, 7)).astype(dtype)
+    coordinates += np.asarray(0.37, dtype)
+    port, settings = MODELS[name]
+    scheme, places = pe.AxialRoPE(head_dim=12, **settings), moved(name, coordinates)
+    out = query(scheme, {}, x, places)
+    np.testing.assert_array_equal(out, key(scheme, {}, x, places))
     for b, t, n in np.ndindex(2, 7, 6):
-        expected = MODELS[name](x[b, t, n].astype(float), *coordinates[:, b, t].astype(float))
-        tolerance = 3e-6 if number == np.int32 else 3e-5
-        np.testing.assert_allclose(out[b, t, n], expected, rtol=0, atol=tolerance)
+        expected = port(x[b, t, n].astype(float), *coordinates[:, b, t].astype(float))
+        np.testing.assert_allclose(out[b, t, n], expected, rtol=0, atol=3e-6 if whole else 3e-5)
 
 
 @pytest.mark.parametrize(
-    "name, angles, pairs",
+    "name, angles",
     [
         # Made by the models' own code at row 1 and column 2 of a head of 8.
-        ("qwen2_vl", [1.0, 0.01, 2.0, 0.02], [(0, 4), (1, 5), (2, 6), (3, 7)]),
-        ("pixtral", [1.0, 0.01, 0.2, 0.002], [(0, 4), (1, 5), (2, 6), (3, 7)]),
-        ("rope_vit", [2.0, 0.2, 1.0, 0.1], [(0, 1), (2, 3), (4, 5), (6, 7)]),
-        ("llama4", [3.0, 0.03, 2.0, 0.02], [(0, 1), (2, 3), (4, 5), (6, 7)]),
-        ("gemma4", [2.0, 0.2, 1.0, 0.1], [(0, 2), (1, 3), (4, 6), (5, 7)]),
-        ("kimi", [2.0, 1.0, 0.02, 0.01], [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        ("qwen2_vl", [1.0, 0.01, 2.0, 0.02]),
+        ("pixtral", [1.0, 0.01, 0.2, 0.002]),
+        ("rope_vit", [2.0, 0.2, 1.0, 0.1]),
+        ("llama4", [3.0, 0.03, 2.0, 0.02]),
+        ("gemma4", [2.0, 0.2, 1.0, 0.1]),
+        ("kimi", [2.0, 1.0, 0.02, 0.01]),
     ],
 )
-def test_angles_are_those_that_the_models_compute(name, angles, pairs):
-    coordinates = moved(name, jnp.array([1, 2]).reshape(2, 1, 1))
-    x = jnp.zeros(8).at[np.array([a for a, _ in pairs])].set(1.0).reshape(1, 1, 1, 8)
-    out = np.asarray(query(pe.AxialRoPE(head_dim=8, **LIKE[name]), {}, x, coordinates)).ravel()
-    got = [np.arctan2(out[b], out[a]) for a, b in pairs]
-    np.testing.assert_allclose(got, angles, atol=2e-6)
+def test_angles_are_those_that_the_models_compute(name, angles):
+    scheme = pe.AxialRoPE(head_dim=8, **MODELS[name][1])
+    pairs = {"half": [0, 1, 2, 3], "interleaved": [0, 2, 4, 6], "half_per_axis": [0, 1, 4, 5]}
+    first = np.array(pairs[scheme.layout])
+    second = first + {"half": 4, "interleaved": 1, "half_per_axis": 2}[scheme.layout]
+    x = np.isin(np.arange(8), first).astype("f4").reshape(1, 1, 1, 8)
+    out = query(scheme, {}, x, moved(name, np.array([1, 2]).reshape(2, 1, 1))).ravel()
+    np.testing.assert_allclose(np.arctan2(out[second], out[first]), angles, atol=2e-6)
 
 
 @slow
 def test_coordinates_of_one_row_serve_a_batch():
-    q, k, v = qkv(batch=2, length=7, dim=12)
-    c = np.random.default_rng(0).integers(0, 50, size=(2, 1, 7))
-    turn = np.vectorize(lambda t, x: dinov3(x, *c[:, 0, t]), signature="(),(n)->(n)")
-    at = np.arange(7)[:, None]
-    expected = softmax_attention(
-        turn(at, q), turn(at, k), v, lambda q, k, *_: q @ k / 12**0.5, sees=lambda i, j: True
-    )
-    scheme = pe.AxialRoPE(head_dim=12)
-    out, _ = pe.scheme_attention(scheme, {}, q, k, v, coordinates=c)
-    np.testing.assert_allclose(out, expected, atol=3e-6)
-
+    arrays = qkv(batch=2, length=7, dim=12)
+    row = np.random.default_rng(0).integers(0, 50, size=(2, 1, 7))
+    rows = np.repeat(row, 2, 1)
+    outs = [attend(pe.AxialRoPE(head_dim=12), {}, *arrays, coordinates=c) for c in (row, rows)]
+    np.testing.assert_allclose(*outs, atol=3e-6)
     rule = pe.LogitBias(lambda shared, head, q, k: -jnp.abs(q - k).sum().astype("f4"))
-
-    def logit(q, k, n, i, j):
-        return q @ k / 12**0.5 - np.abs(c[:, 0, i] - c[:, 0, j]).sum()
-
-    expected = softmax_attention(q, k, v, logit, sees=lambda i, j: True)
     for tiles in ("reference", "xla"):
-        call = {"q_coordinates": c, "k_coordinates": c, "rules": rule, "implementation": tiles}
-        np.testing.assert_allclose(pe.attention(q, k, v, **call), expected, atol=3e-6)
+        call = functools.partial(pe.attention, *arrays, rules=rule, implementation=tiles)
+        outs = [call(q_coordinates=c, k_coordinates=c) for c in (row, rows)]
+        np.testing.assert_allclose(*outs, atol=3e-6)
 
 
 def test_centred_coordinates_are_those_of_dinov3():
@@ -214,18 +180,13 @@ def test_axes_of_unequal_size_are_a_chain():
     np.testing.assert_allclose(got, expected, atol=2e-6)
 
 
+AXIAL, Q = pe.AxialRoPE(head_dim=8), qkv(length=5)[0]
 ERRORS = [
     (pe.AxialRoPE, {"head_dim": 6}, "2 axes need a multiple of 4 dimensions, got 6"),
     (pe.AxialRoPE, {"axes": ()}, r"axes must be numbers of coordinate axes, got \(\)"),
     (pe.AxialRoPE, {"axes": (0, -1)}, r"axes must be numbers of coordinate axes, got \(0, -1\)"),
     (pe.AxialRoPE, {"rotary_dim": 12}, r"rotary_dim must be in \[0, head_dim=8\], got 12"),
+    (lambda: AXIAL.query({}, Q, np.zeros((1, 1, 5), int)), {}, r"must be \[2, B, T\].*\(1, 1"),
+    (lambda: pe.AxialRoPE(4).query({}, Q, np.zeros((2, 1, 5), int)), {}, "is for head_dim 4, got"),
+    (lambda: pe.grid_coordinates(1, 0, 3), {}, "grid_coordinates: rows must be >= 1, got 0"),
 ]
-
-
-def test_errors_name_the_sizes():
-    with pytest.raises(ValueError, match=r"axial_rope: coordinates must be \[2, B, T\].*\(1, 1"):
-        pe.AxialRoPE(head_dim=8).query({}, qkv(length=5)[0], jnp.zeros((1, 1, 5), int))
-    with pytest.raises(ValueError, match="axial_rope: the scheme is for head_dim 4"):
-        pe.AxialRoPE(head_dim=4).query({}, qkv(length=5)[0], jnp.zeros((2, 1, 5), int))
-    with pytest.raises(ValueError, match=r"grid_coordinates: rows must be >= 1, got 0"):
-        pe.grid_coordinates(1, 0, 3)

@@ -8,33 +8,31 @@ import pytest
 
 import posenc_jax as pe
 from tests.oracle import apply_rope
+from tests.support import Option, golden
 
-OPTIONS = {pe.PI: {"factor": 2.0}, pe.NTK: {"factor": 2.0}}
+_LONG = {"factor": 4.0, "original_max_position": 64, "length": 256}
+_SHORT = {"original_max_position": 256}
+OPTIONS = {
+    pe.PI: {"factor": 2.0},
+    pe.NTK: {"factor": 2.0},
+    pe.DynamicNTK: {
+        "factor": Option(2.0, _LONG),
+        "original_max_position": Option(32, _LONG),
+        "length": Option(128, _LONG),
+    },
+    pe.Llama3: {
+        "factor": 4.0,
+        "original_max_position": 256,
+        "low_freq_factor": Option(2.0, _SHORT),
+        "high_freq_factor": Option(30.0, _SHORT),
+    },
+}
 
-# Made by transformers 5.23.0, modeling_rope_utils.py, for 16 dimensions and theta 10000, in
-# float32. Its dynamic NTK with factor 2, trained at 2048 and reading 4096, scales the base by
-# 2 * 4096 / 2048 - 1 = 3; reading 8192 by 7.
+# Made by transformers 5.23.0, modeling_rope_utils.py, in float32. Its dynamic NTK with factor 2,
+# trained at 2048 and reading 4096, scales the base by 2 * 4096 / 2048 - 1 = 3; reading 8192 by 7.
+GOLDEN = golden("frequency_maps")["cases"]
 LINEAR_4 = [0.25, 0.079056941, 0.025, 0.0079056947, 0.0025, 0.00079056947, 0.00025, 7.9056947e-05]
-NTK_3 = [
-    1.0,
-    0.270296127,
-    0.0730599985,
-    0.0197478328,
-    0.00533776265,
-    0.00144277664,
-    0.000389976922,
-    0.000105409257,
-]
-NTK_7 = [
-    1.0,
-    0.239481375,
-    0.057351321,
-    0.0137345716,
-    0.00328917382,
-    0.00078769587,
-    0.000188638471,
-    4.51753949e-05,
-]
+GOLDEN["linear_4"] = {"dim": 16, "theta": 1e4, "frequencies": LINEAR_4, "attention_factor": 1.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,21 +53,29 @@ def test_frequencies_are_the_powers_of_the_paper(dim, theta):
 
 
 @pytest.mark.parametrize(
-    "scaling, expected",
-    [(pe.PI(factor=4.0), LINEAR_4), (pe.NTK(factor=3.0), NTK_3), (pe.NTK(factor=7.0), NTK_7)],
+    "scaling, name",
+    [
+        (pe.PI(factor=4.0), "linear_4"),
+        (pe.NTK(factor=3.0), "dynamic_4096"),
+        (pe.NTK(factor=7.0), "dynamic_8192"),
+        (pe.DynamicNTK(2.0, 2048, 4096), "dynamic_4096"),
+        (pe.DynamicNTK(2.0, 2048, 8192), "dynamic_8192"),
+        (pe.Llama3(), "llama3"),
+        (pe.Proportional(), "proportional"),
+    ],
     ids=str,
 )
-def test_maps_match_transformers(scaling, expected):
-    got, factor = pe.rope_frequencies(16, scaling=scaling)
-    np.testing.assert_allclose(got, expected, rtol=1e-6)
-    assert factor == 1.0
+def test_maps_match_transformers(scaling, name):
+    case = GOLDEN[name]
+    got, factor = pe.rope_frequencies(case["dim"], case["theta"], scaling)
+    np.testing.assert_allclose(got, case["frequencies"], rtol=1e-6)
+    assert factor == case["attention_factor"]
 
 
 def test_ntk_counts_the_rotary_dimensions():
-    x, positions = jnp.ones((1, 1, 1, 16)), jnp.array([1000])
-    partial = apply_rope(x, positions, rotary_dim=8, scaling=pe.NTK(factor=8.0))[..., :8]
-    alone = apply_rope(x[..., :8], positions, scaling=pe.NTK(factor=8.0))
-    np.testing.assert_array_equal(partial, alone)
+    ntk = pe.NTK(factor=8.0)
+    part = pe.RoPE(head_dim=16, rotary_dim=8, scaling=ntk).base_frequencies
+    np.testing.assert_array_equal(part, pe.rope_frequencies(8, scaling=ntk)[0])
 
 
 def test_maps_compose_from_left_to_right():
@@ -89,55 +95,57 @@ def test_the_factor_multiplies_what_was_rotated_and_nothing_else():
     np.testing.assert_array_equal(out[..., 4:], x[..., 4:])
 
 
-@pytest.mark.parametrize("cls", [pe.PI, pe.NTK])
-@pytest.mark.parametrize("factor", [0.5, float("inf"), float("nan")])
-def test_a_factor_below_one_is_refused(cls, factor):
-    with pytest.raises(
-        ValueError, match=f"{cls.__name__}: factor must be at least 1 and finite, got"
-    ):
-        cls(factor=factor)
+YARN, DYNAMIC = pe.YaRN(4.0, 4096), pe.DynamicNTK(2.0, 64, 128)
+OTHERS = pe.Resonance(), pe.HighFrequenciesOnly(4096), pe.ClippedFrequencies(20), pe.Proportional()
 
 
-def test_ntk_needs_two_pairs():
-    with pytest.raises(ValueError, match="NTK: needs more than 2 rotary dimensions, got 2"):
-        pe.RoPE(head_dim=2, scaling=pe.NTK(factor=2.0))
+def test_maps_that_do_not_extend_the_context_go_with_one_that_does():
+    for other in OTHERS:
+        pe.RoPE(head_dim=128, scaling=(YARN, other))
 
 
+FACTORS = [pe.PI, pe.NTK, pe.Llama3, pe.YaRN, pe.NTKByParts, pe.LongRoPE, pe.DynamicNTK]
+LENGTHS = {cls: {"factor": 2.0} for cls in FACTORS[2:]} | {pe.HighFrequenciesOnly: {}}
 ERRORS = [
+    *(
+        (cls, {"factor": x}, f"{cls.__name__}: factor must be .*, got {x}")
+        for cls in FACTORS
+        for x in (0.5, float("nan"), float("inf"))
+    ),
+    *(
+        (
+            cls,
+            more | {"original_max_position": x},
+            f"{cls.__name__}: original_max_position must be the trained length, got {x}",
+        )
+        for cls, more in LENGTHS.items()
+        for x in (0, float("nan"))
+    ),
+    *(
+        (pe.RoPE, {"scaling": maps}, "several maps that extend the context")
+        for maps in (
+            (YARN, YARN),
+            (DYNAMIC, pe.Resonance(), YARN),
+            (pe.PI(factor=8.0), pe.NTK(factor=8.0)),
+            (pe.Llama3(), pe.PI(factor=2.0)),
+        )
+    ),
+    (pe.DynamicNTK, _LONG | {"length": 0}, "DynamicNTK: length must be at least 1, got 0"),
+    (pe.Llama3, {"low_freq_factor": 5.0}, "Llama3: .*at most high_freq_factor, got 5.0 and 4.0"),
+    (pe.Llama3, {"low_freq_factor": 0.0}, "Llama3: .*must be positive .*got 0.0 and 4.0"),
     (pe.rope_frequencies, {"dim": 3, "theta": 10000.0}, "rope: .*even and positive, got 3"),
     (pe.rope_frequencies, {"dim": 0, "theta": 10000.0}, "rope: .*got 0"),
     (pe.rope_frequencies, {"dim": 4, "theta": -1.0}, "rope: .*positive, got -1.0"),
-    (pe.RoPE, {"scaling": "yarn"}, "scaling must be a FrequencyMap", TypeError),
-    (pe.RoPE, {"scaling": 4.0}, "scaling must be a FrequencyMap", TypeError),
-    (pe.RoPE, {"scaling": {"factor": 4.0}}, "scaling must be a FrequencyMap", TypeError),
-    (pe.RoPE, {"scaling": (pe.PI(factor=2.0), "ntk")}, "scaling must be a FrequencyMap", TypeError),
+    *(
+        (pe.RoPE, {"scaling": scaling}, "scaling must be a FrequencyMap", TypeError)
+        for scaling in ("yarn", 4.0, {"factor": 4.0}, (pe.PI(factor=2.0), "ntk"))
+    ),
+    *(
+        (
+            pe.RoPE,
+            {"head_dim": 2, "scaling": ntk},
+            "NTK: needs more than 2 rotary dimensions, got 2",
+        )
+        for ntk in (pe.NTK(factor=2.0), pe.DynamicNTK(2.0, 2048, 4096))
+    ),
 ]
-
-
-def test_at_most_one_map_extends_the_context():
-    yarn = pe.YaRN(factor=4.0, original_max_position=64)
-    dynamic = pe.DynamicNTK(2.0, 64, 128)
-    for maps in [
-        (yarn, yarn),
-        (yarn, dynamic),
-        (dynamic, pe.Resonance(), yarn),
-        (pe.PI(factor=8.0), pe.NTK(factor=8.0)),
-        (pe.Llama3(), pe.PI(factor=2.0)),
-    ]:
-        with pytest.raises(ValueError, match="several maps that extend the context"):
-            pe.RoPE(head_dim=8, scaling=maps)
-    yarn = pe.YaRN(factor=4.0, original_max_position=4096)
-    for other in (
-        pe.Resonance(),
-        pe.HighFrequenciesOnly(original_max_position=4096),
-        pe.ClippedFrequencies(pairs=20),
-        pe.Proportional(),
-    ):
-        pe.RoPE(head_dim=128, scaling=(yarn, other))
-
-
-@pytest.mark.parametrize("cls", [pe.YaRN, pe.NTKByParts, pe.LongRoPE, pe.DynamicNTK])
-def test_every_map_says_that_the_trained_length_is_missing(cls):
-    message = f"{cls.__name__}: original_max_position must be the trained length, got 0"
-    with pytest.raises(ValueError, match=message):
-        cls(factor=2.0)

@@ -2,14 +2,12 @@
 
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.oracle import apply_rope, qkv
-from tests.support import slow
+from tests.oracle import apply_rope
 
 # x = [1, 2, 3, 4] at position 1. Made by gpt-neox, apply_rotary_pos_emb; mesh-transformer-jax, the
 # same name; nanochat, apply_rotary_emb; transformers, deepseek_v3, apply_rotary_pos_emb_interleave.
@@ -20,20 +18,19 @@ AT_ONE = {
     "interleaved_to_half": [-1.14263966, 2.95985067, 1.9220756, 4.0297995],
 }
 LAYOUTS = [*AT_ONE, "interleaved_negative"]
-PARTS = [(None, 0), (8, 0), (8, 4), (None, 2)]
+PARTS = [(None, 0), (8, 2)]
 
 
-def rotated(x, position, layout, start, dim):
-    """One vector in float64, each pair as a complex number, where the layout has it."""
+def rotated(x, position, layout, start, dim, theta):
+    """Equation 34 of the paper in float64: each pair as a complex number, where a layout has it."""
     out, half = np.array(x, np.float64), dim // 2
     for p in range(half):
         side_by_side, apart = (2 * p, 2 * p + 1), (p, p + half)
         a, b = side_by_side if layout.startswith("interleaved") else apart
         c, d = side_by_side if layout in ("interleaved", "interleaved_negative") else apart
         sign = -1 if layout.endswith("negative") else 1
-        z = (x[start + a] + 1j * x[start + b]) * np.exp(
-            1j * sign * position * 1e4 ** (-2 * p / dim)
-        )
+        angle = sign * position * theta ** (-2 * p / dim)
+        z = (x[start + a] + 1j * x[start + b]) * np.exp(1j * angle)
         out[start + c], out[start + d] = z.real, z.imag
     return out
 
@@ -46,14 +43,15 @@ def test_matches_the_models_at_position_one(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dim, start", PARTS)
-def test_matches_complex_numbers_at_any_position(layout, dim, start):
-    positions = np.array([1, 62, 257, 10**6])
-    x = np.random.default_rng(0).normal(size=(1, 4, 9, 12)).astype(np.float32)
-    out = apply_rope(x, positions, layout=layout, rotary_dim=dim, rotary_start=start)
+@pytest.mark.parametrize("dim, start, theta", [(None, 0, 1e4), (8, 2, 5e5)])
+def test_matches_the_paper_at_any_position(layout, dim, start, theta):
+    positions = np.array([62, 257, 10**6, 2**31 - 1, -(2**31)])
+    x = np.random.default_rng(0).normal(size=(1, 5, 9, 12)).astype(np.float32)
+    options = {"layout": layout, "rotary_dim": dim, "rotary_start": start, "theta": theta}
+    out = apply_rope(x, positions, **options)
     dim = dim or 12 - start
-    for t, n in np.ndindex(4, 9):
-        expected = rotated(x[0, t, n], positions[t], layout, start, dim)
+    for t, n in np.ndindex(5, 9):
+        expected = rotated(x[0, t, n], positions[t], layout, start, dim, theta)
         np.testing.assert_allclose(out[0, t, n], expected, rtol=0, atol=3e-6)
     unrotated = np.r_[:start, start + dim : 12]
     np.testing.assert_array_equal(out[..., unrotated], x[..., unrotated])
@@ -92,40 +90,13 @@ def test_weights_of_any_shape_and_kind():
     np.testing.assert_array_equal(heads.reshape(5, 24), moved)
 
 
-@slow
-def test_layouts_differ_in_bfloat16_too_and_keep_the_gradient():
-    x = qkv(length=5)[0].astype(jnp.bfloat16)
-
-    @jax.jit
-    def outputs_and_gradients(x):
-        def pulled(layout):
-            out, pull = jax.vjp(lambda x: pe.apply_rope(x, jnp.arange(5), layout=layout), x)
-            return out, pull(x)[0]
-
-        return [pulled(layout) for layout in LAYOUTS]
-
-    half, exact = outputs_and_gradients(x), outputs_and_gradients(x.astype("f4"))
-    for (a, _), (b, _) in itertools.combinations(half, 2):
-        assert np.abs(np.asarray(a, "f4") - np.asarray(b, "f4")).max() > 0.1
-    for (_, gradient), (_, whole) in zip(half, exact, strict=True):
-        assert gradient.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(gradient, np.asarray(whole).astype(jnp.bfloat16))
+def permuted(target):
+    return pe.permute_qk(np.zeros((2, 12)), "interleaved", target, head_dim=8)
 
 
 ERRORS = [
     (pe.RoPE, {"rotary_start": 8}, "rotary dim must be even and positive, got 0"),
     (pe.RoPE, {"rotary_dim": 6, "rotary_start": 4}, r"rotary_start must be in \[0, 2\].*got 4"),
-    (pe.RoPE, {"rotary_start": -2}, r"rotary_start must be in \[0, 8\].*got -2"),
+    (lambda: permuted("neox"), {}, "permute_qk: layout must be one of .*, got 'neox'"),
+    (lambda: permuted("half"), {}, r"permute_qk: axis 1 of \(2, 12\) must be a multiple .* 8"),
 ]
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("half", "neox"), r"permute_qk: layout must be one of .*, got 'neox'"),
-        (("half", "interleaved"), r"permute_qk: axis 1 of \(2, 12\) must be a multiple .* 8"),
-    ],
-)
-def test_permuting_names_what_is_wrong(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        pe.permute_qk(np.zeros((2, 12)), *arguments, head_dim=8)

@@ -1,25 +1,14 @@
 """Learned frequencies against the lines of Mistral-Large-4 and of GRAPE, in float64."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.oracle import qkv, query
-from tests.support import slow
+from tests.oracle import qkv, query, turned
+from tests.support import ROTARY_OPTIONS
 
-OPTIONS = {
-    pe.LearnedRoPE: {
-        "theta": 100.0,
-        "layout": "interleaved",
-        "scaling": pe.PI(factor=2.0),
-        "rotary_dim": 4,
-        "rotary_start": 2,
-        "groups": 2,
-        "alpha_scale": 4.0,
-    }
-}
+OPTIONS = {pe.LearnedRoPE: {**ROTARY_OPTIONS, "groups": 2, "alpha_scale": 4.0}}
 
 YARN = pe.YaRN(factor=4.0, original_max_position=64)
 
@@ -32,9 +21,9 @@ def mistral(x, positions, inv_freq, alpha, attention_scaling=1.0):
     """transformers 5.23.0, mistral_large4: the rotary embedding and its interleaved use."""
     angles = np.asarray(positions, np.float64)[:, None] * (inv_freq * np.exp(alpha))[None]
     cos, sin = (attention_scaling * f(angles)[:, None] for f in (np.cos, np.sin))
-    out = np.zeros(x.shape)
-    even, odd = np.asarray(x, np.float64)[..., 0::2], np.asarray(x, np.float64)[..., 1::2]
-    out[..., 0::2], out[..., 1::2] = even * cos - odd * sin, odd * cos + even * sin
+    out, x = np.zeros(x.shape), np.asarray(x, np.float64)
+    out[..., 0::2] = x[..., 0::2] * cos - x[..., 1::2] * sin
+    out[..., 1::2] = x[..., 1::2] * cos + x[..., 0::2] * sin
     return out
 
 
@@ -42,9 +31,7 @@ def grape(x, positions, log_freq, log_freq_scale):
     """model-architectures/GRAPE at f5b539f, MSGRAPECommuting, one spectrum per head."""
     freq = np.exp(log_freq / log_freq_scale)
     angles = np.asarray(positions, np.float64)[:, None, None] * freq[None]
-    a, b = np.split(np.asarray(x, np.float64), 2, -1)
-    cos, sin = np.cos(angles)[None], np.sin(angles)[None]
-    return np.concatenate([a * cos + b * sin, -a * sin + b * cos], -1)
+    return turned(x, -angles[None])
 
 
 @pytest.mark.parametrize("scaling", [pe.FrequencyMap(), YARN])
@@ -56,32 +43,19 @@ def test_matches_mistral_large_4(scaling):
     np.testing.assert_allclose(
         scheme.frequencies(params)[0], base * np.exp(alpha(1, 4))[0], rtol=1e-6
     )
-    used = np.asarray(scheme.frequencies(params), np.float64)[0]
+    exact = np.asarray(scheme.frequencies(params), np.float64)[0]
     for x in qkv(length=4)[:2]:
         got = query(scheme, params, x, jnp.asarray(positions)[None])
-        np.testing.assert_allclose(got, mistral(x, positions, used, 0.0, factor), atol=2e-6)
+        np.testing.assert_allclose(got, mistral(x, positions, exact, 0.0, factor), atol=2e-6)
         near = mistral(x, positions, base, alpha(1, 4)[0], factor)
         np.testing.assert_allclose(got[:, :2], near[:, :2], atol=2e-6)
 
 
-@pytest.mark.parametrize("heads", [6, 12])
-def test_matches_grape_with_frequencies_per_head(heads):
+def test_matches_grape_with_frequencies_per_head():
+    heads, positions = 12, np.array([0, 1, 63])
     scheme = pe.LearnedRoPE(head_dim=8, groups=heads, layout="half_negative", alpha_scale=16.0)
     shift = 16 * alpha(heads, 4)
-    params = {"alpha": jnp.asarray(shift, jnp.float32)}
     log_freq = 16 * np.log(pe.rope_frequencies(8)[0])[None] + shift
-    positions = np.array([0, 1, 63])
     (x, _, _) = qkv(length=3, heads=heads)
-    got = query(scheme, params, x, jnp.asarray(positions)[None])
+    got = query(scheme, {"alpha": shift.astype("f4")}, x, positions[None])
     np.testing.assert_allclose(got, grape(x, positions, log_freq, 16.0), atol=2e-5)
-
-
-@slow
-def test_is_rope_before_training():
-    q, _, _ = qkv(length=21)
-    positions = jnp.arange(21)[None]
-    for options in ({}, {"rotary_dim": 4, "rotary_start": 2, "theta": 100.0}, {"scaling": YARN}):
-        scheme = pe.LearnedRoPE(head_dim=8, **options)
-        got = query(scheme, scheme.init(jax.random.key(0)), q, positions)
-        plain = query(pe.RoPE(head_dim=8, **options), {}, q, positions)
-        np.testing.assert_allclose(got, plain, atol=2e-5)

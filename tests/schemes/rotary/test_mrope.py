@@ -6,19 +6,11 @@ import pytest
 
 import posenc_jax as pe
 from posenc_jax.schemes.rotary.mrope import mrope_axes
-from tests.oracle import attend, key, qkv, query
+from tests.oracle import key, query
+from tests.support import ROTARY_OPTIONS
 
-OPTIONS = {
-    pe.MRoPE: {
-        "theta": 100.0,
-        "layout": "interleaved",
-        "scaling": pe.PI(factor=2.0),
-        "rotary_dim": 6,
-        "rotary_start": 2,
-        "sections": (1, 2, 1),
-        "order": "alternating",
-    }
-}
+_PAIRS = {"rotary_dim": 6, "sections": (1, 2, 1), "order": "alternating"}
+OPTIONS = {pe.MRoPE: {**ROTARY_OPTIONS, **_PAIRS}}
 
 T, H, W = range(3)
 # transformers 5.23: Qwen2VLTextRotaryEmbedding.forward; recomposition_frequencies of qwen3_vl and
@@ -33,7 +25,6 @@ PUBLISHED = [
     ((16, 24, 24), "alternating", [H, W] * 24 + [T] * 16),
     ((2, 2, 1, 3), "contiguous", [0, 0, 1, 1, 2, 3, 3, 3]),
 ]
-ORDERS = ["contiguous", "interleaved", "alternating"]
 
 
 def rotate(x, place, axes, theta, layout):
@@ -49,23 +40,6 @@ def rotate(x, place, axes, theta, layout):
 @pytest.mark.parametrize("sections, order, axes", PUBLISHED)
 def test_axes_are_the_published_ones(sections, order, axes):
     assert list(mrope_axes(sections, order)) == axes
-
-
-def test_four_axes_match_the_loop_over_pairs():
-    scheme = pe.MRoPE(head_dim=16, sections=(2, 2, 1, 3))
-    assert scheme.traits.num_axes == 4
-    random = np.random.default_rng(0)
-    coordinates, x = random.integers(0, 10**6, size=(4, 2, 7)), random.normal(size=(2, 7, 6, 16))
-    x = x.astype(np.float32)
-    out = query(scheme, {}, jnp.asarray(x), jnp.asarray(coordinates))
-    for b, t, n in np.ndindex(2, 7, 6):
-        expected = rotate(x[b, t, n], coordinates[:, b, t], [0, 0, 1, 1, 2, 3, 3, 3], 1e4, "half")
-        np.testing.assert_allclose(out[b, t, n], expected, rtol=0, atol=3e-6)
-    q = k = v = jnp.asarray(x)
-    out = attend(scheme, {}, q, k, v, is_causal=True, coordinates=jnp.asarray(coordinates))
-    assert out.shape == q.shape
-    with pytest.raises(ValueError, match=r"coordinates of 4 axes.*got \(3, 2, 7\)"):
-        attend(scheme, {}, q, k, v, coordinates=jnp.asarray(coordinates[:3]))
 
 
 def test_hope_of_vision_models_matches_the_code_of_its_authors():
@@ -93,25 +67,31 @@ def test_default_sections_are_the_published_ones():
     assert qwen3.axes == mrope_axes((24, 20, 20), "interleaved")
 
 
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("dtype", [np.int32, np.float32])
-def test_matches_the_loop_over_pairs(layout, order, dtype):
-    scheme = pe.MRoPE(head_dim=20, theta=1e6, order=order, layout=layout, rotary_dim=16)
-    random = np.random.default_rng(0)
-    far = 10**6 if dtype == np.int32 else 300
-    coordinates = random.integers(0, far, size=(3, 2, 7)).astype(dtype)
+@pytest.mark.parametrize(
+    "sections, order, layout, dtype",
+    [
+        (None, "contiguous", "interleaved", "i4"),
+        (None, "interleaved", "half", "f4"),
+        (None, "alternating", "half", "i4"),
+        ((2, 2, 1, 3), "contiguous", "half", "i4"),
+    ],
+)
+def test_matches_the_loop_over_pairs(sections, order, layout, dtype):
+    options = {"theta": 1e6, "layout": layout, "rotary_dim": 16}
+    scheme = pe.MRoPE(head_dim=20, sections=sections, order=order, **options)
+    random, far = np.random.default_rng(0), 10**6 if dtype == "i4" else 300
+    coordinates = random.integers(0, far, size=(scheme.traits.num_axes, 2, 7)).astype(dtype)
     x = random.normal(size=(2, 7, 6, 20)).astype(np.float32)
-    out = query(scheme, {}, jnp.asarray(x), jnp.asarray(coordinates))
+    out = query(scheme, {}, x, coordinates)
     for b, t, n in np.ndindex(2, 7, 6):
         expected = rotate(x[b, t, n, :16], coordinates[:, b, t], scheme.axes, 1e6, layout)
-        np.testing.assert_allclose(
-            out[b, t, n, :16], expected, rtol=0, atol=3e-6 if dtype == np.int32 else 1e-4
-        )
+        tolerance = 3e-6 if dtype == "i4" else 1e-4
+        np.testing.assert_allclose(out[b, t, n, :16], expected, rtol=0, atol=tolerance)
     np.testing.assert_array_equal(out[..., 16:], x[..., 16:])
-    np.testing.assert_array_equal(out, key(scheme, {}, jnp.asarray(x), jnp.asarray(coordinates)))
+    np.testing.assert_array_equal(out, key(scheme, {}, x, coordinates))
 
 
+Q, PLACES = np.zeros((1, 5, 6, 8), "f4"), np.zeros((2, 1, 5), "i4")
 ERRORS = [
     (pe.MRoPE, {"sections": (2, 2)}, "sections must be three positive numbers of pairs"),
     (pe.MRoPE, {"sections": (4, 4, 0)}, r"sections must be three positive .* got \(4, 4, 0\)"),
@@ -120,10 +100,10 @@ ERRORS = [
     (pe.MRoPE, {"sections": (1, 1, 2), "order": "interleaved"}, "need more"),
     (pe.MRoPE, {"head_dim": 4}, "2 pairs are too few for the default sections"),
     (pe.MRoPE, {"rotary_dim": 5}, "rotary dim must be even and positive, got 5"),
+    (lambda: pe.MRoPE(8).query({}, Q, PLACES), {}, r"must be \[3, B, T\] .*, got \(2, 1, 5\)"),
+    (
+        lambda: pe.scheme_attention(pe.MRoPE(8), {}, Q, Q, Q, coordinates=PLACES),
+        {},
+        r"coordinates of 3 axes, \[A, B, T\] .*, got \(2, 1, 5\)",
+    ),
 ]
-
-
-@pytest.mark.parametrize("shape", [(2, 1, 5), (5,), (3, 5)])
-def test_coordinates_need_three_axes(shape):
-    with pytest.raises(ValueError, match=r"coordinates must be \[3, B, T\]|apply_rotation: cos"):
-        pe.MRoPE(head_dim=8).query({}, qkv(length=5)[0], jnp.zeros(shape, jnp.int32))

