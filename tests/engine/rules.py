@@ -15,6 +15,7 @@ from posenc_jax.engine.rules import (
     LogitsTransform,
     SeparableBias,
 )
+from tests.support import parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,13 +97,12 @@ def _alibi(params, q, k):
     return (pe.ALiBi(num_heads=q.shape[2]).rules({}),)
 
 
-def _t5(random, heads, dim):
-    return {"table": _normal(random, heads, 8)}
+def _t5(heads):
+    return pe.T5(num_heads=heads, num_buckets=8, max_distance=12)
 
 
 def _t5_rules(params, q, k):
-    scheme = pe.T5(num_heads=q.shape[2], num_buckets=8, max_distance=12)
-    return (scheme.rules(params),)
+    return (_t5(q.shape[2]).rules(params),)
 
 
 def _scaled(params, q, k):
@@ -117,16 +117,12 @@ def _scaled(params, q, k):
     return (bounded, *_t5_rules(params["t5"], q, k))
 
 
-def _shaw(random, heads, dim):
-    scheme = pe.Shaw(num_heads=heads, head_dim=dim, clip=6)
-    shapes = jax.eval_shape(scheme.init, jax.random.key(0))
-    return jax.tree.map(lambda x: _normal(random, *x.shape), shapes)
+def _shaw(heads, dim):
+    return pe.Shaw(num_heads=heads, head_dim=dim, clip=6)
 
 
 def _shaw_rules(params, q, k):
-    scheme = pe.Shaw(num_heads=q.shape[2], head_dim=q.shape[3], clip=6)
-    rows, cols, _ = scheme.features(params, None, q, k, None, None, None)
-    return scheme.rules(params, rows, cols)
+    return _shaw(*q.shape[2:]).rules(params, q)
 
 
 def _whole(shared, heads, row, cols, logits, seen, q, k):
@@ -199,11 +195,11 @@ def _all_pairs(params, q, k):
 KINDS = {
     "none": Kind(lambda random, heads, dim: {}, lambda params, q, k: ()),
     "alibi": Kind(lambda random, heads, dim: {}, _alibi),
-    "t5": Kind(_t5, _t5_rules),
+    "t5": Kind(lambda random, heads, dim: parameters(_t5(heads), 1.0), _t5_rules),
     "scaled": Kind(
         lambda random, heads, dim: {
             "bounded": _normal(random, heads, 9),
-            "t5": _t5(random, heads, dim),
+            "t5": parameters(_t5(heads), 1.0),
         },
         _scaled,
     ),
@@ -218,13 +214,13 @@ KINDS = {
     ),
     "fox": Kind(lambda random, heads, dim: _spaced(0.5, heads), _gated),
     "separable": Kind(lambda random, heads, dim: _spaced(0.5, heads), _separable),
-    "shaw": Kind(_shaw, _shaw_rules),
+    "shaw": Kind(lambda random, heads, dim: parameters(_shaw(heads, dim), 1.0), _shaw_rules),
     "whole": Kind(
         lambda random, heads, dim: {
             "heads": _spaced(0.2, heads),
             "mix": _normal(random, heads, heads),
             "gate": _spaced(0.5, heads),
-            "t5": _t5(random, heads, dim),
+            "t5": parameters(_t5(heads), 1.0),
         },
         _whole_rules,
     ),

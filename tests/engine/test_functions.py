@@ -15,6 +15,7 @@ from posenc_jax.engine.api import _run
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.kernels.tpu.implementation import PallasTPU
 from posenc_jax.sharding import sequence_parallel_attention
+from tests.kernels.kernel_cases import assert_close
 from tests.support import slow
 
 T, N, H, R = 18, 2, 8, 9
@@ -54,14 +55,6 @@ RULES = {
 IN_TILES = ("logit", "content", "dot", "values")
 
 
-def rules_of(names, s, length=T):
-    """Rules that read `s()`, with the features of the last queries."""
-    rules = [RULES[name](s) for name in names]
-    queries = [None if x.q_features is None else x.q_features[:, T - length :] for x in rules]
-    pairs = zip(rules, queries, strict=True)
-    return tuple(rule.with_features(q, rule.k_features) for rule, q in pairs)
-
-
 @jax.numpy_rank_promotion("allow")
 @jax.numpy_dtype_promotion("standard")
 def plain(q, k, v, s, names=("logit",)):
@@ -78,14 +71,23 @@ def plain(q, k, v, s, names=("logit",)):
     return out
 
 
-def positions(length):
-    at = jnp.arange(T, dtype=jnp.int32)[None]
-    return {"q_positions": at[:, T - length :], "k_positions": at}
+AT = jnp.arange(T, dtype=jnp.int32)[None]
 
 
 def inputs(length=T):
     q, k, v = QKV
     return q[:, T - length :], k, v
+
+
+def call(names, s, implementation, q, k, v):
+    """Attention of the last queries with rules that read `s()`."""
+    options = {"q_positions": AT[:, T - q.shape[1] :], "k_positions": AT, "contiguous": False}
+    rules = [RULES[name](s) for name in names]
+    return pe.attention(q, k, v, rules=tuple(rules), implementation=implementation, **options)
+
+
+def two_devices(axis):
+    return jax.make_mesh((2,), (axis,), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def pull_of(function, *arrays):
@@ -95,46 +97,28 @@ def pull_of(function, *arrays):
     return lambda: pull(weights)
 
 
-def assert_close(got, expected):
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * max(1.0, np.abs(b).max()))
-
-
 @slow
-@pytest.mark.parametrize(
-    "names",
-    [(*IN_TILES, "on"), ("rows",), pytest.param(("score_mod",), marks=slow)],
-    ids="+".join,
-)
+@pytest.mark.parametrize("names", [(*IN_TILES, "on"), ("rows",), ("score_mod",)], ids="+".join)
 def test_other_functions_are_never_taken_for_equal(names):
     formula = jax.jit(plain, static_argnums=4)
     for s in (1, 4):
-        out = pe.attention(*inputs(), rules=rules_of(names, lambda s=s: s))
+        out = call(names, lambda s=s: s, None, *inputs())
         assert_close(out, formula(*inputs(), s, names))
 
 
-CALLS = {
-    "tiles": (IN_TILES, T, "xla"),
-    "one query": (("logit",), 1, "dense"),
-}
+CALLS = {"tiles": (IN_TILES, T, "xla"), "one query": (("logit",), 1, "dense")}
 
 
 @slow
 @pytest.mark.parametrize(
     "names, length, implementation",
-    [*CALLS.values(), pytest.param(("logit",), T, TPU, marks=slow)],
+    [*CALLS.values(), (("logit",), T, TPU)],
     ids=[*CALLS, "kernels"],
 )
 def test_derivatives_are_of_the_forward_pass(names, length, implementation):
     """A variable changes before the pullback."""
     arrays, number = inputs(length), [1]
-
-    def attend(q, k, v):
-        rules = rules_of(names, lambda: number[0], length)
-        options = positions(length) | {"contiguous": False}
-        return pe.attention(q, k, v, rules=rules, implementation=implementation, **options)
-
-    program = jax.jit(attend)
+    program = jax.jit(functools.partial(call, names, lambda: number[0], implementation))
     jax.eval_shape(program, *arrays)
 
     @testing.jit_fast
@@ -147,11 +131,10 @@ def test_derivatives_are_of_the_forward_pass(names, length, implementation):
 
 
 def test_derivatives_of_a_ring_are_of_the_forward_pass():
-    mesh = jax.make_mesh((2,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,))
-    spread = PartitionSpec(None, "sequence")
-    at, number = jnp.arange(T, dtype=jnp.int32)[None], [1]
+    spread, number = PartitionSpec(None, "sequence"), [1]
+    specs = {"in_specs": (spread,) * 4, "out_specs": spread}
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(spread,) * 4, out_specs=spread)
+    @functools.partial(jax.shard_map, mesh=two_devices("sequence"), **specs)
     def attend(q, k, v, at):
         options = {"q_positions": at, "k_positions": at, "axis_name": "sequence"}
         rule = RULES["logit"](lambda: number[0])
@@ -159,7 +142,7 @@ def test_derivatives_of_a_ring_are_of_the_forward_pass():
 
     @testing.jit_fast
     def cotangents(*arrays):
-        pull = pull_of(lambda *a: attend(*a, at), *arrays)
+        pull = pull_of(lambda *a: attend(*a, AT), *arrays)
         number[0] = 4
         _run.clear_cache()  # Both passes may share its trace.
         return pull(), pull_of(lambda *a: plain(*a, 1), *arrays)()
@@ -167,18 +150,13 @@ def test_derivatives_of_a_ring_are_of_the_forward_pass():
     assert_close(*cotangents(*inputs()))
 
 
-@pytest.mark.parametrize(
-    "names, length, implementation",
-    CALLS.values(),
-    ids=CALLS,
-)
+@pytest.mark.parametrize("names, length, implementation", CALLS.values(), ids=CALLS)
 def test_gradients_of_what_a_function_closes_over(names, length, implementation):
     """In a loop of layers, whose derivatives JAX traces outside of the loop."""
-    arrays, options = inputs(length), positions(length) | {"contiguous": False}
+    arrays = inputs(length)
 
-    def attend(s, q, k, v):
-        rules = rules_of(names, lambda: s, length)
-        return pe.attention(q, k, v, rules=rules, implementation=implementation, **options)
+    def attend(s, *arrays):
+        return call(names, lambda: s, implementation, *arrays)
 
     def layers(s, *arrays):
         def layer(out, s):
@@ -210,8 +188,7 @@ def test_gradients_of_what_a_function_closes_over_outside_of_jit():
 @slow
 def test_gradients_under_shard_map_are_of_arrays_of_the_device():
     """A custom derivative has no type for a gradient that devices share."""
-    mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
-    heads = PartitionSpec(None, None, "heads")
+    mesh, heads = two_devices("heads"), PartitionSpec(None, None, "heads")
 
     def attend(s, *arrays):
         rule = RULES["logit"](lambda: s[0])
@@ -233,8 +210,7 @@ def test_gradients_under_shard_map_are_of_arrays_of_the_device():
 
 def test_gradients_under_shard_map_of_arrays_that_devices_share():
     """A rule is traced with arrays that vary over the mesh, as they do where it is called."""
-    mesh = jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
-    batch = PartitionSpec("batch")
+    mesh, batch = two_devices("batch"), PartitionSpec("batch")
 
     def attend(scale, slopes, *arrays):
         def logit(scale, slope, q, k):

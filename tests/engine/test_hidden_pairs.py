@@ -1,10 +1,8 @@
 """Rules that are NaN or infinite at pairs which are hidden: these pairs have no gradient.
 
 Expected are the numbers of the same rules with a distance that is clipped to those that are seen,
-and for one of them a float64 loop.
+and for one of them float64.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +12,7 @@ import pytest
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
 from posenc_jax.kernels.tpu.implementation import PallasTPU
+from tests import oracle
 from tests.engine.rules import explicit_mask
 from tests.support import parameters, run, slow
 
@@ -33,7 +32,7 @@ def past(shared, slope, q, k):
 
 
 def past_clipped(shared, slope, q, k):
-    return -slope * jnp.log1p(jnp.maximum(q - k, 0))
+    return past(shared, slope, jnp.maximum(q, k), k)
 
 
 def near(shared, slope, q, k):
@@ -43,8 +42,7 @@ def near(shared, slope, q, k):
 
 
 def near_clipped(shared, slope, q, k):
-    n = jnp.clip((q - k).astype(jnp.float32), 0, 5)
-    return slope * (jnp.sqrt(6 - n) + 1 / jnp.sqrt(n + 1))
+    return near(shared, slope, k + jnp.clip(q - k, 0, 5), k)
 
 
 def odd(shared, slope, q, k):
@@ -54,6 +52,10 @@ def odd(shared, slope, q, k):
 
 def even(b, h, q_idx, kv_idx):
     return (q_idx - kv_idx) % 2 == 0
+
+
+def both_sides(shared, slope, q, k):
+    return -slope * jnp.log1p(jnp.abs(q - k))
 
 
 def of_sums(shared, slope, row, col, q, k):
@@ -69,7 +71,7 @@ def vector(shared, head, n):
 
 
 def vector_clipped(shared, head, n):
-    return shared * jnp.sqrt(jnp.maximum(n, 0).astype(jnp.float32))
+    return vector(shared, head, jnp.maximum(n, 0))
 
 
 def vector_near(shared, head, n):
@@ -77,7 +79,7 @@ def vector_near(shared, head, n):
 
 
 def vector_near_clipped(shared, head, n):
-    return shared * jnp.sqrt(5.5 - jnp.clip(n, 0, 5).astype(jnp.float32))
+    return vector_near(shared, head, jnp.clip(n, 0, 5))
 
 
 def row_of(shared, heads, q_feature, k_features, logits, seen, q, k):
@@ -94,7 +96,7 @@ def mod_of_b(score, b, h, q, k, slopes):
 
 
 def mod_of_b_clipped(score, b, h, q, k, slopes):
-    return score + slopes[h] / ((1 + b) * (1 + jnp.maximum(q - k, 0))).astype(jnp.float32)
+    return mod_of_b(score, b, h, jnp.maximum(q, k), k, slopes)
 
 
 def mod_of_score(score, b, h, q, k, slopes):
@@ -139,10 +141,9 @@ BOTH = {
     "dot": (dot(vector), DOT),
     "dot, bounds": (dot(vector, bounds=(-50, 50)), DOT),
     "transform": (transform(row_of), CLIPPED),
-    "score_mod, relative": (score_mod(mod, relative=True), CLIPPED),
-    "score_mod, adds": (score_mod(mod, adds=True), CLIPPED),
-    "score_mod, b": (score_mod(mod_of_b, adds=True), score_mod(mod_of_b_clipped, adds=True)),
     "score_mod": (score_mod(mod), CLIPPED),
+    "score_mod, b": (score_mod(mod_of_b, adds=True), score_mod(mod_of_b_clipped, adds=True)),
+    "score_mod, score": (score_mod(mod_of_score), score_mod(mod_of_score_clipped)),
 }
 HOW = {
     "whole": {"is_causal": True},
@@ -151,43 +152,42 @@ HOW = {
     "packed": {"is_causal": True, "q_segment_ids": PACKED},
     "mask": {"mask": CAUSAL},
     "mask, positions": {"mask": CAUSAL, "q_positions": POSITIONS},
-    "softcap": {"is_causal": True, "softcap": 3.0},
 }
-WORDS = "dense", "xla", "reference"
-# Rules of kinds that others or the cases below have.
-LIKE_OTHERS = "relative", "of pairs", "content", "dot", "dot, bounds", "score_mod, relative"
-LIKE_OTHERS += "score_mod, adds", "score_mod"
-CASES = [
-    pytest.param(
-        name,
-        list(HOW)[(2 * n + m) % 6],
-        WORDS[(n + m) % 3],
-        marks=slow if m or name in LIKE_OTHERS else (),
-    )
+MORE = [
+    (name, how, ("dense", "xla", "reference")[(n + m) % 3])
     for n, name in enumerate(BOTH)
-    for m in range(2)
+    for m, how in enumerate([*HOW][n % 3 :: 3])
 ]
-# `near` by `visible_until`; tokens of the last segment end with it.
-BOTH["until"] = bias(near, relative=True), NEAR
+BOTH["until"] = BOTH["tail"] = bias(near, relative=True), NEAR
+BOTH["tail, dot"] = dot(vector_near), dot(vector_near_clipped)
+BOTH["odd"] = bias(odd, relative=True), CLIPPED
+BOTH["both sides"] = bias(both_sides, relative=True), bias(both_sides)
+PREFIX = {"q_positions": np.arange(T) - 15, "prefix_length": np.array([20, 5])}
 HOW |= {
     "until": {"is_causal": True, "k_visible_until": np.arange(T) + 6},
+    # Tokens of the last segment end with it.
     "until, packed": HOW["packed"]
     | {"k_visible_until": np.where(np.arange(T) < 34, np.arange(T) % 17 + 6, 99)},
+    # Documents of 6 tokens, before padding that is longer.
+    "tail": {"is_causal": True}
+    | {"q_segment_ids": np.repeat([[0, 1, -1], [2, 3, -1]], (6, 6, T - 12), axis=1)},
+    "block mask": {"is_causal": True, "mask": None},
+    "step": {"is_causal": True, "q_positions": POSITIONS[-2:-1], "k_positions": POSITIONS},
+    "softcap": {"is_causal": True, "softcap": 3.0},
+    "prefix": {"is_causal": True, **PREFIX},  # It ends after zero, and begins before.
+    "prefix, window": {"window": (3, 2), **PREFIX},
 }
-CASES += [pytest.param("until", "until", "dense", marks=slow), ("until", "until, packed", "xla")]
-# `near` in documents of 6 tokens, before padding that is longer.
-BOTH["tail"], BOTH["tail, dot"] = BOTH["until"], (dot(vector_near), dot(vector_near_clipped))
-HOW["tail"] = {"is_causal": True}
-HOW["tail"]["q_segment_ids"] = np.repeat([[0, 1, -1], [2, 3, -1]], (6, 6, T - 12), axis=1)
-CASES += [("tail", "tail", "xla"), pytest.param("tail, dot", "tail", "xla", marks=slow)]
-# `near` at every other distance: `odd` divides by zero at the others.
-BOTH["odd"] = bias(odd, relative=True), CLIPPED
-HOW["block mask"] = {"is_causal": True, "mask": None}
-CASES += [("odd", "block mask", "xla")]
-CASES += [pytest.param("odd", "block mask", "reference", marks=slow)]
-CASES += [("relative", "mask", "dense"), ("dot, bounds", "positions", "xla")]
-CASES += [pytest.param("relative", "mask", "xla", marks=slow)]
-CASES += [pytest.param("of pairs", "softcap", "xla", marks=slow)]
+CASES = [
+    *(("window", "mask", "reference"), ("transform", "whole", "dense")),
+    *(("score_mod, b", "whole", "dense"), ("score_mod, score", "whole", "dense")),
+    *(("until", "until, packed", "xla"), ("tail", "tail", "xla"), ("odd", "block mask", "xla")),
+    *(("relative", "mask", "dense"), ("dot, bounds", "positions", "xla")),
+    ("both sides", "prefix", "xla"),
+    ("of pairs", "whole", PallasTPU(Blocks(128, 128), Blocks(128, 128), interpret=True)),
+]
+MORE += [("until", "until", "dense"), ("tail, dot", "tail", "xla"), ("relative", "mask", "xla")]
+MORE += [("odd", "block mask", "reference"), ("of pairs", "softcap", "xla")]
+MORE += [("relative", "step", "dense"), ("both sides", "prefix, window", "xla")]
 
 
 def _loss(make, static, word, arrays):
@@ -197,8 +197,9 @@ def _loss(make, static, word, arrays):
         static["mask"] = pe.block_mask(even, T, T, block_size=8)
     if make in BOTH["window"]:
         static["window"] = (5, 0)
-    out = pe.attention(q, K, V, rules=rules, implementation=word, **static, **options)
-    return (out * WEIGHTS).sum()
+    first = T - options.get("q_positions", POSITIONS).shape[-1]
+    out = pe.attention(q[:, first:], K, V, rules=rules, implementation=word, **static, **options)
+    return (out * WEIGHTS[:, first:]).sum()
 
 
 def _gradient(make, static, word, slopes, sums, q, options):
@@ -218,13 +219,15 @@ def by_one_mask(how):
     """The same pairs as a mask, which is data: the clipped rules have one program for them all."""
     how = dict(how)
     if "q_positions" in how:
-        how["k_positions"] = how["q_positions"]
+        how.setdefault("k_positions", how["q_positions"])
     if how.get("mask", 0) is None:  # The block mask.
         how["mask"] = even(0, 0, *np.ogrid[:T, :T])
     return explicit_mask(how, B, N, T)
 
 
-@pytest.mark.parametrize("name, how, word", CASES)
+@pytest.mark.parametrize(
+    "name, how, word", [*CASES, *(pytest.param(*x, marks=slow) for x in MORE if x not in CASES)]
+)
 def test_hidden_pairs_have_no_gradient(name, how, word):
     make, clipped = BOTH[name]
     got = gradients(make, HOW[how], word)
@@ -248,93 +251,19 @@ def test_calls_without_pairs_have_no_gradient(how):
     assert not any(np.any(x) for x in got)
 
 
-@pytest.mark.parametrize("window", [None, pytest.param((3, 2), marks=slow)])
-def test_prefixes_of_positions_below_zero(window):
-    """Shifted, positions and the prefix say the same."""
-
-    def out(shift, word):
-        options = {"is_causal": window is None, "window": window}
-        options |= {
-            "q_positions": np.arange(T) + shift,
-            "prefix_length": np.array([35, 20]) + shift,
-        }
-        rules = pe.KERPLELog(num_heads=N).rules({"r1": 3 * SLOPES, "r2": SLOPES})
-        return jax.jit(
-            lambda q: pe.attention(q, K, V, rules=rules, implementation=word, **options)
-        )(Q)
-
-    np.testing.assert_allclose(out(-15, "xla"), out(0, "reference"), atol=1e-5)
-
-
-def test_the_gradient_is_that_of_a_loop():
-    def loss(slopes):
-        total = 0.0
-        for b, n in np.ndindex(B, N):
-            for i in range(T):
-                distance = np.log1p(2 * np.arange(i, -1, -1.0))
-                x = K[b, : i + 1, n].astype(np.float64) @ Q[b, i, n] / H**0.5 - slopes[n] * distance
-                p = np.exp(x - x.max())
-                total += (p / p.sum()) @ V[b, : i + 1, n] @ WEIGHTS[b, i, n]
-        return total
-
-    step = 1e-5 * np.eye(2)
-    expected = [(loss(SLOPES + s) - loss(SLOPES - s)) / 2e-5 for s in step]
+def test_the_gradient_is_that_of_float64():
+    distances = np.log1p(np.maximum(POSITIONS[:, None] - POSITIONS, 0))
+    added, d_lse = np.float32(-SLOPES[:, None, None] * distances), np.zeros((1, T, N))
+    expected = np.zeros(N)
+    for row in np.split(np.stack([Q, K, V, WEIGHTS]), B, 1):
+        *_, d_logits, _ = oracle.attention(row[:3], added, CAUSAL[0, 0], row[3], d_lse)
+        expected -= np.einsum("nts,ts->n", d_logits, distances)
     make, clipped = BOTH["of pairs"]
     for got in (
         gradients(make, HOW["positions"], "dense"),
         gradients(clipped, by_one_mask(HOW["positions"]), "reference"),
     ):
         np.testing.assert_allclose(got[0], expected, rtol=1e-4)
-
-
-@slow
-def test_forward_mode():
-    """Tangents too, in "dense" and "reference"."""
-    make, clipped = BOTH["of pairs"]
-
-    @jax.jit
-    def tangents(slopes):
-        def loss(slopes, word):
-            arrays = slopes, SUMS, Q, {"q_segment_ids": PADDED}
-            return _loss(make, (("is_causal", True),), word, arrays)
-
-        losses = (functools.partial(loss, word=word) for word in ("dense", "reference"))
-        return [jax.jvp(f, (slopes,), (jnp.ones(2),))[1] for f in losses]
-
-    expected = gradients(clipped, by_one_mask(HOW["padded"]), "reference")[0].sum()
-    np.testing.assert_allclose(tangents(SLOPES), [expected] * 2, rtol=1e-4)
-
-
-@pytest.mark.parametrize("word", ["dense", pytest.param("reference", marks=slow)])
-def test_scores_of_hidden_keys_are_no_zeros(word):
-    functions = mod_of_score, mod_of_score_clipped
-    got, expected = (gradients(score_mod(function), HOW["whole"], word) for function in functions)
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
-
-
-@slow
-def test_steps_of_a_cache():
-    q, positions = Q[:, -1:], {"q_positions": POSITIONS[-2:-1], "k_positions": POSITIONS}
-
-    def loss(make, slopes):
-        out = pe.attention(q, K, V, rules=make(slopes, SUMS), is_causal=True, **positions)
-        return (out * WEIGHTS[:, -1:]).sum()
-
-    make, clipped = BOTH["relative"]
-    slopes = (jax.jit(jax.grad(functools.partial(loss, m))) for m in (make, clipped))
-    got, expected = (slope(SLOPES) for slope in slopes)
-    np.testing.assert_allclose(got, expected, rtol=1e-4)
-
-
-def test_elements_of_kernels():
-    tiles = Blocks(128, 128)
-    kernels = PallasTPU(tiles, tiles, interpret=True)
-    make, clipped = BOTH["of pairs"]
-    got = gradients(make, HOW["whole"], kernels)
-    expected = gradients(clipped, by_one_mask(HOW["whole"]), "reference")
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Implementations are values: words, settings, refusals, and new ones."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,10 @@ from posenc_jax.engine.xla import XLA
 from posenc_jax.kernels.gpu.implementation import PallasGPU
 from posenc_jax.kernels.tpu.implementation import PallasTPU
 from tests.oracle import qkv
-from tests.support import layer_of, slow
+from tests.support import slow
 
 Q, K, V = qkv(length=40, heads=2, kv_heads=2, dim=4)
-TILES = XLA(Blocks(16, 8), Blocks(8, 16))
+BIAS = pe.ALiBi(num_heads=2).rules({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,22 +39,14 @@ class Mean(Implementation):
 
 
 def test_a_backend_of_a_users_own_is_a_value():
-    out = pe.attention(Q, K, V, implementation=Mean(2.0))
-    np.testing.assert_allclose(
-        out, np.broadcast_to(2 * V.mean(1, keepdims=True), Q.shape), rtol=1e-6
-    )
-    layer_out, _ = pe.scheme_attention(pe.NoPE(), {}, Q, K, V, implementation=Mean())
-    np.testing.assert_allclose(layer_out[:, 0], V.mean(1), rtol=1e-6)
+    out, _ = pe.scheme_attention(pe.NoPE(), {}, Q, K, V, implementation=Mean(2.0))
+    np.testing.assert_allclose(out[:, 0], 2 * V.mean(1), rtol=1e-6)
 
 
 def test_an_explicit_implementation_never_falls_back():
-    bias = pe.ALiBi(num_heads=2).rules({})
-    with pytest.raises(
-        NotImplementedError, match=r'implementation="mean": it has no rules; use None'
-    ):
-        pe.attention(Q, K, V, rules=bias, implementation=Mean())
-    with pytest.raises(NotImplementedError, match=r'implementation="splash": it has no rules'):
-        pe.attention(Q, K, V, rules=bias, implementation="splash")
+    for implementation, name in (Mean(), "mean"), ("splash", "splash"):
+        with pytest.raises(NotImplementedError, match=f'implementation="{name}": it has no rules'):
+            pe.attention(Q, K, V, rules=BIAS, implementation=implementation)
 
 
 def test_unknown_words_and_types_are_named():
@@ -65,7 +58,6 @@ def test_unknown_words_and_types_are_named():
 
 
 def test_of_a_sequence_the_first_that_serves_is_used():
-    bias = pe.ALiBi(num_heads=2).rules({})
     twice = 2 * V.mean(1, keepdims=True) + jnp.zeros_like(Q)
 
     def attend(implementation, rules=()):
@@ -74,46 +66,26 @@ def test_of_a_sequence_the_first_that_serves_is_used():
     for sequence in ((Mean(2.0), Mean()), ["splash", Mean(2.0), "xla"]):
         np.testing.assert_allclose(attend(sequence), twice, rtol=1e-6)
     for sequence in ((Mean(2.0), None), ("splash", "pallas", Mean(), "dense")):
-        np.testing.assert_allclose(attend(sequence, bias), attend(None, bias), atol=1e-6)
+        np.testing.assert_allclose(attend(sequence, BIAS), attend(None, BIAS), atol=1e-6)
     with pytest.raises(
         NotImplementedError,
         match=r'^attention: implementation="splash": it has no rules.*; implementation="mean": it',
     ):
-        attend(("splash", Mean()), bias)
+        attend(("splash", Mean()), BIAS)
     with pytest.raises(ValueError, match="attention: implementation is an empty tuple"):
         attend(())
 
 
 def test_kernels_leave_decode_steps_to_others():
     """Of a sequence for a layer, whose steps then take what `None` takes."""
-    rules, places = (
-        pe.ALiBi(2).rules({}),
-        {"q_positions": np.array([39]), "k_positions": np.arange(40)},
-    )
+    options = {"q_positions": np.array([39]), "k_positions": np.arange(40), "is_causal": True}
+    step = functools.partial(pe.attention, Q[:, -1:], K, V, rules=BIAS, **options)
     for kernels in (PallasGPU(interpret=True), PallasTPU(interpret=True)):
-
-        def step(implementation):
-            options = {"is_causal": True, "implementation": implementation}
-            return pe.attention(Q[:, -1:], K, V, rules=rules, **places, **options)
-
         # Traced, and first: the interpreter of a kernel that takes the step may wait for ever.
         with pytest.raises(NotImplementedError, match=r'in decode steps, needs .*"dense"'):
-            jax.eval_shape(lambda k=kernels, step=step: step(k))
-        np.testing.assert_array_equal(step((kernels, None)), step(None))
-
-
-@pytest.mark.parametrize("library", ["nnx", "linen"])
-def test_layers_take_a_sequence_of_implementations(library):
-    x = np.cos(np.arange(72, dtype=np.float32)).reshape(1, 9, 8)
-
-    def output(implementation):
-        options = {"position": pe.ALiBi(2), "is_causal": True, "implementation": implementation}
-        if library == "nnx":
-            return layer_of(lambda rngs: pe.nnx.Attention(8, 2, **options, rngs=rngs))(x)
-        layer = pe.linen.Attention(2, **options)
-        return layer.init_with_output(jax.random.key(0), x)[0]
-
-    np.testing.assert_array_equal(output(("pallas", "reference")), output("reference"))
+            jax.eval_shape(functools.partial(step, implementation=kernels))
+        out, expected = (step(implementation=x) for x in ((kernels, None), None))
+        np.testing.assert_array_equal(out, expected)
 
 
 @pytest.mark.parametrize(("sizes", "error"), [((0, 8), ValueError), ((8, 2.0), TypeError)])
@@ -136,22 +108,18 @@ def test_the_choice_goes_by_size(length, keys, name):
     ("rule", "error", "message"),
     [
         (
-            pe.LogitBias(lambda shared, head, q: q, heads=jnp.ones(2)),
+            lambda shared, head, q: q,
             TypeError,
             r"LogitBias.rule must be rule\(shared, head, q, k\) -> scalar, got <lambda>: too many",
         ),
         (
-            pe.LogitBias(lambda shared, head, q, k: head * jnp.ones(3), heads=jnp.ones(2)),
+            lambda shared, head, q, k: head * jnp.ones(3),
             ValueError,
             r"LogitBias.rule <lambda> must return one number, got shape \(3,\)",
         ),
+        (lambda shared, head, q, k: None, ValueError, "must return one number, got no array"),
         (
-            pe.LogitBias(lambda shared, head, q, k: None, heads=jnp.ones(2)),
-            ValueError,
-            "LogitBias.rule <lambda> must return one number, got no array",
-        ),
-        (
-            pe.LogitBias(lambda shared, head, q, k: k <= q, heads=jnp.ones(2)),
+            lambda shared, head, q, k: k <= q,
             ValueError,
             r"must return one number, got dtype bool; a rule hides keys by jnp\.where\(seen,",
         ),
@@ -159,6 +127,7 @@ def test_the_choice_goes_by_size(length, keys, name):
     ],
 )
 def test_a_rule_that_does_not_fit_is_named(rule, error, message):
+    rule = pe.LogitBias(rule, heads=jnp.ones(2)) if callable(rule) else rule
     with pytest.raises(error, match=message):
         pe.attention(Q, K, V, rules=rule)
 
@@ -179,8 +148,7 @@ def test_dropout_drops_its_rate_of_the_weights():
         options = {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}
         return pe.attention(q, q, v, **options, implementation="reference")
 
-    out = attend(0 * ones, ones)
-    kept_shares = 0.9 * np.asarray(out)
+    kept_shares = 0.9 * np.asarray(attend(0 * ones, ones))
     assert abs(kept_shares.mean() - 0.9) < 0.005  # Four deviations of 65,536 draws.
     assert kept_shares.min() < 0.85 and kept_shares.max() > 0.95
 
@@ -190,25 +158,17 @@ def test_dropout_drops_its_rate_of_the_weights():
 )
 def test_gradients_of_half_precision_parameters_are_sums_in_float32(implementation):
     """Of a table whose entries 512 tokens share; the last of 8 bits is 0.4 %."""
-    draws, positions = np.random.RandomState(0), np.arange(512)[None]
-    q, v, weights = draws.standard_normal((3, 1, 512, 1, 8)).astype(np.float32)
+    places = dict.fromkeys(("q_positions", "k_positions"), np.arange(512))
+    draws = np.random.RandomState(0).standard_normal((3, 1, 512, 1, 8))
+    q, v, weights = draws.astype(np.float32)
     scheme = pe.T5(num_heads=1)
     params = scheme.init(jax.random.key(0))
 
     @jax.jit
     def gradient(params):
         def loss(params):
-            rules, options = scheme.rules(params), {"implementation": implementation}
-            out = pe.attention(
-                q,
-                q,
-                v,
-                rules=rules,
-                q_positions=positions,
-                k_positions=positions,
-                is_causal=True,
-                **options,
-            )
+            options = {"is_causal": True, "implementation": implementation}
+            out = pe.attention(q, q, v, rules=scheme.rules(params), **places, **options)
             return jnp.sum(out * weights)
 
         return jax.tree.leaves(jax.grad(loss)(params))[0]

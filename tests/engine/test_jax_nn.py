@@ -1,7 +1,6 @@
 """`implementation="jax"` and "cudnn": exact where they do not refuse."""
 
 import dataclasses
-import functools
 
 import chex
 import jax
@@ -27,7 +26,7 @@ def _blind():
     return mask
 
 
-FIRE_PARAMS = parameters(pe.FIRE(num_heads=4))
+FIRE = pe.FIRE(num_heads=4).rules(parameters(pe.FIRE(num_heads=4)))
 T5 = pe.T5(num_heads=4, num_buckets=8, max_distance=10, bidirectional=True)
 TABLE = np.random.default_rng(5).normal(size=(4, 8)).astype(np.float32)
 
@@ -38,7 +37,7 @@ def _two_rules(table):
 
 def _slopes(implementation, has_rules, scale, arrays, options):
     def loss(q, k, v, table):
-        rules = _two_rules(table) if has_rules else ()
+        rules = _two_rules(table) if has_rules is True else OF_ALL_HEADS if has_rules else ()
         how = options | {"scale": scale, "implementation": implementation}
         out = pe.attention(q, k, v, rules=rules, **how)
         return jnp.sum(out.astype(jnp.float32) ** 2), out
@@ -68,33 +67,6 @@ def test_equals_the_reference(options, masked, has_rules):
     one_mask = explicit_mask(options, 2, 4, 12)
     expected = run(_slopes, ("reference", has_rules, 0.2), arrays, one_mask)
     chex.assert_trees_all_close(got, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rules": pe.FIRE(num_heads=4).rules(FIRE_PARAMS)}, "rules but biases by distance"),
-        (
-            {
-                "rules": T5.rules({"table": TABLE}),
-                "q_coordinates": np.zeros((2, 2, 12), np.int32),
-                "k_coordinates": np.zeros((2, 2, 12), np.int32),
-                "contiguous": True,
-            },
-            "rules but biases by distance",
-        ),
-        ({"rules": T5.rules({"table": TABLE}), "q_positions": 2 * np.arange(12)}, "positions"),
-        ({"sinks": jnp.zeros(4)}, "sinks"),
-        ({"v": V.astype(jnp.bfloat16)}, "several dtypes"),
-        ({"softcap": 2.0}, "softcap"),
-        ({"return_lse": True}, "log-sum-exp"),
-        ({"q_segment_ids": np.zeros((2, 12), np.int32)}, "segments"),
-        ({"is_causal": True, "q_positions": np.arange(12), "k_positions": np.arange(12)}, "posi"),
-    ],
-)
-def test_refuses_what_it_cannot_do(options, message):
-    with pytest.raises(NotImplementedError, match=message):
-        pe.attention(**{"q": Q, "k": K, "v": V} | options, implementation="jax")
 
 
 @pytest.fixture
@@ -130,15 +102,6 @@ def _slope(slope, head, q, k):
 OF_ALL_HEADS = pe.LogitBias(_slope, shared=jnp.float32(0.1), relative=True)
 
 
-@pytest.mark.parametrize("options", [{"is_causal": True, "window": 4}, {"rules": OF_ALL_HEADS}])
-def test_cudnn_is_asked_for_the_same_attention(on_gpu, options):
-    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (Q, K, V))
-    run = functools.partial(pe.attention, q, k, v, **options)
-    got, expected = run(implementation="cudnn"), run(implementation="reference")
-    assert on_gpu == ["cudnn"]
-    chex.assert_trees_all_close(got, expected, atol=2e-2)
-
-
 def test_cudnn_rounds_a_bias_little(on_gpu):
     """Entries of ten are rounded by up to 0.02; the table's gradient would be 58 times as wrong."""
     q, k, v = (x.astype(jnp.bfloat16) for x in qkv(batch=2, length=64, heads=4, kv_heads=4, dim=32))
@@ -164,99 +127,83 @@ def test_cudnn_rounds_a_bias_little(on_gpu):
     assert np.all(np.less(of_cudnn, 3.0 * np.array(errors("xla")))), of_cudnn
 
 
-def _packed():
-    """Padding on the left and two documents; three documents."""
-    return np.repeat([[-1, 0, 1], [0, 1, 2]], [3, 4, 5], axis=1).astype(np.int32)
+def _positions(of_queries):
+    return {"q_positions": of_queries, "k_positions": np.arange(12)}
 
 
-def _same_image(image, q_idx, kv_idx):
-    return image[q_idx] == image[kv_idx]
-
-
+# Padding on the left and two documents; three documents.
+PACKED = {"q_segment_ids": np.repeat([[-1, 0, 1], [0, 1, 2]], [3, 4, 5], axis=1).astype(np.int32)}
 HIDING = {
-    "packed": {"q_segment_ids": _packed()},
-    "packed, causal, window": {"q_segment_ids": _packed(), "is_causal": True, "window": 3},
+    "packed": PACKED,
+    "packed, causal, window": PACKED | {"is_causal": True, "window": 3},
     "mask of heads": {"mask": np.random.default_rng(6).random((2, 4, 12, 12)) < 0.6},
     "blind": {"mask": _blind(), "is_causal": True, "window": 4},
     "window of both sides": {"window": (3, 1)},
     "prefix": {"is_causal": True, "prefix_length": np.array([0, 7], np.int32)},
     "until": {"k_visible_until": np.arange(2, 26).reshape(2, 12).astype(np.int32)},
+    "causal window": {"is_causal": True, "window": 4},  # cuDNN has it.
+    "nothing": {},
+    "later queries": {"is_causal": True, **_positions(np.arange(5, 17))},
+    "far queries": {"window": (4, 1), **_positions(np.arange(0, 24, 2))},
 }
 
 
 # With rules the array of a row alone and that of several rows have other axes.
 QUICK = {("window of both sides", False), ("prefix", False), ("until", True)}
+QUICK |= {("causal window", False), ("nothing", "of all heads")}
+CASES = [(name, False) for name in HIDING] + [("nothing", "of all heads")]
+CASES += [(name, True) for name in HIDING if "queries" not in name]
 
 
 @pytest.mark.parametrize(
     ("name", "has_rules"),
-    [
-        pytest.param(name, has_rules, marks=() if (name, has_rules) in QUICK else slow)
-        for has_rules in (False, True)
-        for name in HIDING
-    ],
+    [pytest.param(*case, marks=() if case in QUICK else slow) for case in CASES],
 )
-def test_cudnn_hides_keys_by_an_array(on_gpu, name, has_rules):
-    """Outputs and gradients within the rounding of float16; expected are those of one mask."""
-    arrays = *(x.astype(np.float16) for x in (Q, K, V)), TABLE
-    got = jax.jit(lambda arrays: _slopes("cudnn", has_rules, None, arrays, HIDING[name]))(arrays)
+def test_cudnn_equals_the_reference(on_gpu, name, has_rules):
+    """Outputs and gradients within the rounding of float16; expected are those of one mask.
+
+    Padding is NaN, and zero where it is expected.
+    """
+    padding = np.equal(HIDING[name].get("q_segment_ids", np.zeros((2, 12))), -1)[..., None, None]
+    bad, good = (
+        (*(np.where(padding, x, y).astype(np.float16) for y in (Q, K, V)), TABLE)
+        for x in (np.nan, 0.0)
+    )
+    got = jax.jit(lambda arrays: _slopes("cudnn", has_rules, None, arrays, HIDING[name]))(bad)
     assert on_gpu == ["cudnn"]
     one_mask = explicit_mask(HIDING[name], 2, 4, 12)
-    expected = run(_slopes, ("reference", has_rules, None), arrays, one_mask)
-    _assert_close(got, expected)
-
-
-def _assert_close(got, expected):
-    """Within three digits of the greatest number, as of float16."""
+    expected = run(_slopes, ("reference", has_rules, None), good, one_mask)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        x, y = np.asarray(x), np.asarray(y)
+        # Within three digits of the greatest number, as of float16.
         np.testing.assert_allclose(x, y, rtol=0, atol=3e-3 * float(np.abs(y).max() + 1e-3))
 
 
-@slow
 @pytest.mark.parametrize(
-    "options",
+    ("word", "options", "message"),
     [
-        {"is_causal": True, "q_positions": np.arange(3, 11), "k_positions": np.arange(12)},
-        {"window": (4, 1), "q_positions": np.arange(0, 16, 2), "k_positions": np.arange(12)},
+        ("jax", {"rules": FIRE}, "rules but biases by distance"),
+        (
+            "jax",
+            {"rules": T5.rules({"table": TABLE}), "contiguous": True}
+            | dict.fromkeys(("q_coordinates", "k_coordinates"), np.zeros((2, 2, 12), np.int32)),
+            "rules but biases by distance",
+        ),
+        ("jax", {"rules": OF_ALL_HEADS, "q_positions": 2 * np.arange(12)}, "positions"),
+        ("jax", {"sinks": jnp.zeros(4)}, "sinks"),
+        ("jax", {"v": V}, "several dtypes"),
+        ("jax", {"softcap": 2.0}, "softcap"),
+        ("jax", {"return_lse": True}, "log-sum-exp"),
+        ("jax", {"q_segment_ids": np.zeros((2, 12), np.int32)}, "segments"),
+        ("jax", {"is_causal": True, **_positions(np.arange(12))}, "posi"),
+        ("cudnn", {"softcap": 2.0}, "no softcap"),
+        ("cudnn", {"rules": FIRE}, "biases by distance"),
+        ("cudnn", {"rules": OF_ALL_HEADS, "q_positions": 2 * np.arange(12)}, "of its own"),
     ],
 )
-def test_cudnn_takes_positions(on_gpu, options):
-    q, k, v = (jnp.asarray(x, jnp.float16) for x in (Q[:, :8], K, V))
-    run = functools.partial(pe.attention, q, k, v, **options)
-    got, expected = run(implementation="cudnn"), run(implementation="reference")
-    assert on_gpu == ["cudnn"]
-    _assert_close(got, expected)
-
-
-@slow
-def test_padding_and_hidden_values_may_be_anything_for_cudnn(on_gpu):
-    ids = np.repeat([[-1, 0]], [4, 8], axis=1).astype(np.int32)
-    q, k, v = (x[:1].astype(np.float16) for x in (Q, K, V))
-
-    def loss(q, k, v, implementation):
-        out = pe.attention(
-            q, k, v, q_segment_ids=ids, is_causal=True, implementation=implementation
-        )
-        return jnp.sum(out.astype(jnp.float32) ** 2), out
-
-    slopes = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True), static_argnums=3)
-    bad = [np.where(ids[..., None, None] < 0, np.float16(np.nan), x) for x in (q, k, v)]
-    _assert_close(slopes(*bad, "cudnn"), slopes(q, k, v, "reference"))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"softcap": 2.0}, "no softcap"),
-        ({"rules": pe.FIRE(num_heads=4).rules(FIRE_PARAMS)}, "biases by distance"),
-        ({"rules": OF_ALL_HEADS, "q_positions": 2 * np.arange(12)}, "positions of its own"),
-    ],
-)
-def test_cudnn_refuses_what_it_cannot_do(on_gpu, options, message):
-    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (Q, K, V))
+def test_refuses_what_it_cannot_do(on_gpu, word, options, message):
+    arrays = {n: jnp.asarray(x, jnp.bfloat16) for n, x in (("q", Q), ("k", K), ("v", V))}
     with pytest.raises(NotImplementedError, match=message):
-        pe.attention(q, k, v, **options, implementation="cudnn")
+        pe.attention(**arrays | options, implementation=word)
 
 
 def test_cudnn_needs_a_gpu_of_its_dtypes_and_head_dims(on_gpu, monkeypatch):

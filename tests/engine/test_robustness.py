@@ -1,4 +1,4 @@
-"""Values that must not matter do not: unseen keys, far positions, padding, empty batches."""
+"""Unseen keys, far positions, padding and empty batches do not matter; coordinates of axes."""
 
 import functools
 
@@ -9,9 +9,10 @@ import pytest
 
 import posenc_jax as pe
 from posenc_jax.engine.blocks import Blocks
+from posenc_jax.engine.rule import as_tuple
 from posenc_jax.engine.xla import XLA
 from tests.oracle import attention, qkv
-from tests.support import parameters, slow, slow_but
+from tests.support import SIZES, build, parameters, slow, slow_but
 
 SMALL_TILES = XLA(Blocks(16, 8), Blocks(8, 16))
 T, N = 40, 2
@@ -28,30 +29,11 @@ def clipped(low, high):
     return pe.LogitBias(rule, SLOPES, relative=True, bounds=(low, high), drop_far=True)
 
 
-def exact_of_clipped(low, high, distances):
-    """The output with `clipped`, in float64."""
-    added = (SLOPES[:, None, None] * np.clip(distances, low, high)).astype("f4")
-    zeros = np.zeros((1, T, N, 8)), np.zeros((1, T, N))
-    return attention(tokens(), added, np.ones((T, T), bool), *zeros)[0]
+def added_by_clipped(low, high, distances):
+    return SLOPES[:, None, None] * np.clip(distances, low, high)
 
 
-@slow
-def test_biases_that_vary_on_one_side_only_keep_their_term():
-    cases = ((-30, -3), {}), ((2, 7), {"q_positions": POSITIONS})
-
-    @jax.jit
-    def outputs(q, k, v):
-        how = {"implementation": SMALL_TILES}
-        return [
-            pe.attention(q, k, v, rules=clipped(*bounds), **places, **how)
-            for bounds, places in cases
-        ]
-
-    for (bounds, _), out in zip(cases, outputs(*tokens()), strict=True):
-        np.testing.assert_allclose(out, exact_of_clipped(*bounds, DISTANCES), atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint32, np.int64, np.float32])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.float32])
 def test_a_dense_bias_is_the_same_for_positions_of_every_dtype(dtype):
     alibi, positions = pe.ALiBi(num_heads=N).rules({}), np.arange(5)
     slopes = np.array([2.0**-4, 2.0**-8])[:, None, None]
@@ -101,24 +83,15 @@ def test_biases_are_right_at_the_ends_of_int32():
         options = {"rules": clipped(-3, 5), "q_coordinates": q_at, "k_coordinates": k_at}
         return pe.attention(*tokens(), implementation=SMALL_TILES, **options)
 
+    zeros = np.zeros((1, T, N, 8)), np.zeros((1, T, N))
     for end in (2**31 - 1, -(2**31)):
         near = (end + np.arange(T) - (T - 1 if end > 0 else 0)).astype(np.int32)
         last = np.full(T, end, np.int32)
         for coordinates in ((last, near), (near, last)):
             q, k = (x.astype(np.int64) for x in coordinates)
-            expected = exact_of_clipped(-3, 5, q[:, None] - k)
+            added = np.float32(added_by_clipped(-3, 5, q[:, None] - k))
+            expected, *_ = attention(tokens(), added, np.ones((T, T), bool), *zeros)
             np.testing.assert_allclose(outputs(*coordinates), expected, atol=1e-5)
-
-
-@slow
-@pytest.mark.parametrize("implementation", ["dense", SMALL_TILES])
-def test_windows_are_right_at_any_int32_distance(implementation):
-    q, k, v = tokens(length=1)
-    k, v = np.concatenate([k, k + 1], 1), np.concatenate([np.nan * v, v], 1)
-    options = {"q_positions": np.int32([[2**31 - 1]]), "is_causal": True, "window": 10}
-    options["k_positions"] = np.int32([[-(2**31), 2**31 - 1]])
-    out = pe.attention(q, k, v, implementation=implementation, **options)
-    np.testing.assert_allclose(out, v[:, 1:], atol=1e-6)
 
 
 @slow
@@ -127,25 +100,19 @@ def test_far_coordinates_of_others_are_no_distances(apart):
     """Rows, segments and axes that no rule compares may be 2^32 - 2 apart."""
     length = 4
     near, far = np.arange(length) - 2**31, np.arange(length) + 2**31 - length
-    q, k, v = tokens(length=length)
-    alibi = pe.ALiBi(num_heads=N).rules({})
-    options = {"is_causal": True, "rules": alibi}
+    arrays, scheme, params, ids = tokens(length=length), pe.ALiBi(N), {}, None
     if apart == "segments":
         ids = np.array([[0, 0, 1, 1]])
-        at = np.where(ids == 0, near, far)
-        expected = pe.attention(q, k, v, q_segment_ids=ids, **options)
-        out = pe.attention(q, k, v, q_positions=at, q_segment_ids=ids, **options)
+        cases = {"positions": np.where(ids == 0, near, far)}, {}
     elif apart == "rows":
-        q, k, v = (np.concatenate([x, x]) for x in (q, k, v))
-        expected = pe.attention(q, k, v, **options)
-        out = pe.attention(q, k, v, q_positions=np.stack([near, far]), **options)
+        arrays = [np.concatenate([x, x]) for x in arrays]
+        cases = {"positions": np.stack([near, far])}, {}
     else:
-        both = pe.chain(pe.on_axis(pe.RoPE(head_dim=8), 0), pe.on_axis(pe.ALiBi(N), 1))
-        at = np.stack([near, far])[:, None]
-        out, expected = (
-            pe.scheme_attention(both, ({}, {}), q, k, v, coordinates=x, is_causal=True)[0]
-            for x in (at, at - at[:, :, :1])
-        )
+        scheme = pe.chain(pe.on_axis(pe.RoPE(head_dim=8), 0), pe.on_axis(scheme, 1))
+        params, at = ({}, {}), np.stack([near, far])[:, None]
+        cases = {"coordinates": at}, {"coordinates": at - at[:, :, :1]}
+    attend = functools.partial(pe.scheme_attention, scheme, params, *arrays, is_causal=True)
+    out, expected = (attend(segment_ids=ids, **case)[0] for case in cases)
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
@@ -163,13 +130,6 @@ UNSEEN = [("shaw", SMALL_TILES)]
 MORE_UNSEEN = [("cope", "dense"), ("shaw", "dense"), ("fox", SMALL_TILES)]
 MORE_UNSEEN += [("grape_a", "dense"), ("alibi", SMALL_TILES)]
 MORE_UNSEEN += [("deberta", SMALL_TILES)]  # test_every_scheme.py has NaN in padding.
-SIZES = {
-    "deberta": {"head_dim": 8, "model_dim": 8, "span": 8},
-    "fox": {"model_dim": 8},
-    "grape_a": {"head_dim": 8},
-    "shaw": {"head_dim": 8},
-    "alibi": {},
-}
 
 
 @pytest.mark.parametrize(
@@ -179,32 +139,27 @@ SIZES = {
 )
 def test_nan_that_nobody_sees_reaches_no_output_and_no_gradient(name, implementation):
     """Of padding, and of a key that mask and causality hide together."""
-    arrays, x = tokens(), np.ones((1, T, 8), np.float32)
+    scheme = build(pe.SCHEMES[name], **{"span": 8} if name == "deberta" else {})
+    arrays, x = qkv(length=T), np.ones((1, T, SIZES["model_dim"]), np.float32)
     segments = np.where(POSITIONS < 30, 0, -1).astype(np.int32)[None]
     # Key 12 is masked for the queries that causality would show it to.
     mask = np.ones((1, 1, T, T), bool)
     mask[..., 12:, 12] = False
-    scheme = pe.CoPE(head_dim=8) if name == "cope" else pe.SCHEMES[name](N, **SIZES[name])
-    options = {"is_causal": True, "mask": mask, "segment_ids": segments}
+    options = {"is_causal": True, "mask": mask, "segment_ids": segments, "x": x}
 
     @jax.jit
     @functools.partial(jax.grad, argnums=(0, 1, 2, 3), has_aux=True)
     def outcome(q, k, v, params):
-        options_of_kind = options | {"x": x, "implementation": implementation}
-        out, _ = pe.scheme_attention(scheme, params, q, k, v, **options_of_kind)
+        arrays, how = (q, k, v), options | {"implementation": implementation}
+        out, _ = pe.scheme_attention(scheme, params, *arrays, **how)
         return jnp.sum(jnp.sin(out)), out
 
     hidden = (segments[0] < 0)[:, None, None]
     # A running sum reads every key that is no padding.
     of_keys = hidden | ((POSITIONS == 12) & (name != "grape_a"))[:, None, None]
+    unseen = hidden, of_keys, of_keys
     bad, good = (
-        outcome(
-            *(
-                np.where(unseen, np.float32(g), y)
-                for unseen, y in zip((hidden, of_keys, of_keys), arrays, strict=True)
-            ),
-            parameters(scheme),
-        )
+        outcome(*map(np.where, unseen, [np.float32(g)] * 3, arrays), parameters(scheme))
         for g in (np.nan, 0.0)
     )
     for a, b in zip(jax.tree.leaves(bad), jax.tree.leaves(good), strict=True):
@@ -226,7 +181,8 @@ def waves(shared, slope, distance):
 def test_nan_in_keys_that_a_decode_step_does_not_see_reaches_no_gradient(implementation):
     """In features alone, and in keys and values too."""
     q, k, v = tokens(length=6)
-    places = {"q_positions": np.int32([3]), "k_positions": POSITIONS[:6], "is_causal": True}
+    options = {"q_positions": np.int32([3]), "k_positions": POSITIONS[:6], "is_causal": True}
+    options["implementation"] = implementation
 
     @jax.jit
     def gradients(k, v, features):
@@ -237,8 +193,7 @@ def test_nan_in_keys_that_a_decode_step_does_not_see_reaches_no_gradient(impleme
                 pe.DotBias(waves, slopes, k_features=features, bounds=(0, 3)),
                 pe.SeparableBias(q[..., 0] * slopes[None, None], features[..., 0]),
             )
-            out = pe.attention(q, k, v, rules=rules, implementation=implementation, **places)
-            return jnp.sum(jnp.sin(out))
+            return jnp.sum(jnp.sin(pe.attention(q, k, v, rules=rules, **options)))
 
         return jax.grad(loss, (0, 1))(q[:, 3:4], SLOPES)
 
@@ -251,14 +206,13 @@ def test_nan_in_keys_that_a_decode_step_does_not_see_reaches_no_gradient(impleme
 
 
 @pytest.mark.parametrize("implementation", [None, "reference", "dense", "xla", "jax"])
-@pytest.mark.parametrize("axis", ["B", "T and S", "N", "V"])
-def test_an_empty_axis_gives_an_empty_output(axis, implementation):
-    batch, length, heads, dim = 2, 5, N, 4
-    batch, heads = 0 if axis == "B" else batch, 0 if axis == "N" else heads
-    length = 0 if axis == "T and S" else length
-    q, k = (np.ones((batch, length, n, dim), np.float32) for n in (heads, 1))
-    # "jax" needs values of the keys' head dim.
-    v = k[..., : 0 if axis == "V" and implementation != "jax" else dim]
+@pytest.mark.parametrize(
+    "sizes", [(0, 5, N, 4), (2, 0, N, 4), (2, 5, 0, 4), (2, 5, N, 0)], ids=["B", "T", "N", "V"]
+)
+def test_an_empty_axis_gives_an_empty_output(sizes, implementation):
+    batch, length, heads, value_dim = sizes
+    q, k = (np.ones((batch, length, n, 4), np.float32) for n in (heads, 1))
+    v = k if implementation == "jax" else k[..., :value_dim]  # It needs the keys' head dim.
     attend = functools.partial(pe.attention, q, k, v, implementation=implementation)
     shape = *q.shape[:3], v.shape[3]
     assert jax.eval_shape(attend).shape == shape
@@ -267,14 +221,38 @@ def test_an_empty_axis_gives_an_empty_output(axis, implementation):
         assert out.shape == shape and lse.shape == q.shape[:3]
 
 
-def check_that_calls_compile_once(call):
-    """Calls with a few seeds, outside of jit: from the third on nothing is compiled."""
+def _from_start(b, h, q, k, start):
+    return (k >= start) & (k <= q)
+
+
+@pytest.mark.parametrize("name", ["one token", "many tokens", "steps", "block masks"])
+def test_calls_outside_jit_compile_once(name):
+    """From the third call on nothing is compiled, whatever the numbers."""
+    length = 40 if name == "many tokens" else 1
+    arrays, scheme = tokens(length=length), pe.RoPE(head_dim=8)
+    cache = pe.new_cache(scheme, 1, 16, num_heads=N, head_dim=8)
+    starts = jax.device_put(np.arange(4, dtype=np.int32))
+
+    def attend(seed):
+        rules = pe.T5(num_heads=N).rules({"table": np.full((N, 32), seed, np.float32)})
+        places = dict.fromkeys(("q_positions", "k_positions"), np.full((1, length), seed, np.int32))
+        jax.block_until_ready(pe.attention(*arrays, rules=rules, is_causal=True, **places))
+
+    def step(seed):
+        nonlocal cache
+        options = {"segment_ids": np.full((1, 1), seed // 2, np.int32), "is_causal": True}
+        _, cache = pe.scheme_attention(scheme, {}, *arrays, cache=cache, **options)
+
+    def make_mask(seed):
+        pe.block_mask(_from_start, 64, 64, starts[seed])
+
     compiled = []
 
     def listen(event, duration, **_):
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(event)
 
+    call = {"steps": step, "block masks": make_mask}.get(name, attend)
     call(0)
     call(1)
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -286,50 +264,8 @@ def check_that_calls_compile_once(call):
     assert compiled == []
 
 
-@pytest.mark.parametrize("length", [1, 40])
-def test_calls_outside_jit_compile_once(length):
-    q, k, v = tokens(length=length)
-
-    def call(seed):
-        rules = pe.T5(num_heads=N).rules({"table": np.full((N, 32), seed, np.float32)})
-        positions = np.full((1, length), seed, np.int32)
-        return pe.attention(
-            q, k, v, rules=rules, q_positions=positions, k_positions=positions, is_causal=True
-        ).block_until_ready()
-
-    check_that_calls_compile_once(call)
-
-
-def test_steps_with_segments_and_block_masks_compile_once():
-    scheme, q = pe.RoPE(head_dim=8), np.ones((2, 1, 2, 8), np.float32)
-    cache = pe.new_cache(scheme, 2, 16, num_heads=2, head_dim=8)
-
-    def step(seed):
-        nonlocal cache
-        ids = np.full((2, 1), seed // 2, np.int32)
-        _, cache = pe.scheme_attention(
-            scheme, {}, q, q, q, cache=cache, segment_ids=ids, is_causal=True
-        )
-
-    check_that_calls_compile_once(step)
-    starts = jax.device_put(np.arange(4, dtype=np.int32))
-    check_that_calls_compile_once(lambda seed: pe.block_mask(_from_start, 64, 64, starts[seed]))
-
-
-def _from_start(b, h, q, k, start):
-    return (k >= start) & (k <= q)
-
-
 def _near_only(shared, slope, q, k):
     return jnp.where(q - k < 3, slope * (q - k).astype(jnp.float32), -1e9)
-
-
-def _nan_in_the_future(shared, head, q, k):
-    return -jnp.log1p((q - k).astype(jnp.float32))
-
-
-def _falling(shared, head, q, k):
-    return -0.1 * (q - k).astype(jnp.float32)
 
 
 def _is_near(shared, head, q, k):
@@ -342,21 +278,23 @@ def _earlier_only(shared, head, q, k):
 
 NEAR = pe.LogitBias(_near_only, SLOPES, relative=True, bounds=(0, 3))
 INTEGERS = pe.LogitBias(_is_near, relative=True, bounds=(1, 2), drop_far=True)
-FALLING, FUTURE = pe.LogitBias(_falling, relative=True), pe.LogitBias(_nan_in_the_future)
 EARLIER = pe.LogitBias(_earlier_only, relative=True)
 OF_NEAR = np.where(DISTANCES < 3, SLOPES[:, None, None] * DISTANCES, np.float32(-1e9))
-OF_PAST = (-0.1 * DISTANCES - np.log1p(np.maximum(DISTANCES, 0)))[None]
 EXACT = {  # With the numbers that the rules add, and the distances from which on keys are seen.
     "a far number leaves near ones their digits": (SMALL_TILES, NEAR, {}, OF_NEAR, 0),
     "also of positions, and integers": (
         *(SMALL_TILES, (NEAR, INTEGERS), {"q_positions": POSITIONS}),
         *(OF_NEAR + (DISTANCES < 2), 0),
     ),
-    "NaN for hidden keys beside a rule by distance": (
-        *(SMALL_TILES, (FALLING, FUTURE), {}),
-        *(OF_PAST, 0),
-    ),
     "no key by a rule": ("jax", EARLIER, {}, np.zeros((1, T, T)), 1),
+    "varies at later keys only": (
+        *(SMALL_TILES, clipped(-30, -3), {"is_causal": False}),
+        *(added_by_clipped(-30, -3, DISTANCES), -T),
+    ),
+    "varies at earlier keys only": (
+        *(SMALL_TILES, clipped(2, 7), {"is_causal": False, "q_positions": POSITIONS}),
+        *(added_by_clipped(2, 7, DISTANCES), -T),
+    ),
 }
 
 
@@ -370,7 +308,7 @@ def test_rules_of_any_numbers_equal_float64(name):
     @jax.jit
     def gradient(q):
         def loss(q):
-            settings = options | {"is_causal": True, "implementation": implementation}
+            settings = {"is_causal": True, "implementation": implementation} | options
             out = pe.attention(q, k, v, rules=rules, **settings)
             return (out**2).sum(), out
 
@@ -382,21 +320,6 @@ def test_rules_of_any_numbers_equal_float64(name):
     _, _, slope, *_ = exact(2 * out, zeros[1])
     for got, expected in zip(gradient(q), (slope, out), strict=True):
         np.testing.assert_allclose(got, expected, atol=1e-5)
-
-
-def _by_length(shared, heads, q_feature, k_features, logits, seen, q, k):
-    return logits * jnp.log(1.0 * logits.shape[1])
-
-
-def test_a_rule_on_whole_rows_gets_whole_rows():
-    """Blocks of queries leave out keys that they do not see only if the rule lets them."""
-    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 1024, 1, 4)).astype(np.float32)
-    rule = pe.LogitsTransform(_by_length)
-    options = {"rules": rule, "is_causal": True}
-    out, expected = (
-        pe.attention(q, k, v, implementation=x, **options) for x in ("dense", "reference")
-    )
-    np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
 def test_the_log_sum_exp_does_not_need_values_or_keys():
@@ -465,3 +388,83 @@ def test_dense_biases_beyond_int32_raise_or_are_right():
         bias.dense(*at)
     out = jax.jit(lambda q, k: bias.dense(q, k))(*at)
     np.testing.assert_array_equal(out[:, 0, 0], 32.0 * np.arange(N) + 31)
+
+
+SHAW = pe.Shaw(num_heads=6, head_dim=8)
+DAPE = pe.contrib.DAPE(num_heads=6)
+COPE = pe.CoPE(head_dim=8)
+Q, K, V = qkv(batch=2, length=7, kv_heads=6)
+DOT, VALUE = SHAW.rules(parameters(SHAW), Q)
+
+
+def distance(shared, head, row, col, q, k):
+    return (q - k).astype(jnp.float32)
+
+
+def first_axis(shared, head, row, col, q, k):
+    return (q - k)[0].astype(jnp.float32)
+
+
+def longest(q, k):
+    return jnp.clip(jnp.abs(q - k).max(), 0, 32).astype(jnp.int32)
+
+
+RULES = {
+    "bias": pe.ALiBi(num_heads=6).rules({}),
+    "content": pe.ContentBias(distance, q_features=Q),
+    "dot": DOT,
+    "row": DAPE.rules(parameters(DAPE)),
+    "value": VALUE,
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_of_one_axis_are_refused_three(name):
+    coordinates = np.zeros((3, 2, 7), np.int32)
+    with pytest.raises(ValueError, match=r"attention: .* for coordinates of 3 axes"):
+        pe.attention(Q, K, V, q_coordinates=coordinates, rules=RULES[name])
+
+
+def sine(shared, head, q, k):
+    return jax.lax.sin(q - k)  # Of floating point only.
+
+
+OF_AXES = np.random.default_rng(0).integers(0, 9, (3, 2, 7), np.int32)
+FLOATS = np.linspace(0.0, 3.0, 7, dtype=np.float32)
+
+
+@slow
+@pytest.mark.parametrize(
+    ("coordinates", "rules"),
+    [
+        (
+            OF_AXES,
+            (
+                pe.ContentBias(first_axis, q_features=Q),
+                pe.ValueBias(longest, VALUE.table),
+                COPE.rules(parameters(COPE), Q),
+                *as_tuple(pe.on_axis(pe.ALiBi(num_heads=6), 1, 3).rules({})),
+            ),
+        ),
+        (OF_AXES, pe.on_axis(DAPE, 1, 3).rules(parameters(DAPE))),
+        (FLOATS, pe.LogitBias(sine)),
+    ],
+    ids=["content, value, row that reads none, bias", "row", "floats"],
+)
+def test_rules_that_read_them_are_not(coordinates, rules):
+    options = {"q_coordinates": coordinates, "k_coordinates": coordinates, "rules": rules}
+    tiles, expected = (
+        pe.attention(Q, K, V, implementation=x, **options) for x in (XLA(Blocks(4, 4)), "reference")
+    )
+    np.testing.assert_allclose(tiles, expected, atol=1e-5)
+
+
+def test_a_dense_bias_of_floats_is_that_of_the_function():
+    expected = np.sin(FLOATS[:, None] - FLOATS[None])
+    np.testing.assert_allclose(pe.LogitBias(sine).dense(FLOATS, FLOATS)[0], expected, atol=1e-6)
+
+
+def test_axes_of_queries_and_keys_are_as_many():
+    q, k = np.zeros((2, 2, 7), np.int32), np.zeros((3, 2, 7), np.int32)
+    with pytest.raises(ValueError, match=r"as many axes, got \(2,\) and \(3,\) axes"):
+        pe.attention(Q, K, V, q_coordinates=q, k_coordinates=k, rules=RULES["content"])

@@ -27,11 +27,12 @@ def _tokens(length, *, batch=1, heads=2, dim=8, seed=0):
     return list(random.normal(size=(3, batch, length, heads, dim)).astype(np.float32))
 
 
-def _t5(heads=2):
-    table = np.random.default_rng(4).normal(size=(heads, 8)).astype(np.float32)
-    return table, lambda t: pe.T5(num_heads=heads, num_buckets=8, max_distance=12).rules(
-        {"table": t}
-    )
+TABLE = np.random.default_rng(4).normal(size=(2, 8)).astype(np.float32)
+
+
+def _t5(table=TABLE, **options):
+    scheme = pe.T5(num_heads=2, num_buckets=8, max_distance=12, **options)
+    return scheme.rules({"table": table})
 
 
 def _attend(q, k, v, **options):
@@ -55,11 +56,11 @@ def test_blocks_cover_the_tokens_and_waste_little(length, keys, heads):
 @pytest.mark.parametrize("at", [1e6, pytest.param(2.0**31, marks=slow)])
 def test_equal_coordinates_are_near_at_any_place(at):
     """Where float32 has no number between a coordinate and one a horizon later."""
-    (q, k, v), (table, rules) = _tokens(40), _t5()
-    where = jnp.full((1, 40), at, jnp.float32)
-    options = {"rules": rules(table), "q_coordinates": where, "k_coordinates": where}
-    tiles = XLA(Blocks(16, 16))
-    out, expected = (_attend(q, k, v, implementation=i, **options) for i in (tiles, "reference"))
+    where, tiles = jnp.full((1, 40), at, jnp.float32), XLA(Blocks(16, 16))
+    options = {"rules": _t5(), "q_coordinates": where, "k_coordinates": where}
+    out, expected = (
+        _attend(*_tokens(40), implementation=i, **options) for i in (tiles, "reference")
+    )
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
@@ -84,11 +85,14 @@ def test_tiles_that_are_known_while_tracing(causal, window, horizon):
     assert segmented.known_tiles(Blocks(4, 6), 24, 36) is None
 
 
-@pytest.mark.parametrize(("heads", "size"), [(4, 1024), (64, 512), (512, 256), (4096, 128)])
-def test_on_gpus_blocks_are_as_large_as_memory_allows(heads, size):
-    plan = make_plan(4096, 4096, heads, platform="gpu")
-    assert plan.forward == plan.backward == Blocks(size, size)
-    assert plan.forward.q == 128 or heads * size**2 * 4 <= 2**27
+def test_sizes_of_blocks_by_platform():
+    """On GPUs as large as memory allows; on TPUs many heads do not make them smaller."""
+    for heads, size in (4, 1024), (64, 512), (512, 256), (4096, 128):
+        plan = make_plan(4096, 4096, heads, platform="gpu")
+        assert plan.forward == plan.backward == Blocks(size, size)
+    for heads in (8, 64):
+        assert make_plan(2048, 2048, heads, platform="tpu").forward == Blocks(512, 256)
+    assert make_plan(1024, 1024, 64).forward == Blocks(128, 128)
 
 
 @pytest.mark.parametrize(
@@ -112,47 +116,24 @@ def test_large_caches_have_large_tiles_of_long_rows(text, sizes, monkeypatch):
         assert plan.backward == Blocks(sizes[2], sizes[2])
         assert plan.forward == (Blocks(512, 512) if sizes[0] == 512 else plan.backward)
         assert make_plan(4096, 4096, 4, skips=True).forward == Blocks(256, 256)
-        assert make_plan(1024, 1024, 16).forward == Blocks(128, 128)
     finally:
         blocks._cache_per_core.cache_clear()
-
-
-def test_on_tpu_many_heads_do_not_make_blocks_smaller():
-    assert make_plan(1024, 1024, 64).forward == Blocks(128, 128)
-    for heads in (8, 64):
-        assert make_plan(2048, 2048, heads, platform="tpu").forward == Blocks(512, 256)
-
-
-@slow
-def test_awkward_sizes():
-    (q, _, _), (_, k, v) = _tokens(5, dim=6), _tokens(600, dim=6)
-    places = {"q_positions": np.arange(595, 600), "k_positions": np.arange(600)}
-    table, bias = _t5()
-
-    @jax.jit
-    def outputs(table):
-        options = {"rules": bias(table)} | places
-        return [_attend(q, k, v, implementation=i, **options) for i in ("xla", "reference")]
-
-    out, expected = outputs(table)
-    np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
 def test_the_same_bits_in_every_run_and_packed_equals_separate():
     """Packed rows, as segments of one row, equal the rows computed with padding after them."""
     q, k, v = _tokens(600)
-    table, bias = _t5()
     ids = np.repeat(np.int32([0, 1]), 300)[None]
 
     def loss(q, k, v, table, ids):
-        out = _attend(q, k, v, rules=bias(table), q_segment_ids=ids)
+        out = _attend(q, k, v, rules=_t5(table), q_segment_ids=ids)
         return jnp.sum(out**2), out
 
     run = jax.jit(jax.grad(loss, (0, 1, 2, 3), has_aux=True))
-    first, second = run(q, k, v, table, ids), run(q, k, v, table, ids)
+    first, second = run(q, k, v, TABLE, ids), run(q, k, v, TABLE, ids)
     chex.assert_trees_all_equal(first, second)
     alone = np.repeat(np.int32([0, -1]), 300)[None]
-    rows = [run(*(np.roll(x, -n, 1) for x in (q, k, v)), table, alone) for n in (0, 300)]
+    rows = [run(*(np.roll(x, -n, 1) for x in (q, k, v)), TABLE, alone) for n in (0, 300)]
     (*grads, d_table), (*later_grads, later_d_table) = jax.device_get([x[0] for x in rows])
     pairs = zip(grads, later_grads, strict=True)
     joined = [np.concatenate([x[:, :300] for x in pair], 1) for pair in pairs]
@@ -162,10 +143,9 @@ def test_the_same_bits_in_every_run_and_packed_equals_separate():
 
 def test_a_bad_row_stays_alone():
     q, k, v = _tokens(40, batch=3)
-    table, bias = _t5()
 
     def loss(q):
-        out = _attend(q, k, v, rules=bias(table))
+        out = _attend(q, k, v, rules=_t5())
         return jnp.sum(out), out
 
     bad = q.copy()
@@ -181,31 +161,27 @@ def test_a_bad_row_stays_alone():
 
 @slow
 def test_under_vmap():
-    q, k, v = _tokens(40, batch=4)
-    table, bias = _t5()
+    arrays = np.stack(_tokens(40, batch=4), 1)
 
-    def loss(table, q, k, v):
-        return jnp.sum(_attend(q[None], k[None], v[None], rules=bias(table)) ** 2)
+    def loss(table, qkv):
+        return jnp.sum(_attend(*qkv[:, None], rules=_t5(table)) ** 2)
 
-    grad = jax.jit(jax.grad(loss))
-    one_by_one = np.stack([grad(table, *x) for x in zip(q, k, v, strict=True)])
-    tables = np.broadcast_to(table, (4, *table.shape))
-    chex.assert_trees_all_close(jax.jit(jax.vmap(grad))(tables, q, k, v), one_by_one, atol=1e-4)
+    grad, tables = jax.jit(jax.grad(loss)), np.stack([TABLE] * 4)
+    one_by_one = np.stack([grad(TABLE, x) for x in arrays])
+    np.testing.assert_allclose(jax.jit(jax.vmap(grad))(tables, arrays), one_by_one, atol=1e-4)
 
 
 @slow
 def test_hessian_vector_products():
     """Forward mode over reverse mode, through loops over tiles."""
-    q, k, v = _tokens(300)
-    kind = KINDS["shaw"]
-    params = kind.make(np.random.default_rng(1), 2, 8)
+    (q, k, v), kind = _tokens(300), KINDS["shaw"]
+    point = q, kind.make(np.random.default_rng(1), 2, 8)
 
     def hvp(implementation):
         def loss(q, params):
             rules = kind.rules(params, q, k)
             return jnp.sum(_attend(q, k, v, rules=rules, implementation=implementation) ** 2)
 
-        point = (q, params)
         return jax.jit(lambda x: jax.jvp(jax.grad(loss, (0, 1)), x, x)[1])(point)
 
     chex.assert_trees_all_close(hvp("xla"), hvp("reference"), rtol=1e-3, atol=1e-3)
@@ -286,19 +262,14 @@ def test_products_have_the_digits_of_the_widest_dtype(dtypes, size, scale, error
 
         return jax.grad(loss, has_aux=True)(q)
 
-    d_q, out = run(*arrays)
-    q, k, v = (np.asarray(x[0], np.float64) for x in arrays)
-    weights = np.tril(np.exp(scale * np.einsum("tnh,snh->nts", q, k)))
-    weights /= weights.sum(-1, keepdims=True)
-    d_weights = np.einsum("tnv,snv->nts", d_out[0], v)
-    d_logits = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True))
-    want = np.einsum("nts,snv->tnv", weights, v)
-    want_d_q = scale * np.einsum("nts,snh->tnh", d_logits, k)
-    for got, x in ((out, want), (d_q, want_d_q)):
-        np.testing.assert_allclose(np.float64(got[0]), x, rtol=0, atol=error * np.abs(x).max())
+    zeros = np.zeros((1, 40, 40), "f4"), np.zeros((1, 40, 2))
+    seen = np.tri(40, dtype=bool)
+    want, _, want_d_q, *_ = oracle.attention(arrays, zeros[0], seen, d_out, zeros[1], scale=scale)
+    for got, x in zip(run(*arrays), (want_d_q, want), strict=True):
+        np.testing.assert_allclose(np.float64(got), x, rtol=0, atol=error * np.abs(x).max())
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 6), (5, 3), (16, 16)])
+@pytest.mark.parametrize("shape", [(1, 6), (5, 3), (16, 16)])
 def test_sums_of_diagonals(shape):
     """The sums for TPU and the sums for other platforms."""
     rows, columns = np.indices(shape)
@@ -309,7 +280,7 @@ def test_sums_of_diagonals(shape):
         np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("length", "count"), [(1, 1), (65, 5), (128, 70), (258, 7)])
+@pytest.mark.parametrize(("length", "count"), [(65, 5), (258, 7)])
 @pytest.mark.parametrize("in_vjp", [False, True])
 def test_products_with_a_vector_per_distance(length, count, in_vjp):
     """And their gradients, against sums over pairs in float64."""
@@ -347,16 +318,13 @@ def test_on_tpu_sums_of_diagonals_are_no_loop():
         assert ("stablehlo.while" in text) is loops
 
 
-@pytest.mark.parametrize("distances", [(-300, 400), (0, 9), (-90, -50), (50, 90)])
+@pytest.mark.parametrize("distances", [(-300, 400), (-90, -50), (50, 90)])
 def test_a_rule_is_evaluated_between_its_bounds(distances):
     """And repeated beyond, with the gradient of the rule evaluated everywhere."""
-    random = np.random.default_rng(4)
-    table = random.normal(size=(2, 8)).astype(np.float32)
-    weights = random.normal(size=(2, distances[1] - distances[0])).astype(np.float32)
-    t5 = pe.T5(num_heads=2, num_buckets=8, max_distance=12, bidirectional=True)
+    weights = np.random.default_rng(4).normal(size=(2, distances[1] - distances[0])).astype("f4")
 
     def outcome(table, unbounded):
-        rule = t5.rules({"table": table})
+        rule = _t5(table, bidirectional=True)
         if unbounded:
             rule = dataclasses.replace(rule, bounds=(None, None))
         values, pull = jax.vjp(
@@ -364,10 +332,10 @@ def test_a_rule_is_evaluated_between_its_bounds(distances):
         )
         return values, pull(weights)[0].heads
 
-    traced = jax.jit(outcome, static_argnums=1).trace(table, False)
+    traced = jax.jit(outcome, static_argnums=1).trace(TABLE, False)
     evaluated = [int(n) for n in re.findall(r"i32\[(\d+)\] = iota", str(traced.jaxpr))]
     assert 0 < max(evaluated) < 25
-    got, gradient = traced.lower().compile()(table)
-    expected, expected_gradient = jax.jit(outcome, static_argnums=1)(table, True)
+    got, gradient = traced.lower().compile()(TABLE)
+    expected, expected_gradient = jax.jit(outcome, static_argnums=1)(TABLE, True)
     np.testing.assert_array_equal(got, expected)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-5)

@@ -5,14 +5,16 @@ import inspect
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractDevice, AbstractMesh
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
+import posenc_jax as pe
 from posenc_jax.engine.problem import repeat_heads
 from posenc_jax.engine.rules import ContentBias, LogitBias
 from posenc_jax.kernels.checks import cases
 from posenc_jax.kernels.checks.cases import Case, RuleCase
 from tests import oracle
-from tests.engine.rules import KINDS
+from tests.engine.rules import KINDS, explicit_mask
 
 
 def _rule(make, rules):
@@ -35,35 +37,17 @@ def _scalars(shared, head, q, k):
     return -head["r"] * jnp.log1p(head["s"] * jnp.abs(q - k).astype(jnp.float32))
 
 
-def _kerple(random, c):
-    return {"r": np.linspace(0.2, 0.9, c.heads), "s": np.ones(c.heads)}
-
-
 def _hiding(shared, head, q, k):
     return jnp.where((q - k) % 3 == 1, -jnp.inf, -shared * (q - k).astype(jnp.float32))
 
 
-def _hides(params, q, k):
-    return (LogitBias(_hiding, shared=params, relative=True),)
+def _hides(slope):
+    return (LogitBias(_hiding, shared=slope, relative=True),)
 
 
 def _past(shared, head, q, k):
     """NaN at later keys."""
     return -shared * jnp.log1p((q - k).astype(jnp.float32))
-
-
-def _gate(shared, head, row, col, q, k):
-    return head * jnp.tanh(row - col) - shared * (q - k).astype(jnp.float32) / 100.0
-
-
-def _gated(params, q, k):
-    features = {"q_features": q[..., 0], "k_features": k[..., 0]}
-    return (ContentBias(_gate, heads=params, shared=jnp.float32(0.3), **features),)
-
-
-def _several(params, q, k):
-    separable = KINDS["separable"].rules(params["separable"], q, k)
-    return *_gated(params["gates"], q, k), *_hides(params["slope"], q, k), *separable
 
 
 def _by_query_head(params, q, k):
@@ -84,30 +68,27 @@ def _distance_and_pairs(params, q, k):
 
     features = {"q_features": 1.0 + q[..., 0] ** 2, "k_features": 1.0 + k[..., 0] ** 2}
     pairs = LogitBias(falls), ContentBias(divides, **features)
-    return (*pairs, *_hides(params, q, k))
+    return (*pairs, *_hides(params))
 
 
-def _numbers(random, c):
-    """Numbers of `_several`."""
-    numbers = {"gates": np.linspace(0.5, 1.0, c.heads), "slope": np.float64(0.05)}
-    return numbers | {"separable": _of_kind(random, c, "separable")}
-
-
+SEVERAL = "pair", "hiding", "separable"
 cases.RULES |= {
     name: _rule(lambda random, c, name=name: _of_kind(random, c, name), KINDS[name].rules)
     for name in ("scaled", "narrow", "wide", "unbounded")
 } | {
-    "kerple": _rule(
-        _kerple,
-        lambda params, q, k: (LogitBias(_scalars, heads=params, relative=True),),
+    "kerple by pair": RuleCase(
+        lambda random, c: {"r": np.linspace(0.2, 0.9, c.heads), "s": np.ones(c.heads)},
+        lambda p: (LogitBias(_scalars, heads=p),),
     ),
-    "kerple by pair": _rule(_kerple, lambda params, q, k: (LogitBias(_scalars, heads=params),)),
-    "hiding": _rule(lambda random, c: np.float64(0.05), _hides),
-    "past": _rule(
-        lambda random, c: np.float64(0.5), lambda params, q, k: (LogitBias(_past, shared=params),)
+    "hiding": RuleCase(lambda random, c: {"slope": np.float64(0.05)}, lambda p: _hides(p["slope"])),
+    "past": RuleCase(
+        lambda random, c: {"slope": np.float64(0.5)},
+        lambda p: (LogitBias(_past, shared=p["slope"]),),
     ),
-    "gate": _rule(lambda random, c: np.linspace(0.5, 1.0, c.heads), _gated),
-    "several": _rule(_numbers, _several),
+    "several": RuleCase(
+        lambda random, c: {name: cases.RULES[name].make(random, c) for name in SEVERAL},
+        lambda p: tuple(rule for name in SEVERAL for rule in cases.RULES[name].rules(p[name])),
+    ),
     "distance and pairs": _rule(lambda random, c: np.float64(0.05), _distance_and_pairs),
     "by query head": _rule(lambda random, c: _of_kind(random, c, "wide"), _by_query_head),
     # With a rule by distance, and another array that heads and rows share.
@@ -145,24 +126,20 @@ def program(case, implementation, lse=True):
 
 def exact(case, x):
     """Returns all results of a case without a rule, by NumPy in float64."""
-    slots = np.arange(case.length)
-    q, k = (x.get(f"{name}_positions", slots) for name in "qk")
-    seen = (q[:, None] >= k) | (not case.causal)
+    names = "q_positions", "k_positions", "q_coordinates", "k_visible_until"
+    options = {"is_causal": case.causal} | {name: x[name] for name in names if name in x}
     if case.images:
-        away, (left_side, _) = slots[:, None] - slots, case.window
-        seen &= away <= left_side
+        sides = case.window[0], case.length
+        options["window"] = pe.SlidingWindow(sides, by="coordinates")
     if case.blocks:
-        is_far = (slots[:, None] - slots) % 40 == 3
-        seen &= (slots[:, None] // 128 + slots // 128) % 3 != np.where(is_far, 0, 1)
+        options["mask"] = pe.block_mask(cases._in_blocks, case.length, case.length)
+    seen = explicit_mask(options, case.batch, case.heads, case.length)["mask"]
     rows = []
-    for row in range(case.batch):
-        q_row, k_row, v_row, *cotangents = (
-            x[n][row : row + 1] for n in ("q", "k", "v", "d_out", "d_lse")
-        )
-        of_row = seen & (q[:, None] < x["k_visible_until"][row]) if case.branches else seen
-        zeros, scale = np.zeros((1, *seen.shape), np.float32), case.dim**-0.5
-        arrays = q_row, k_row, v_row
-        rows.append(oracle.attention(arrays, zeros, of_row, *cotangents, scale=scale)[:5])
+    for row, of_row in enumerate(seen):
+        *arrays, d_out, d_lse = (x[n][row : row + 1] for n in ("q", "k", "v", "d_out", "d_lse"))
+        numbers = {"added": np.zeros(of_row.shape, "f4"), "scale": case.dim**-0.5}
+        parts = oracle.attention(arrays, seen=of_row, d_out=d_out, d_lse=d_lse, **numbers)
+        rows.append(parts[:5])
     results = (np.concatenate(parts).swapaxes(1, 2) for parts in zip(*rows, strict=True))
     return dict(zip(("output", "lse", "dq", "dk", "dv"), results, strict=True))
 
@@ -178,6 +155,34 @@ def assert_equals_the_reference(case, implementation, x=None, lse=True, expected
     for name, y in got.items():  # A rule may read the features of `_rule`, or their sizes alone.
         empty = [x for x in jax.tree.leaves(y) if not np.any(x)]
         assert not empty or name in ("gradient of q", "gradient of k"), name
+
+
+def rules_of(name, dim):
+    """Returns the rules of a kind for 64 tokens with two heads."""
+    q = jnp.zeros((1, 64, 2, dim))
+    return KINDS[name].rules(KINDS[name].make(np.random.default_rng(0), 2, dim), q, q)
+
+
+def refusal(implementation, rules=(), dtype=jnp.bfloat16, dim=64, batch=1, **options):
+    """Returns why an implementation refuses a call."""
+    q = jnp.zeros((batch, 64, 2, dim), dtype)
+    with pytest.raises(NotImplementedError) as error:
+        pe.attention(q, q, q, rules=rules, implementation=implementation, **options)
+    return str(error.value)
+
+
+def on_mesh(mesh, x, batch, heads):
+    """Returns arrays on a mesh: key heads where they divide, parameters whole."""
+
+    def put(y, *spec):
+        return jax.device_put(y, NamedSharding(mesh, PartitionSpec(*spec[: y.ndim])))
+
+    def token(y):
+        fits = y.ndim > 2 and heads is not None and y.shape[2] % mesh.shape[heads] == 0
+        return put(y, batch, None, heads if fits else None)
+
+    whole = {"params": jax.tree.map(put, x["params"])}
+    return {name: token(y) for name, y in x.items() if name != "params"} | whole
 
 
 def assert_close(got, expected, tolerance=3e-5):
@@ -203,22 +208,22 @@ def described(kind):
     return jax.sharding.use_abstract_mesh(mesh)
 
 
-def arrays_of(jaxpr):
-    """Returns the types of the results of all equations of a jaxpr, nested ones included."""
-    arrays = [x.aval for e in jaxpr.eqns for x in e.outvars if hasattr(x.aval, "shape")]
-    for x in jax.tree.leaves([list(e.params.values()) for e in jaxpr.eqns]):
-        x = getattr(x, "jaxpr", x)
-        arrays += arrays_of(x) if hasattr(x, "eqns") else []
-    return arrays
-
-
-def products_in_kernels(jaxpr, inside=False):
-    """Returns the matrix products of the kernels in a jaxpr."""
-    products = [e for e in jaxpr.eqns if inside and e.primitive.name == "dot_general"]
+def _equations(jaxpr, inside=False):
+    """Yields the equations of a jaxpr, nested ones included, and whether a kernel has them."""
     for equation in jaxpr.eqns:
+        yield equation, inside
         within = inside or equation.primitive.name == "pallas_call"
         for x in jax.tree.leaves(list(equation.params.values())):
             x = getattr(x, "jaxpr", x)
             if hasattr(x, "eqns"):
-                products += products_in_kernels(x, within)
-    return products
+                yield from _equations(x, within)
+
+
+def arrays_of(jaxpr):
+    """Returns the types of the results of all equations of a jaxpr."""
+    return [x.aval for e, _ in _equations(jaxpr) for x in e.outvars if hasattr(x.aval, "shape")]
+
+
+def products_in_kernels(jaxpr):
+    """Returns the matrix products of the kernels in a jaxpr."""
+    return [e for e, inside in _equations(jaxpr) if inside and e.primitive.name == "dot_general"]

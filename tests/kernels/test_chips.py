@@ -9,7 +9,6 @@ import json
 import pathlib
 import re
 import types
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +20,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import posenc_jax as pe
 from posenc_jax.engine import api, chips
 from posenc_jax.engine.pallas import Pallas
+from posenc_jax.engine.problem import platform_of
 from posenc_jax.engine.rule import as_tuple
 from posenc_jax.kernels import __main__ as program
 from posenc_jax.kernels.checks import steps
 from posenc_jax.kernels.checks.runner import DeviceError
 from posenc_jax.kernels.gpu.implementation import COMPILED
 from tests.kernels.kernel_cases import described
-from tests.support import KINDS, gpu_lowered, slow
+from tests.support import gpu_lowered, slow
 from tests.testing.test_user_schemes import PerPair
 
 WARN_OF_TILES = chips.warn_of_tiles
@@ -41,34 +41,44 @@ def chip(monkeypatch):
     client = types.SimpleNamespace(platform_version=H100.runtime)
     device = types.SimpleNamespace(platform="gpu", device_kind=H100.device_kind, client=client)
     device.compute_capability = "9.0"
-    for module, name, value in (
-        (jax, "local_devices", lambda **_: [device]),
-        (jax, "default_backend", lambda: device.platform),
-        (jax, "device_count", lambda: 1),
-        (jax, "__version__", H100.jax),
-        (jaxlib, "__version__", H100.jax),
-    ):
-        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(jax, "local_devices", lambda **_: [device])
+    monkeypatch.setattr(jax, "default_backend", lambda: device.platform)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     monkeypatch.setattr(chips, "warn_of_tiles", lambda *_: None)
+    _set_versions(monkeypatch, H100.jax)
     return device
 
 
-def _chosen(*rules, length=512, keys=None, value_dim=64, dtype=jnp.bfloat16, **options):
-    """Returns the word of the implementation that `None` takes for [1, length, 2, 64]."""
+def _set_versions(monkeypatch, version):
+    for module in (jax, jaxlib):
+        monkeypatch.setattr(module, "__version__", version)
+
+
+@pytest.fixture
+def warning_chip(chip, monkeypatch):
+    """The chip, in a process in which nobody was warned."""
+    monkeypatch.setattr(chips, "warn_of_tiles", WARN_OF_TILES)
+    monkeypatch.setattr(chips, "_warned", set())
+    return chip
+
+
+def _chosen(*rules, length=512, keys=None, dim=64, value_dim=None, dtype=jnp.bfloat16, **options):
+    """Returns the word of the implementation that `None` takes for [1, length, 2, dim]."""
     words, sharding = [], options.pop("sharding", None)
 
     def ask(q):
-        k = jnp.zeros((1, keys or length, 2, 64), dtype)
-        v = jnp.zeros((1, keys or length, 2, value_dim), dtype)
+        k = jnp.zeros((1, keys or length, 2, dim), dtype)
+        v = jnp.zeros((1, keys or length, 2, value_dim or dim), dtype)
         call = pe.AttentionCall(**{"is_causal": True} | options)
         problem = api.make_problem(q, k, v, as_tuple(rules), call)
         problem = dataclasses.replace(problem, needs_lse=call.return_lse)
         words.append(api.choose(problem).name)
 
-    jax.eval_shape(ask, jax.ShapeDtypeStruct((1, length, 2, 64), dtype, sharding=sharding))
+    jax.eval_shape(ask, jax.ShapeDtypeStruct((1, length, 2, dim), dtype, sharding=sharding))
     return words[0]
 
 
+PACKED = {"q_segment_ids": jnp.zeros((1, 512), jnp.int32)}
 TABLE = np.random.default_rng(0).normal(size=(2, 32)).astype(np.float32)
 T5 = pe.T5(num_heads=2).rules({"table": TABLE})
 ALIBI = pe.ALiBi(num_heads=2).rules({})
@@ -87,7 +97,7 @@ def test_what_none_takes_on_a_chip_of_the_table(chip):
     for rules in (T5, ALIBI, FOX, (T5, FOX)):
         assert _chosen(*as_tuple(rules)) == "pallas", rules
     for options in (
-        {"q_segment_ids": jnp.zeros((1, 512), jnp.int32)},
+        PACKED,
         {"window": (64, 2), "is_causal": False},
         {"softcap": 3.0},
         {"sinks": jnp.zeros(2)},
@@ -113,28 +123,24 @@ def test_what_none_takes_on_a_chip_of_the_table(chip):
 @pytest.mark.parametrize(
     ("kind", "version"), [("NVIDIA H200", "0.11.2"), ("NVIDIA H100 80GB HBM3", "0.12.0.1")]
 )
-def test_none_warns_once_where_kernels_were_not_checked(chip, monkeypatch, kind, version):
-    monkeypatch.setattr(chips, "warn_of_tiles", WARN_OF_TILES)
-    monkeypatch.setattr(chips, "_warned", set())
-    chip.device_kind = kind
-    for module in (jax, jaxlib):
-        monkeypatch.setattr(module, "__version__", version)
-    with warnings.catch_warnings():  # Errors, in tests.
-        assert _chosen() == "cudnn"
-        assert _chosen(ALIBI, length=256) == "xla"
-        assert _chosen(ALIBI, **_places(1, 2**18)) == "dense"
-        assert _chosen(T5, mask=jnp.ones((1, 1, 512, 512), bool)) == "xla"  # No kernel serves it.
-        chip.compute_capability = "8.0"
-        assert _chosen(T5) == "xla"
-        chip.compute_capability = "9.0"
+def test_none_warns_once_where_kernels_were_not_checked(warning_chip, monkeypatch, kind, version):
+    warning_chip.device_kind = kind
+    _set_versions(monkeypatch, version)
+    # Warnings are errors in tests.
+    assert _chosen() == "cudnn"
+    assert _chosen(ALIBI, length=256) == "xla"
+    assert _chosen(ALIBI, **_places(1, 2**18)) == "dense"
+    assert _chosen(T5, mask=jnp.ones((1, 1, 512, 512), bool)) == "xla"  # No kernel serves it.
+    warning_chip.compute_capability = "8.0"
+    assert _chosen(T5) == "xla"
+    warning_chip.compute_capability = "9.0"
     message = (
-        'attention: implementation=None takes "xla" for calls like this one, in bfloat16 on '
-        f"{kind} with jax {version}, cuda 13000: the kernels of this package were checked on "
-        "NVIDIA H100 80GB HBM3 with jax 0.11.2, cuda 13000 (bfloat16). "
+        f'None takes "xla" .* in bfloat16 on {kind} with jax {re.escape(version)}, cuda 13000: .* '
+        r"checked on NVIDIA H100 80GB HBM3 with jax 0\.11\.2, cuda 13000 \(bfloat16\)\. "
     )
-    with pytest.warns(UserWarning, match=re.escape(message)):
+    with pytest.warns(UserWarning, match=message):
         assert _chosen(T5) == "xla"
-    assert _chosen(T5) == _chosen(q_segment_ids=jnp.zeros((1, 512), jnp.int32)) == "xla"
+    assert _chosen(T5) == _chosen(**PACKED) == "xla"
 
 
 @jax.tree_util.register_dataclass
@@ -148,33 +154,26 @@ class Sloped(PerPair):
         return self.slope * super().logit(q, k)
 
 
-def test_rules_with_other_fields_are_computed_on_chips_too(chip, monkeypatch):
-    monkeypatch.setattr(chips, "warn_of_tiles", WARN_OF_TILES)
-    monkeypatch.setattr(chips, "_warned", set())
-    rule = Sloped(jnp.ones(2), jnp.float32(0.1))
-    assert _chosen(rule) == "pallas"
-    chip.platform, chip.device_kind = "tpu", "TPU v5e"
-    with pytest.warns(UserWarning, match="implementation=None takes"):
-        assert _chosen(rule) == "xla"
+SLOPED = Sloped(jnp.ones(2), jnp.float32(0.1))
 
 
-def test_none_warns_on_tpus_too(chip, monkeypatch):
-    monkeypatch.setattr(chips, "warn_of_tiles", WARN_OF_TILES)
-    monkeypatch.setattr(chips, "_warned", set())
-    chip.platform, chip.device_kind = "tpu", "TPU v4"
-    assert _chosen() == "splash" and _chosen(T5) == "xla"  # No kernel is for this chip.
-    chip.device_kind = "TPU v5e"
-    assert _chosen() == "splash" and _chosen(T5, length=256) == "xla"
+def test_rules_with_other_fields_are_computed_on_chips_too(chip):
+    assert _chosen(SLOPED) == "pallas"
+
+
+@pytest.mark.parametrize("rule", [T5, SLOPED])
+def test_none_warns_on_tpus_too(warning_chip, rule):
+    warning_chip.platform, warning_chip.device_kind = "tpu", "TPU v4"
+    assert _chosen() == "splash" and _chosen(rule) == "xla"  # No kernel is for this chip.
+    warning_chip.device_kind = "TPU v5e"
+    assert _chosen() == "splash" and _chosen(rule, length=256) == "xla"
     with pytest.warns(UserWarning, match=r"on TPU v5e with .* not been timed on TPUs: time both"):
-        assert _chosen(T5) == "xla"
-    assert _chosen(T5) == "xla"
+        assert _chosen(rule) == "xla"
+    assert _chosen(rule) == "xla"
 
 
-def test_versions_with_which_nobody_compiled_the_kernels_are_refused(chip, monkeypatch):
-    monkeypatch.setattr(chips, "warn_of_tiles", WARN_OF_TILES)
-    monkeypatch.setattr(chips, "_warned", set())
-    for module in (jax, jaxlib):
-        monkeypatch.setattr(module, "__version__", "0.13.1")
+def test_versions_with_which_nobody_compiled_the_kernels_are_refused(warning_chip, monkeypatch):
+    _set_versions(monkeypatch, "0.13.1")
     monkeypatch.setattr(jax, "__version_info__", (0, 13, 1))
     pattern = r"nobody compiled the kernels with jax 0\.13\.1.*Pallas\(any_version=True\)"
     assert re.match(pattern, Pallas().platform_refusal("gpu"))
@@ -211,24 +210,17 @@ _KINDS = {
 def test_the_page_says_what_none_takes(chip, monkeypatch, name):
     chip.platform, chip.device_kind, chip.compute_capability, version, runtime = _KINDS[name]
     chip.client = types.SimpleNamespace(platform_version=runtime)
-    for module in (jax, jaxlib):
-        monkeypatch.setattr(module, "__version__", version)
-    packed = {"q_segment_ids": jnp.zeros((1, 512), jnp.int32)}
+    _set_versions(monkeypatch, version)
     (row,) = [x for x in _PAGE.read_text().splitlines() if x.startswith(f"| {name}")]
-    taken = _chosen(), _chosen(**packed), _chosen(T5), _chosen(FOX)
+    taken = _chosen(), _chosen(**PACKED), _chosen(T5), _chosen(FOX)
     assert [x.strip() for x in row.split("|")[2:6]] == [f'"{word}"' for word in taken]
     for rule, word in ((T5, taken[2]), (FOX, taken[3])):
-        assert _chosen(rule, **packed) == word
+        assert _chosen(rule, **PACKED) == word
 
 
 @slow
 @gpu_lowered
-@pytest.mark.parametrize(
-    "names",
-    [KINDS, pytest.param([x for x in pe.SCHEMES if x not in KINDS], marks=slow)],
-    ids=["one of a kind", "the others"],
-)
-def test_packed_and_padded_rows_take_what_whole_ones_take(chip, monkeypatch, names):
+def test_packed_and_padded_rows_take_what_whole_ones_take(chip, monkeypatch):
     """By segment_ids alone, with positions of a helper, known or traced."""
     words, choose, helper = [], api.choose, pe.positions.from_segment_ids
 
@@ -247,7 +239,8 @@ def test_packed_and_padded_rows_take_what_whole_ones_take(chip, monkeypatch, nam
     monkeypatch.setattr(api, "choose", record)
     packed, padded = np.zeros((2, 2, 512), np.int32)
     packed[:, 200:], padded[:, 500:] = 1, -1
-    sizes = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 64, "model_dim": 16, "max_length": 512}
+    sizes = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 64, "model_dim": 16}
+    sizes |= dict.fromkeys(("max_length", "trained_length"), 512)
     q, x = (jax.ShapeDtypeStruct((2, 512, *size), jnp.bfloat16) for size in ((2, 64), (16,)))
 
     def taken(scheme, ids=None, positions=None, is_traced=False):
@@ -264,11 +257,9 @@ def test_packed_and_padded_rows_take_what_whole_ones_take(chip, monkeypatch, nam
         jax.eval_shape(attend, params, q, x, ids)
         return [*words]
 
-    for cls in map(pe.SCHEMES.get, names):
+    for cls in pe.SCHEMES.values():
         fields = {field.name for field in dataclasses.fields(cls)}
-        scheme = cls(
-            **{n: size for n, size in (sizes | {"trained_length": 512}).items() if n in fields}
-        )
+        scheme = cls(**{name: size for name, size in sizes.items() if name in fields})
         # cuDNN has no segments.
         whole = [word.replace("cudnn", "pallas") for word in taken(scheme)]
         for ids, *how in ((packed, None, True), (padded, None, False), (packed, helper, True)):
@@ -304,6 +295,66 @@ def test_tpus_wait_for_a_run(chip, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(chips, "CHIPS", (row,))
         assert (_chosen(T5), _chosen(), _chosen(ALIBI, **decode)) == ("pallas", "splash", "dense")
+
+
+def test_none_takes_splash_on_tpus_where_it_serves(chip):
+    chip.platform, chip.device_kind = "tpu", "TPU v5 lite"
+    short = {"is_causal": False, "keys": 128}
+    for options in ({"is_causal": False}, {"window": 64}, {"softcap": 3.0, **PACKED}):
+        assert _chosen(**options) == "splash"
+    assert _chosen(**short) == "xla" and _chosen(length=1) == "dense"
+    assert _chosen(**short | {"length": 1024, "keys": 256}) == "splash"
+    for options in ({"return_lse": True}, {"dim": 320}, {"dtype": jnp.float16}, _places(512, 600)):
+        assert _chosen(**options) == "xla", options
+    for kind in ("TPU v3", "TPU v4", "TPU v5", "TPU v6 lite", "TPU7x"):
+        chip.device_kind = kind
+        assert _chosen() == ("xla" if kind == "TPU v3" else "splash")
+
+
+def test_rotary_schemes_take_splash(chip):
+    chip.platform, chip.device_kind = "tpu", "TPU v5 lite"
+    q = jax.ShapeDtypeStruct((1, 512, 2, 32), jnp.bfloat16)
+    options = {"is_causal": True, "segment_ids": np.zeros((1, 512), np.int32)}
+
+    def attend(q):
+        return pe.scheme_attention(pe.RoPE(32), {}, q, q, q, **options)[0]
+
+    assert "splash_mha" in str(jax.make_jaxpr(attend)(q))
+
+
+def test_none_takes_splash_where_the_devices_are_known(chip, monkeypatch):
+    """The compiler cannot partition a kernel, and `in_shardings` of `jit` are unknown to traces."""
+    chip.platform = "tpu"
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    monkeypatch.setattr("posenc_jax.kernels.tpu.chip.device_kind", lambda: "TPU v5 lite")
+    assert _chosen() == "xla"
+    for kind, axes, word in (
+        (AxisType.Explicit, (), "splash"),
+        (AxisType.Explicit, (None, None, "data"), "splash"),
+        (AxisType.Explicit, (None, "data"), "xla"),  # The sequence.
+        (AxisType.Auto, (), "xla"),
+    ):
+        mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
+        assert _chosen(sharding=NamedSharding(mesh, PartitionSpec(*axes))) == word, axes
+
+
+def test_programs_of_another_device_take_its_default(chip):
+    chip.platform, chip.device_kind = "tpu", "TPU v5 lite"
+    q, cpu = jnp.zeros((1, 512, 2, 64)), jax.devices("cpu")[0]
+    committed = jax.device_put(q, cpu).astype(jnp.bfloat16)
+    assert platform_of(q) == platform_of(np.zeros(q.shape)) == "tpu"
+    problem = api.make_problem(*[committed] * 3, (), pe.AttentionCall(is_causal=True))
+    problem = dataclasses.replace(problem, needs_lse=False)
+    for word in ("pallas", "splash", "cudnn"):  # Whatever the default is.
+        assert api.IMPLEMENTATIONS[word].refusal(problem).endswith("the platform is cpu")
+
+    def has_a_kernel():
+        return "pallas_call" in str(jax.make_jaxpr(lambda q: pe.attention(q, q, q))(q))
+
+    for device in ("cpu", cpu):
+        with jax.default_device(device):
+            assert not has_a_kernel()
+    assert has_a_kernel()
 
 
 @gpu_lowered

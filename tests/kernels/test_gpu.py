@@ -20,13 +20,14 @@ import posenc_jax as pe
 from posenc_jax.kernels.checks.steps import steps
 from posenc_jax.kernels.gpu import forward, implementation, tile
 from posenc_jax.kernels.gpu.implementation import PallasGPU
-from tests.engine.rules import KINDS
 from tests.kernels import tma
 from tests.kernels.kernel_cases import (
     arrays_of_case,
     assert_equals_the_reference,
     case_of,
     program,
+    refusal,
+    rules_of,
 )
 from tests.support import gpu_interpreted, gpu_lowered, slow
 
@@ -36,7 +37,7 @@ MORE_CASES = [
     (case_of("hiding", softcap=3.0, length=128), {}),
     (case_of("past", softcap=3.0, length=128), {}),
     (case_of("table", length=384, kv_heads=1, window=70, blocks=True), {}),
-    (case_of("gate", segments=True, kv_heads=1), {}),
+    (case_of("pair", segments=True, kv_heads=1), {}),
     (case_of("narrow", causal=False, segments=True), {}),
     (case_of("narrow", softcap=3.0), {}),
     (case_of("wide", segments=True, kv_heads=1), {}),
@@ -44,20 +45,15 @@ MORE_CASES = [
     (case_of("unbounded"), {}),
     (case_of("by query head", segments=True, kv_heads=1), {}),
     (case_of("kerple by pair", shuffled=True, window=200, kv_heads=1), {}),
-    (case_of("kerple"), {}),
     (case_of("separable"), {}),
-    (case_of("table", window=70), {}),
     (case_of("table"), {"sinks_per_query": True}),
-    (case_of("table", heads=6, length=63, batch=1), {}),
-    (case_of("table", kv_heads=1, dim=256, length=63, batch=1), {}),
-    (case_of("gate", heads=4, kv_heads=4, dim=128, length=63, batch=1), {"value_dim": 64}),
+    (case_of("table", heads=6, dim=256, length=63, batch=1), {}),
+    (case_of("pair", heads=4, kv_heads=4, dim=128, length=63, batch=1), {"value_dim": 64}),
     (case_of(), {"prefix": (100, 20)}),
     (case_of("table", segments=True, kv_heads=1, branches=90), {}),
     (case_of(shuffled=True, causal=False, length=300, branches=70), {}),
-    (case_of("table", length=384, kv_heads=1, blocks=True), {}),
     (case_of("slopes", images=True, window=(90, 20), kv_heads=1), {}),
     (case_of(images=True, causal=False, window=(90, 20), length=128), {}),
-    (case_of(shuffled=True, window=200, kv_heads=1), {}),
 ]
 
 
@@ -65,7 +61,7 @@ MORE_CASES = [
 @pytest.mark.parametrize(
     ("case", "more"),
     [
-        (case_of("gate", causal=False, segments=True, length=120, batch=1, branches=50), {}),
+        (case_of("pair", causal=False, segments=True, length=120, batch=1, branches=50), {}),
         *(pytest.param(*case, marks=slow) for case in MORE_CASES),
     ],
 )
@@ -78,7 +74,7 @@ def test_equals_the_reference(case, more):
 @pytest.mark.parametrize(
     ("moves_registers", "case"),
     [
-        (True, case_of("gate", segments=True, kv_heads=1, length=63, batch=1)),
+        (True, case_of("pair", segments=True, kv_heads=1, length=63, batch=1)),
         (False, case_of("narrow", softcap=3.0, kv_heads=1, length=130, batch=1)),
     ],
 )
@@ -317,9 +313,9 @@ def test_errors_are_near_those_of_tiles_in_xla(rule, dtype, times):
     ("case", "sinks", "kernels"),
     [
         (case_of("table"), True, 4),
-        pytest.param(case_of("by query head"), False, 6, marks=slow),
-        pytest.param(case_of("hiding", softcap=3.0), False, 4, marks=slow),
-        pytest.param(case_of("wide", softcap=3.0), False, 7, marks=slow),
+        (case_of("by query head"), False, 6),
+        (case_of("hiding", softcap=3.0), False, 4),
+        (case_of("wide", softcap=3.0), False, 7),
     ],
 )
 def test_lowers_for_gpus(case, sinks, kernels):
@@ -406,24 +402,9 @@ def test_the_floor_of_gpu_kernels_is_exact():
     np.testing.assert_array_equal(tile._LOWERED["floor"](x), np.floor(x))
 
 
-def test_remainders_of_floats_are_refused():
-    """x - y floor(x / y) rounds: the remainder of 1e9 by 3 would be 0, not 1."""
-    message = _refusal(pe.LogitBias(_remainder, jnp.ones(2)))
-    assert (
-        'the operation rem of floats, which the kernels do not have, needs implementation="xla"'
-        in message
-    )
-
-
 def _remainder(shared, head, q, k):
+    """x - y floor(x / y) rounds: the remainder of 1e9 by 3 would be 0, not 1."""
     return head * jnp.remainder((q - k).astype(jnp.float32), 3.0)
-
-
-def _refusal(rules=(), dtype=jnp.bfloat16, dim=64, implementation=COMPILED, batch=1, **options):
-    q = jnp.zeros((batch, 64, 2, dim), dtype)
-    with pytest.raises(NotImplementedError) as error:
-        pe.attention(q, q, q, rules=rules, implementation=implementation, **options)
-    return str(error.value)
 
 
 def test_what_has_no_kernel_is_refused_with_the_reason():
@@ -432,21 +413,28 @@ def test_what_has_no_kernel_is_refused_with_the_reason():
 
 def _refusals():
     if jax.__version_info__ < (0, 11, 2):
-        assert "jax 0.11.2" in _refusal()
+        assert "jax 0.11.2" in refusal(COMPILED)
         return
-    for dim in (128, 256):  # The shared memory has no room for two kinds of vectors.
-        q = jnp.zeros((1, 64, 2, dim))
-        narrow = KINDS["narrow"].rules(KINDS["narrow"].make(np.random.default_rng(0), 2, dim), q, q)
-        assert f"per distance, with [{dim}, 3] numbers" in _refusal(narrow, dim=dim)
-    fire = pe.FIRE(num_heads=2)
-    assert "a number per head" in _refusal(fire.rules(fire.init(jax.random.key(0))))
-    assert "mask" in _refusal(mask=jnp.ones((1, 1, 64, 64), bool))
-    assert "bfloat16 or" in _refusal(dtype=jnp.float32)
-    assert "beyond 256" in _refusal(dim=512)
-    assert "beyond 65,535 rows" in _refusal(batch=70_000)
-    pairs = pe.DenseBias(jnp.zeros((40_000, 2, 64, 64), jnp.bfloat16))
-    assert "more than 65,535 rows and heads" in _refusal(pairs, batch=40_000)
+    pair, many = (pe.DenseBias(jnp.zeros((n, 2, 64, 64), jnp.bfloat16)) for n in (1, 40_000))
     places = {"q_coordinates": jnp.zeros((1, 64), int), "k_coordinates": jnp.zeros((1, 64))}
-    assert "or not integers" in _refusal(pe.ALiBi(num_heads=2).rules({}), **places)
-    assert "dropout" in _refusal(dropout_rate=0.1, dropout_key=jax.random.key(0))
-    assert "platform is cpu" in _refusal(implementation=PallasGPU())
+    for options, reason in (
+        # The shared memory has no room for two kinds of vectors.
+        ({"rules": rules_of("narrow", 128), "dim": 128}, "per distance, with [128, 3] numbers"),
+        ({"rules": rules_of("narrow", 256), "dim": 256}, "per distance, with [256, 3] numbers"),
+        ({"rules": rules_of("fire", 64)}, "a number per head"),
+        ({"rules": (pair, pair)}, "add them up"),
+        ({"rules": (pair, *rules_of("wide", 64))}, "with a vector of a token"),
+        ({"rules": many, "batch": 40_000}, "more than 65,535 rows and heads"),
+        ({"rules": pe.ALiBi(num_heads=2).rules({})} | places, "or not integers"),
+        (
+            {"rules": pe.LogitBias(_remainder, jnp.ones(2))},
+            "the operation rem of floats, which the kernels do not have, needs",
+        ),
+        ({"mask": jnp.ones((1, 1, 64, 64), bool)}, "mask"),
+        ({"dtype": jnp.float32}, "bfloat16 or"),
+        ({"dim": 512}, "beyond 256"),
+        ({"batch": 70_000}, "beyond 65,535 rows"),
+        ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, "dropout"),
+        ({"implementation": PallasGPU()}, "platform is cpu"),
+    ):
+        assert reason in refusal(**{"implementation": COMPILED} | options)

@@ -29,7 +29,7 @@ FAKE = """
         print(f"{name}, {'ahead' in arguments}", flush=True)
         kind = name.split()[1].partition("#")[0]
         if kind == "compiles":
-            time.sleep(1)
+            time.sleep(0.7)
             kind = "ok"
         write({"compiled": name})
         if kind == "hang":
@@ -98,9 +98,7 @@ def test_how_steps_end(fake, kinds, settings, outcomes):
     assert time.monotonic() - began < 15
 
 
-@pytest.mark.parametrize(
-    ("platform", "cores", "order"), [("gpu", 8, "02413"), ("gpu", 4, "01234"), ("tpu", 8, "01234")]
-)
+@pytest.mark.parametrize(("platform", "cores", "order"), [("gpu", 8, "02413"), ("tpu", 8, "01234")])
 def test_processes_share_the_steps_of_a_family(platform, cores, order, fake, monkeypatch):
     monkeypatch.setattr(runner, "RUNS", [("pallas", "forward", 3)])
     monkeypatch.setattr(runner.os, "cpu_count", lambda: cores)

@@ -10,6 +10,7 @@ from posenc_jax.kernels.checks import cases
 from posenc_jax.kernels.checks.cases import Case
 from posenc_jax.kernels.checks.steps import FAMILIES, first_wrong, steps, wrong_count
 from posenc_jax.kernels.gpu.implementation import PallasGPU
+from tests.makers import kernels_support
 from tests.support import gpu_interpreted, slow, slow_but
 
 SOME = ("backward: table, segments, softcap", "forward: last queries")
@@ -79,3 +80,9 @@ def test_a_wrong_number_is_named_by_its_place():
     assert first_wrong(case, got, want) is None
     got["dv"] = want["dv"] * 1.01
     assert first_wrong(case, got, want) == ("dv: batch 0, head 0: 1.0100 times what is expected")
+
+
+@slow
+def test_the_page_says_what_implementations_answer():
+    """As `makers/kernels_support.py` prints its table."""
+    assert kernels_support.table() in kernels_support.PAGE.read_text()

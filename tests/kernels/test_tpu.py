@@ -1,4 +1,4 @@
-"""TPU kernels without a TPU: interpreted against the reference, and lowered for the platform."""
+"""TPU kernels and splash attention without a TPU: interpreted, and lowered for the platform."""
 
 import dataclasses
 import functools
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import posenc_jax as pe
@@ -18,11 +19,12 @@ from posenc_jax.engine.blocks import Blocks
 from posenc_jax.engine.problem import _AXES, Problem
 from posenc_jax.engine.rule import Rule
 from posenc_jax.engine.rules import ContentBias, DotBias, LogitBias
+from posenc_jax.engine.splash import Splash
 from posenc_jax.kernels.base import without_hidden
 from posenc_jax.kernels.tpu.implementation import PallasTPU, tile_size
 from posenc_jax.kernels.tpu.spec import tile_order
+from posenc_jax.kernels.tpu.splash import _CausalMask, _LocalMask
 from posenc_jax.kernels.tpu.tile import Strip, shear, sum_diagonals
-from tests.engine.rules import KINDS
 from tests.kernels.kernel_cases import (
     arrays_of_case,
     assert_close,
@@ -30,30 +32,36 @@ from tests.kernels.kernel_cases import (
     case_of,
     described,
     exact,
+    on_mesh,
     products_in_kernels,
     program,
+    refusal,
+    rules_of,
 )
 from tests.support import slow
 
 TILES = Blocks(128, 128)
 KERNELS = PallasTPU(TILES, TILES, interpret=True)
+SPLASH = Splash(block=128, interpret=True)
+EVERYTHING = case_of(segments=True, window=70, softcap=3.0, sinks=True, heads=6, kv_heads=3)
 MORE_CASES = [
     (case_of("all pairs", segments=True, softcap=3.0, sinks=True), {"prefix": (100, 40)}, TILES),
     (case_of("several", segments=True, softcap=3.0, sinks=True), {"prefix": (100, 40)}, TILES),
     (case_of("kerple by pair", shuffled=True, window=200, kv_heads=1), {}, Blocks(256, 128)),
     (case_of("wide"), {"prefix": (100, 20)}, TILES),
-    (case_of("table", segments=True, kv_heads=1, branches=90), {}, TILES),
     (case_of("wide", softcap=3.0), {}, TILES),
     (case_of("scaled"), {}, TILES),
     (case_of("hiding", softcap=3.0), {}, TILES),
-    (case_of("gate", causal=False, segments=True), {}, TILES),
     (case_of("unbounded", window=70), {}, TILES),
     (case_of("wide", length=600, kv_heads=1, window=70), {}, Blocks(384, 128)),
     (case_of("hiding", heads=4, kv_heads=4, dim=80), {"value_dim": 96}, TILES),
-    (case_of("separable", heads=4, kv_heads=4, dim=256, length=63), {}, TILES),
-    (case_of("narrow", heads=6, kv_heads=6, dim=128, length=63), {}, TILES),
-    (case_of("table", heads=6, dim=128), {}, TILES),
+    (case_of("narrow", heads=6, kv_heads=6, dim=256, length=63), {}, TILES),
     (case_of("table", length=600), {}, Blocks(384, 640)),
+    (EVERYTHING, {}, SPLASH),
+    *((case_of(causal=False, window=sides), {}, SPLASH) for sides in (None, (60, 3), (-1, 3))),
+    (case_of(window=(9, -1)), {}, SPLASH),
+    (case_of(heads=12, kv_heads=4, dim=80), {"value_dim": 96}, SPLASH),
+    (case_of(causal=False, segments=True, dim=256, heads=6, kv_heads=1, length=256), {}, SPLASH),
 ]
 
 
@@ -66,13 +74,17 @@ MORE_CASES = [
         (case_of("distance and pairs", length=200, window=(70, 3)), {}, TILES),
         (case_of("table", length=384, kv_heads=1, window=(70, 3), blocks=True), {}, TILES),
         (case_of("past", length=130, softcap=3.0), {}, TILES),
+        (case_of(length=1100, heads=1, kv_heads=1, batch=1), {}, SPLASH),  # Parts of dq.
         *(pytest.param(*case, marks=slow) for case in MORE_CASES),
     ],
 )
 def test_equals_the_reference(case, more, blocks):
     """The steps of `posenc_jax.kernels.checks` compare other rules and features with float64."""
-    kernels = PallasTPU(Blocks(blocks.k, blocks.q), blocks, interpret=True)
     x = arrays_of_case(case, **more)
+    if blocks == SPLASH:
+        assert_equals_the_reference(case, SPLASH, x, lse=False)
+        return
+    kernels = PallasTPU(Blocks(blocks.k, blocks.q), blocks, interpret=True)
     expected = exact(case, x) if case.rule == "none" else None
     assert_equals_the_reference(case, kernels, x, expected=expected)
 
@@ -113,12 +125,9 @@ def test_default_tiles_are_large_but_pad_little():
     assert sizes == [128, 256, 512, 1024, 512, 1024, 512, 1024]
 
 
-def test_more_blocks_than_the_schedule_can_name_are_refused():
+def test_blocks_that_do_not_fit_are_refused():
     with pytest.raises(NotImplementedError, match="S = 1048704 are more than 8192 blocks"):
         tile_order(128, 2**20 + 128, TILES, (-1, 0), by_key=False)
-
-
-def test_blocks_that_are_no_whole_lanes_are_refused():
     with pytest.raises(ValueError, match=r"backward must have multiples of 128 .* k=100"):
         PallasTPU(backward=Blocks(128, 100))
 
@@ -156,42 +165,33 @@ def test_large_features_do_not_round_those_of_other_tokens():
     chex.assert_trees_all_close(small, exact, atol=0.02)
 
 
-def test_nan_in_keys_that_no_query_sees_has_no_effect():
-    """Neither in values nor in features of slots after a chunk of queries."""
-    at, k = np.arange(200, dtype=np.int32), np.ones((1, 200, 2, 8), np.float32)
-    k[:, 140:] = np.nan
-    rule = ContentBias(lambda *x: x[3], k_features=k[..., 0])
-    call = pe.AttentionCall(is_causal=True, q_positions=at[100:140], k_positions=at)
-    problem = api.make_problem(jnp.ones((1, 40, 2, 8)), k, k, (rule,), call)
-    p = jax.jit(without_hidden)(problem)
-    for x in (p.k, p.v, p.rules[0].k_features):
-        np.testing.assert_array_equal(x[:, :140], 1.0)
-        np.testing.assert_array_equal(x[:, 140:], 0.0)
+def test_keys_that_no_query_sees_are_zero():
+    """Every 300 queries, 256 at a time: by a block mask, a window by coordinates, and order.
 
-
-def test_keys_that_masks_and_arrays_hide_are_looked_for_in_blocks_of_queries():
-    """Every 300 queries, 256 at a time, with a block mask and with a window by coordinates."""
+    In keys, values and features, which may hold NaN there.
+    """
     at, pairs = np.arange(300, dtype=np.int32)[None], np.zeros((1, 1, 300, 300), np.float32)
     pairs[:, :, :, 11], pairs[:, :, :280, 12] = -np.inf, -np.inf
-    k = np.ones((1, 300, 1, 8), np.float32)
-    k[0, 3] = np.nan
     even = pe.block_mask(lambda b, h, q, k: (q - k) % 2 == 0, 300, 300)
     coordinates = {"q_positions": at // 8, "k_positions": at // 8, "q_coordinates": at}
     window = pe.SlidingWindow((9, 20), by="coordinates")
     far = np.where((at < 5) | (at > 290), at, at + 600)  # Places of keys that few queries see.
-    distance = at.T - far
+    distance, before = at.T - far, np.minimum(at, 140)
     for options, pattern in (
         ({"mask": even}, (at.T - at) % 2 == 0),
         (
             coordinates | {"k_coordinates": far, "window": window},
             (distance >= -20) & (distance <= 8),
         ),
+        ({"is_causal": True, "q_positions": before, "k_positions": at}, at <= before.T),
     ):
-        call = pe.AttentionCall(**options)
-        problem = api.make_problem(np.ones_like(k), k, k, (pe.DenseBias(pairs),), call)
         seen = (pattern & (pairs[0, 0] == 0)).any(0)
-        hidden = jax.jit(without_hidden)(problem).k[0, :, 0, 0] == 0
-        np.testing.assert_array_equal(hidden, ~seen)
+        k = np.where(seen, np.float32(1), np.float32(np.nan))[None, :, None, None]
+        rules = pe.DenseBias(pairs), ContentBias(lambda *x: x[3], k_features=k[..., 0])
+        problem = api.make_problem(np.ones_like(k), k, k, rules, pe.AttentionCall(**options))
+        p = jax.jit(without_hidden)(problem)
+        for x in (p.k, p.v, p.rules[1].k_features):
+            np.testing.assert_array_equal(np.ravel(x), seen)
 
 
 @slow
@@ -218,31 +218,33 @@ def test_strided_rotation_equals_rotation_in_steps():
     np.testing.assert_array_equal(back[0], np.asarray(line)[0] * count)
 
 
-def _lowered(case, x, kernels=PallasTPU(cross_compile=True)):  # noqa: B008
+COMPILED = PallasTPU(cross_compile=True)
+
+
+def _lowered(case, x, kernels=COMPILED):
     shapes = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape, y.dtype), x)
-    traced = program(case, kernels).trace(shapes)
+    traced = program(case, kernels, lse=kernels == COMPILED).trace(shapes)
     return traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
 @pytest.mark.parametrize(
-    ("case", "sinks"),
+    ("case", "sinks", "kernels"),
     [
-        (case_of("table"), True),
-        pytest.param(case_of("wide", softcap=3.0), False, marks=slow),
-        pytest.param(case_of("gate", causal=False, segments=True), False, marks=slow),
+        (case_of("table", heads=4), True, COMPILED),
+        pytest.param(case_of("wide", heads=4, softcap=3.0), False, COMPILED, marks=slow),
+        pytest.param(case_of("pair", causal=False, segments=True), False, COMPILED, marks=slow),
+        (EVERYTHING, False, Splash(cross_compile=True)),
+        (case_of(causal=False), False, Splash(cross_compile=True)),
     ],
 )
-def test_lowers_for_tpu(case, sinks):
-    case = dataclasses.replace(case, length=1100, heads=4, dim=128, dtype="bfloat16")
+def test_lowers_for_tpu(case, sinks, kernels):
+    case = dataclasses.replace(case, length=1100, dim=128, dtype="bfloat16")
     x = arrays_of_case(case, sinks_per_query=sinks)
-    assert _lowered(case, x).count("tpu_custom_call") == 2
+    assert _lowered(case, x, kernels).count("tpu_custom_call") == 2
 
 
-def _refusal(rules=(), dtype=jnp.float32, implementation=KERNELS, **options):
-    q = jnp.zeros((1, 64, 2, 64), dtype)
-    with pytest.raises(NotImplementedError) as error:
-        pe.attention(q, q, q, rules=rules, implementation=implementation, **options)
-    return str(error.value)
+def _sines(shared, head, q, k):
+    return head * jnp.sin((q - k).astype(jnp.float32))
 
 
 def test_what_has_no_kernel_is_refused_with_the_reason():
@@ -250,28 +252,19 @@ def test_what_has_no_kernel_is_refused_with_the_reason():
 
 
 def _refusals():
-    q = jnp.zeros((1, 64, 2, 64))
-    fire = pe.FIRE(num_heads=2)
-    shaw = pe.Shaw(num_heads=2, head_dim=64)
-    assert "a number per head" in _refusal(fire.rules(fire.init(jax.random.key(0))))
     positions = {"q_positions": jnp.arange(64), "k_positions": jnp.arange(64)}
-    for name, part, options in (
-        ("whole", "whole rows", {}),
-        ("narrow", "per distance, where positions", positions),
+    for options, reason in (
+        ({"rules": rules_of("fire", 64)}, "a number per head"),
+        ({"rules": rules_of("whole", 64)}, "whole rows"),
+        ({"rules": rules_of("narrow", 64)} | positions, "per distance, where positions"),
+        ({"rules": rules_of("shaw", 64)}, "values"),
+        ({"rules": LogitBias(_sines, heads=jnp.ones(2))}, "operation sin"),
+        ({"mask": jnp.ones((1, 1, 64, 64), bool)}, "mask"),
+        ({"dtype": jnp.float16}, "bfloat16 or"),
+        ({"rules": pe.DenseBias(jnp.zeros((1, 1, 64, 64), jnp.float16))}, "bfloat16 or float32"),
+        ({"implementation": "pallas"}, "platform is cpu"),
     ):
-        rules = KINDS[name].rules(KINDS[name].make(np.random.default_rng(0), 2, 64), q, q)
-        assert part in _refusal(rules, **options)
-    params = shaw.init(jax.random.key(0))
-    features = shaw.features(params, None, q, q, None, None, None)[:2]
-    assert "values" in _refusal(shaw.rules(params, *features))
-    assert "mask" in _refusal(mask=jnp.ones((1, 1, 64, 64), bool))
-    assert "bfloat16 or" in _refusal(dtype=jnp.float16)
-    assert "platform is cpu" in _refusal(implementation="pallas")
-
-    def sines(shared, head, q, k):
-        return head * jnp.sin((q - k).astype(jnp.float32))
-
-    assert "operation sin" in _refusal(LogitBias(sines, heads=jnp.ones(2)))
+        assert reason in refusal(**{"implementation": KERNELS} | options)
 
 
 def _attention_of(length, kind="TPU v5 lite", batch=1, group=1, backward=True, **settings):
@@ -341,76 +334,67 @@ def test_the_batch_of_one_device_counts():
         assert jax.eval_shape(attend, q, ids).shape == q.shape
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_the_dtype_alone_sets_the_precision(dtype):
-    """Mosaic refuses products of bfloat16 under the setting "highest"."""
-    q = jax.ShapeDtypeStruct((1, 256, 2, 64), dtype)
+@pytest.mark.parametrize(
+    ("dtype", "precision", "expected"),
+    [(jnp.bfloat16, "highest", "DEFAULT"), (jnp.float32, "default", "HIGHEST")],
+)
+@pytest.mark.parametrize(
+    ("kernels", "rules", "length", "count"),
+    [(KERNELS, pe.ALiBi(num_heads=2).rules({}), 256, 7), (SPLASH, (), 1280, 9)],
+)
+def test_the_dtype_alone_sets_the_precision(
+    kernels, rules, length, count, dtype, precision, expected
+):
+    """In both passes; Mosaic refuses products of bfloat16 under the setting "highest"."""
+    q = jax.ShapeDtypeStruct((1, length, 2, 64), dtype)
 
     def step(q):
-        rules = pe.ALiBi(num_heads=2).rules({})
-        options = {"is_causal": True, "implementation": PallasTPU(cross_compile=True)}
-        return jnp.sum(pe.attention(q, q, q, rules=rules, **options)).astype(jnp.float32)
+        out = pe.attention(q, q, q, rules=rules, is_causal=True, implementation=kernels)
+        return jnp.sum(out.astype(jnp.float32))
 
-    with jax.default_matmul_precision("highest"):
+    with jax.default_matmul_precision(precision):
         products = products_in_kernels(jax.make_jaxpr(jax.grad(step))(q).jaxpr)
-    expected = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    assert len(products) >= 7
-    assert {p for e in products for p in e.params["precision"]} == {expected}
+    assert len(products) >= count
+    assert {p.name for e in products for p in e.params["precision"]} == {expected}
 
 
-def test_second_derivatives_are_refused():
+@pytest.mark.parametrize("kernels", [KERNELS, SPLASH])
+def test_derivatives_that_they_lack_are_refused(kernels):
     def loss(q):
-        return jnp.sum(pe.attention(q, q, q, implementation=KERNELS) ** 2)
+        return jnp.sum(pe.attention(q, q, q, implementation=kernels) ** 2)
 
     q = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.float32)
     for twice in (jax.grad(lambda q: jnp.sum(jax.grad(loss)(q) ** 2)), jax.hessian(loss)):
         with pytest.raises(NotImplementedError, match="first derivatives in reverse mode only"):
             jax.eval_shape(twice, q)
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jit(jax.jacfwd(loss)).lower(q)
 
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
-def _on_mesh(mesh, x, batch, heads):
-    """Returns arrays on a mesh: key heads where they divide, parameters whole."""
-
-    def put(y, *spec):
-        return jax.device_put(y, NamedSharding(mesh, PartitionSpec(*spec[: y.ndim])))
-
-    def token(y):
-        fits = y.ndim > 2 and heads is not None and y.shape[2] % mesh.shape[heads] == 0
-        return put(y, batch, None, heads if fits else None)
-
-    whole = {"params": jax.tree.map(put, x["params"])}
-    return {name: token(y) for name, y in x.items() if name != "params"} | whole
-
-
 @slow
 @pytest.mark.parametrize(
-    ("case", "kind", "batch", "heads"),
+    ("case", "kind", "batch"),
     [
-        (case_of("all pairs", dropout=0.3, segments=True, kv_heads=8), EXPLICIT, "data", "heads"),
-        *(
-            pytest.param(*case, "heads", marks=slow)
-            for case in (
-                (case_of("unbounded", causal=False, segments=True, kv_heads=8), EXPLICIT, "data"),
-                (case_of("narrow", kv_heads=8), EXPLICIT, "data"),
-                (case_of(kv_heads=4), AUTO, "data"),
-                (case_of("table", dropout=0.3), AUTO, None),
-                (case_of("table", dropout=0.3), AUTO, "data"),
-                (case_of("separable", segments=True, kv_heads=8), AUTO, "data"),
-            )
-        ),
+        (case_of("all pairs", dropout=0.3, segments=True, kv_heads=8), EXPLICIT, "data"),
+        (case_of("unbounded", causal=False, segments=True, kv_heads=8), EXPLICIT, "data"),
+        (case_of("narrow", kv_heads=8), EXPLICIT, "data"),
+        (case_of(kv_heads=4), AUTO, "data"),
+        (case_of("table", dropout=0.3), AUTO, None),
+        (case_of("table", dropout=0.3), AUTO, "data"),
+        (case_of("separable", segments=True, kv_heads=8), AUTO, "data"),
     ],
 )
-def test_batch_and_heads_over_devices(case, kind, batch, heads):
+def test_batch_and_heads_over_devices(case, kind, batch):
     """Four devices have two key heads; nothing but the sums of gradients is sent."""
     case = dataclasses.replace(case, heads=8)
     mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
-    axes = {} if kind == EXPLICIT else {"batch_axes": batch, "head_axes": heads}
+    axes = {} if kind == EXPLICIT else {"batch_axes": batch, "head_axes": "heads"}
     x = arrays_of_case(case)
     with jax.set_mesh(mesh):
-        spread = _on_mesh(mesh, x, batch, heads)
+        spread = on_mesh(mesh, x, batch, "heads")
         compiled = program(case, dataclasses.replace(KERNELS, **axes)).lower(spread).compile()
         got = jax.device_get(compiled(spread))
     assert_close(got, jax.device_get(program(case, "reference")(x)))
@@ -430,7 +414,7 @@ def test_arrays_that_are_whole_on_every_device(kind):
     mesh = jax.make_mesh((4,), ("heads",), axis_types=(kind,))
     kernels = PallasTPU(cross_compile=True, **({"head_axes": ()} if kind == AUTO else {}))
     case = case_of("table")
-    traced = program(case, kernels).trace(_on_mesh(mesh, arrays_of_case(case), None, None))
+    traced = program(case, kernels).trace(on_mesh(mesh, arrays_of_case(case), None, None))
     assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 2
 
 
@@ -456,3 +440,95 @@ def test_every_array_of_a_problem_is_sharded_by_its_axes():
     for rule in (*rules, pe.BlockMask):
         for field in dataclasses.fields(rule) if dataclasses.is_dataclass(rule) else ():
             assert field.metadata.get("static") or field.name in rule.axes, (rule, field.name)
+
+
+@slow
+def test_layers_of_splash_that_are_scanned_and_computed_again():
+    """As models call it: `jax.checkpoint` in `jax.lax.scan`, under `jax.vmap`; traced once."""
+    scales = jnp.array([0.5, 1.0])
+    arrays = arrays_of_case(case_of(batch=1, heads=1, kv_heads=1, dim=32))
+
+    def outcome(implementation):
+        def layer(x, scale):
+            options = {"is_causal": True, "implementation": implementation}
+            return x + pe.attention(scale * x, x, x, **options), None
+
+        def loss(scales, x):
+            return jnp.sum(jnp.sin(jax.lax.scan(jax.checkpoint(layer), x, scales)[0]))
+
+        step = jax.vmap(jax.grad(loss, (0, 1)), (None, 0))
+        return jax.jit(step)(scales, jnp.stack([arrays["q"], arrays["v"]]))
+
+    assert_close(outcome(SPLASH), outcome("reference"))  # Layers amplify rounding.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rules": pe.ALiBi(num_heads=2).rules({})}, "rules"),
+        ({"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, "dropout"),
+        ({"is_causal": True, "prefix_length": np.zeros(1, np.int32)}, "prefix_length"),
+        ({"mask": np.ones((1, 1, 64, 64), bool)}, "mask"),
+        ({"is_causal": True, "q_positions": np.arange(64), "k_positions": np.arange(64)}, "posit"),
+        ({"return_lse": True}, "log-sum-exp"),
+        ({"sinks": np.zeros((1, 64, 2), np.float32)}, "sinks per query"),
+        ({"dim": 264}, "beyond 256"),
+        ({"dtype": jnp.float16}, "bfloat16 or all float32"),
+    ],
+)
+def test_what_splash_lacks_is_refused_by_name(options, message):
+    assert re.search(f'implementation="splash": .*{message}', refusal(SPLASH, **options))
+
+
+def test_splash_is_named_and_checked():
+    assert "for the platform tpu, and the platform is cpu" in refusal("splash")
+    with pytest.raises(ValueError, match=r"Splash: block must be a multiple of 128 .* got 100"):
+        Splash(block=100)
+
+
+@pytest.mark.parametrize("sides", ["causal", (None, 0), (None, 100), (200, 0), (300, 150), (0, 0)])
+def test_blocks_of_masks_of_splash_are_those_of_jax(sides):
+    shape, block = (768, 640), 128
+    if sides == "causal":
+        ours, theirs = _CausalMask(shape), masks.CausalMask(shape)
+    else:
+        ours, theirs = _LocalMask(shape, sides, 0), masks.LocalMask(shape, sides, 0)
+    for i, j in np.ndindex(6, 5):
+        index = slice(block * i, block * (i + 1)), slice(block * j, block * (j + 1))
+        np.testing.assert_array_equal(ours[index], theirs[index])
+
+
+@slow
+@pytest.mark.parametrize(("kind", "kv_heads"), [(EXPLICIT, 2), (AUTO, 8)])
+def test_splash_over_devices(kind, kv_heads):
+    """Each of four devices takes one of two key heads.
+
+    Some queries see nothing: splash attention gives them the mean of all values. Padding holds NaN.
+    """
+    mesh = jax.make_mesh((2, 4), ("data", "heads"), axis_types=(kind,) * 2)
+    case = case_of(causal=False, segments=True, heads=8, kv_heads=kv_heads)
+    axes = {"batch_axes": "data", "head_axes": "heads"} if kind == AUTO else {}
+    x = arrays_of_case(case)
+    ids = x["q_segment_ids"]
+    x["k_segment_ids"] = np.where(ids == 0, 5, ids)  # No key has the first segment.
+
+    with jax.set_mesh(mesh):
+        run = program(case, dataclasses.replace(SPLASH, **axes), False)
+        got = jax.device_get(run(on_mesh(mesh, x, "data", "heads")))
+    assert_close(got, jax.device_get(program(case, "reference", False)(x)), 3e-6)
+    sees = (ids == 1)[:, None, :, None]
+    assert not sees.all() and not np.any(got["output"] * ~sees) and not np.any(got["dq"] * ~sees)
+
+
+def test_splash_inside_shard_map():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AUTO,))
+    q = jnp.zeros((2, 200, 2, 64))
+
+    def attend(check):
+        run = functools.partial(pe.attention, is_causal=True, implementation=SPLASH)
+        specs = {"in_specs": PartitionSpec("data"), "out_specs": PartitionSpec("data")}
+        return jax.shard_map(run, mesh=mesh, **specs, check_vma=check)(q, q, q)
+
+    with pytest.raises(NotImplementedError, match="needs check_vma=False"):
+        jax.eval_shape(lambda: attend(True))
+    assert jax.eval_shape(lambda: attend(False)).shape == q.shape
