@@ -15,8 +15,8 @@ import pytest
 
 import posenc_jax as pe
 from tests.support import (
+    KINDS,
     SIZES,
-    TESTS,
     Option,
     build,
     declared,
@@ -33,18 +33,10 @@ MAPS = {
 }
 
 
-OPTIONS, FILES = {}, {}  # Values of settings, and the file that they are in, by class.
+VALUES = {}  # Values of settings, by class.
 for path, options in declared("OPTIONS"):
-    for cls, values in options.items():
-        assert cls not in OPTIONS, f"{cls.__name__} has OPTIONS in {FILES[cls]} and {path}"
-        OPTIONS[cls], FILES[cls] = values, path
-
-
-def where(cls):
-    """The test file that the options of a class belong in."""
-    family = cls.__module__.split(".")[1:]
-    default = TESTS.joinpath(*family[:-1], f"test_{family[-1]}.py")
-    return FILES.get(cls, default).relative_to(TESTS.parent)
+    assert VALUES.keys().isdisjoint(options), f"classes in {path} have OPTIONS elsewhere"
+    VALUES |= options
 
 
 def once(cls, field):
@@ -62,10 +54,10 @@ def settings(classes):
 
 
 def option_of(cls, field):
-    option = OPTIONS.get(cls, {}).get(field)
+    option = VALUES.get(cls, {}).get(field)
     assert option is not None, (
         f"{cls.__name__}.{field} has no value to compare its default with: add "
-        f"OPTIONS = {{pe.{cls.__name__}: {{{field!r}: <another value>}}}} to {where(cls)}"
+        f"OPTIONS = {{pe.{cls.__name__}: {{{field!r}: <another value>}}}} to its test file"
     )
     return option if isinstance(option, Option) else Option(option)
 
@@ -125,17 +117,10 @@ def test_setting_of_a_scheme_changes_the_program(cls, field):
     assert lowered(*one) != lowered(*other)
 
 
-CLASSES = [*pe.SCHEMES.values()]
-
-
-@pytest.mark.parametrize(
-    "cls",
-    slow_but(CLASSES, *(cls for cls in CLASSES if not is_contrib(cls))),
-    ids=lambda cls: cls.name,
-)
-def test_a_scheme_has_one_program(cls):
+@pytest.mark.parametrize("kind", slow_but(pe.SCHEMES, *KINDS))
+def test_a_scheme_has_one_program(kind):
     """Programs that differ by themselves would hide a setting without effect."""
-    call = build(cls), False, False
+    call = build(pe.SCHEMES[kind]), False, False
     assert lowered(*call) == lowered.__wrapped__(*call)
 
 
@@ -155,7 +140,7 @@ def test_setting_of_a_frequency_map_changes_the_frequencies(cls, field):
 
 
 def test_options_name_settings_that_exist():
-    for cls, values in OPTIONS.items():
-        assert cls in (*pe.SCHEMES.values(), *MAPS.values()), f"{where(cls)}: {cls}"
+    for cls, values in VALUES.items():
+        assert cls in (*pe.SCHEMES.values(), *MAPS.values()), cls
         unknown = set(values) - {field.name for field in dataclasses.fields(cls)}
-        assert not unknown, f"{where(cls)}: {cls.__name__} has no {sorted(unknown)}"
+        assert not unknown, f"{cls.__name__} has no {sorted(unknown)}"

@@ -19,7 +19,17 @@ import posenc_jax as pe
 from posenc_jax import testing
 from posenc_jax.testing.case import BATCH, LENGTH
 from posenc_jax.testing.properties import mirrored_change
-from tests.support import KINDS, build, close, is_contrib, make_batch, output, slow
+from tests.support import (
+    KINDS,
+    build,
+    close,
+    is_contrib,
+    make_batch,
+    output,
+    parameters,
+    slow,
+    slow_but,
+)
 
 # Windows are large enough for 130 tokens, the most that `posenc_jax.testing` uses, or small enough
 # that some keys are far.
@@ -33,6 +43,11 @@ SETTINGS = {
 MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
 WHOLE = {"learned", "t5", "rope"}
 """One scheme of each place: on the embedding, in the rules, on queries and keys."""
+OF_SETTINGS = {
+    *("hashable_and_equal_by_value", "parameters_are_deterministic_and_float32"),
+    "declared_axes_have_their_sizes",
+}
+"""Properties of `contrib` that are measured by default."""
 ALONE = {
     "jit_equals_eager": {"fox"},
     "eight_devices_give_the_same_numbers": {"fox"},
@@ -43,34 +58,21 @@ ALONE = {
     "rejected_drafts_leave_no_trace": {"fox", "rope"},
     "coordinates_do_not_scale_q_and_k": {"rope"},
     "fractions_of_coordinates_change_the_output": {"learned", "t5", "rope"},
-    "empty_batches_and_sequences": {"learned", "t5", "fox", "path", "short_conv", "rope"},
+    "empty_batches_and_sequences": {"learned", "t5", "fox", "path", "rope"},
 }
 """The schemes of properties that need programs of their own, or many operations."""
 IN_TILES = {"rules", "attend"}
 OF_TOKENS = IN_TILES | {"mix", "features"}
 IN_CACHES = {"mix", "features", "attend"}
 """Hooks that act within tiles, and hooks that see other tokens or their states."""
-STATELESS = {"cope", "deberta", "grape_a", "repo", "shaw"}
+STATELESS = {"cope", "grape_a", "repo", "shaw"}
 """Features of a token that depend on it alone: what a prompt shows, single steps do."""
-WITHOUT_PROMISES = {
-    *("cope", "fire", "grape_a", "kerple", "path", "rope_by_length", "stick_breaking"),
-    *("swin", "swin_v2", "tupe"),
-}
+WITHOUT_PROMISES = {"cope", "fire", "grape_a", "stick_breaking"}
 """Their rules promise tiles nothing, such as a distance or bounds, or read whole rows."""
-LIKE_OTHERS = {"cable", "self_extend", "dual_chunk", "kerple", "swin_v2", "rope_mixed", "path"}
-LIKE_OTHERS |= {"rope_by_length", "partial_key_offset", "pope", "repo", "swin", "tupe", "xpos"}
+LIKE_OTHERS = {"self_extend", "dual_chunk", "kerple", "swin_v2", "rope_mixed", "path", "repo"}
+LIKE_OTHERS |= {"rope_by_length", "partial_key_offset", "pope", "swin", "tupe", "xpos"}
+LIKE_OTHERS |= {"deberta", "transformer_xl", "learned_rope"}
 """Other schemes have their hooks, or their own tests compare what these would."""
-NOT_IN_CACHES = {"inkling", "transformer_xl", "tupe", "rope_by_length", "short_conv"}
-NOT_IN_CACHES |= {"path", "selective_rope"}
-"""Caches store nothing of their features, or tests of their own decode with them."""
-TELLING = {"deberta", "fox", "transformer_xl", "tupe"}
-"""Schemes that are not mirrored, as RoPE is not."""
-COMPILED = {
-    *("packed_sequences_equal_each_alone", "coordinates_change_the_output"),
-    *("left_padded_rows_equal_rows_alone", "right_padded_rows_equal_rows_alone"),
-    "adding_a_constant_changes_nothing",
-}
-"""Properties of every scheme by a program of its own."""
 NEEDS = {
     "tiles_equal_the_reference": IN_TILES,
     "tiles_equal_the_reference_padded": IN_TILES,
@@ -92,7 +94,6 @@ NEEDS = {
     "kinds_of_rules_are_declared": {"rules"},
     "rules_are_constant_beyond_bounds": {"rules"},
     "tells_past_from_future": {"rules"},
-    "reversed_sequences_have_reversed_outputs": {"rules"},
 }
 """The hooks of which a scheme has one where a property is measured by default, if not for all.
 
@@ -104,22 +105,23 @@ dtypes of every scheme in its traced program.
 def is_quick(kind, name):
     """Whether a property of a scheme is measured by default."""
     cls = pe.SCHEMES[kind]
-    if name in ALONE or name not in NEEDS:
-        return kind in ALONE.get(name, {kind}) and not (is_contrib(cls) and name in COMPILED)
-    needs = NEEDS[name]
-    hooks = {x for x in OF_TOKENS if getattr(cls, x) is not getattr(pe.Scheme, x)}
-    if is_contrib(cls) and needs >= IN_TILES:
-        return False
+    if is_contrib(cls):
+        return name in OF_SETTINGS
+    if name in ALONE:
+        return kind in ALONE[name]
+    if not (needs := NEEDS.get(name)):
+        return True
     if kind in LIKE_OTHERS or (kind in WITHOUT_PROMISES and needs == IN_TILES):
         return False
-    if kind in NOT_IN_CACHES and needs == IN_CACHES and "order" not in name:
-        return False
-    if kind in TELLING and name == "tells_past_from_future":
-        return False
+    if kind == "inkling" and needs == IN_CACHES and "order" not in name:
+        return False  # Caches store nothing of its features.
+    if kind == "fox" and name == "tells_past_from_future":
+        return False  # It is not mirrored, as RoPE is not.
     if kind in STATELESS and ("prompt" in name or name.startswith("steps_after")):
         return False
     if name == "every_parameter_has_a_gradient" and cls.init is not pe.Scheme.init:
         return True
+    hooks = {x for x in OF_TOKENS if getattr(cls, x) is not getattr(pe.Scheme, x)}
     return bool(hooks & needs) or (kind in WHOLE and needs != IN_TILES)
 
 
@@ -132,6 +134,7 @@ def case_of(kind, tiles):
     return case
 
 
+@functools.lru_cache(2)
 def spread(case):
     """Returns a batch for eight devices, on an explicit mesh, and the program for it."""
     x = np.random.default_rng(0).normal(size=(8, LENGTH, case.model_dim)).astype("f4")
@@ -174,7 +177,11 @@ def tells_past_from_future(case):
     assert change is None or (change < 2e-5) == case.scheme.traits.mirrored
 
 
-PROPERTIES = {name: prop.check for name, prop in testing.PROPERTIES.items()} | {
+PROPERTIES = {
+    name: prop.check
+    for name, prop in testing.PROPERTIES.items()
+    if name != "reversed_sequences_have_reversed_outputs"  # `tells_past_from_future` has more.
+} | {
     check.__name__: check
     for check in (
         sharding_over_eight_devices_is_kept,
@@ -206,15 +213,7 @@ def test_settings_are_documented_and_the_paper_is_cited(kind):
     assert "https://arxiv.org/abs/" in sys.modules[cls.__module__].__doc__
 
 
-TRANSFORMED = ["t5"]
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(k, marks=() if k in TRANSFORMED else slow)
-        for k in sorted({*KINDS, *TRANSFORMED})
-    ]
-)
+@pytest.fixture(params=slow_but(sorted({*KINDS, "t5"}), "t5"))
 def one_of_a_kind(request):
     """Schemes that a model treats alike are the same to transformations of a model."""
     return build(pe.SCHEMES[request.param])
@@ -222,14 +221,14 @@ def one_of_a_kind(request):
 
 def test_vmap_over_the_batch(one_of_a_kind, tokens):
     scheme = one_of_a_kind
-    params = scheme.init(jax.random.key(7))
+    params = parameters(scheme)
     one = jax.jit(jax.vmap(lambda t: output(scheme, params, t)))  # Arrays without a batch axis.
     close(one(tokens), output(scheme, params, tokens), 1e-5)
 
 
 def test_remat_and_scan_over_layers(one_of_a_kind, tokens):
     scheme = one_of_a_kind
-    stacked = jax.vmap(scheme.init)(jax.random.split(jax.random.key(0), 3))
+    stacked = jax.tree.map(lambda *x: np.stack(x), *(parameters(scheme, seed=n) for n in range(3)))
 
     def layer(x, params):
         moved = dataclasses.replace(tokens, q=tokens.q + x)

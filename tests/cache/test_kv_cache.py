@@ -45,16 +45,6 @@ def tokens(count, start=0):
     return k, v, positions, np.zeros_like(positions)
 
 
-def held(cache):
-    """Which tokens the slots hold, 0 for none."""
-    k, v = np.asarray(cache.k), np.asarray(cache.v)
-    assert (k == k[:1, :, :1, :1]).all() and (v == k[:1, :, :1, :1]).all()
-    used = np.asarray(cache.segment_ids) >= 0
-    k = np.where(used, k[..., 0, 0], 0)
-    np.testing.assert_array_equal(np.where(used, cache.positions, -1) + 1, k)
-    return k[0].tolist()
-
-
 def test_the_next_position_counts_tokens_not_slots():
     k, v, positions, _ = tokens(4)
     segments = np.array([[-1, -1, 0, 0], [0, 0, 0, -1]], np.int32)
@@ -94,22 +84,14 @@ def test_the_next_position_after_negative_ones():
     np.testing.assert_array_equal(again.next_positions, [-3, -3])
 
 
-@pytest.mark.parametrize(("count", "lost"), [(4, False), (5, True)])
-def test_a_ring_that_takes_back_all_of_its_slots_is_lost(count, lost):
+def test_a_ring_that_takes_back_all_of_its_slots_is_lost():
     """Otherwise nothing in it tells the position of the next token."""
     cache = empty(ring=True)
     for start in range(0, 9, 3):
         cache = append(cache, *tokens(3, start))
-    back = rewind(cache, count)
-    np.testing.assert_array_equal(back.overflowed, [lost, lost])
-    if not lost:
-        np.testing.assert_array_equal(back.next_positions, [5, 5])
-
-
-def test_taking_back_all_of_a_ring_is_named():
-    cache = empty(ring=True)
-    for start in range(0, 9, 3):
-        cache = append(cache, *tokens(3, start))
+    back = rewind(cache, 4)
+    assert not back.overflowed.any() and back.next_positions.tolist() == [5, 5]
+    assert rewind(cache, 5).overflowed.all()
     with pytest.raises(ValueError, match=r"KVCache.rewind: 5 tokens are all of row 0 in the ring"):
         cache.rewind(5)
 
@@ -128,52 +110,43 @@ def test_a_ring_with_a_window_of_one_position_holds_what_shares_it(capacity, cou
 
 def test_a_full_cache_raises_and_overflows_under_jit():
     cache = append(empty(), *tokens(4))
-    with pytest.raises(
-        ValueError, match="KVCache: 4 of 5 slots of row 0 are used and 2 more tokens do not"
-    ):
+    with pytest.raises(ValueError, match="4 of 5 slots of row 0 are used and 2 more tokens do"):
         cache.append(*tokens(2))
     assert not append(cache, *tokens(1)).overflowed.any()
     lost = append(cache, *tokens(2))
     assert lost.overflowed.all() and append(lost, *tokens(1)).overflowed.all()
     # Without the token that did not fit, the row is whole again.
     whole = rewind(lost, 1)
-    assert held(whole) == [1, 2, 3, 4, 1] and not whole.overflowed.any()
+    assert whole.k[0, :, 0, 0].tolist() == [1, 2, 3, 4, 1] and not whole.overflowed.any()
 
 
 def test_coordinates_are_given_in_every_call_or_in_none():
-    coordinates = np.zeros((2, 2), np.int32)
-    with pytest.raises(ValueError, match="KVCache: the cache was made for no coordinates; give"):
-        empty().append(*tokens(2), coordinates=coordinates)
-    with pytest.raises(ValueError, match="KVCache: the cache was made for coordinates; give"):
-        empty(coordinates=coordinates).append(*tokens(2))
+    zeros, real = np.zeros((2, 2), np.int32), np.full((2, 2), 0.5, np.float32)
+    for cache, coordinates, message in (
+        (empty(), zeros, "no coordinates; give"),
+        (empty(coordinates=zeros), None, "coordinates; give"),
+        (empty(coordinates=zeros), real, "int32 coordinates, got float32"),
+    ):
+        with pytest.raises(ValueError, match=f"KVCache: the cache was made for {message}"):
+            cache.append(*tokens(2), coordinates=coordinates)
+    cache = append(empty(coordinates=real), *tokens(2), coordinates=zeros + 3)
+    np.testing.assert_array_equal(cache.coordinates[:, :2], zeros + 3.0)
 
 
-def test_float_coordinates_are_not_truncated_to_an_integer_cache():
-    zeros = np.zeros((2, 2), np.int32)
-    with pytest.raises(ValueError, match="made for int32 coordinates, got float32"):
-        empty(coordinates=zeros).append(*tokens(2), coordinates=np.full((2, 2), 0.5, "f4"))
-    cache = append(empty(coordinates=zeros.astype(np.float32)), *tokens(2), coordinates=zeros + 3)
-    np.testing.assert_array_equal(cache.coordinates[:, :2], np.full((2, 2), 3.0))
-
-
-@pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize(
-    "index, name, shape",
+    "name, shape",
     [
-        (0, "k", (2, 2, 1, 4)),  # Fewer heads would fill some and leave zeros in the others.
-        (0, "k", (2, 2, 3, 2)),
-        (1, "v", (2, 2, 3, 4)),
-        (1, "v", (1, 2, 3, 6)),
-        (2, "positions", (1, 2)),
-        (3, "segment_ids", (2, 1)),
+        ("k", (2, 2, 1, 4)),  # Fewer heads would fill some and leave zeros in the others.
+        ("v", (1, 2, 3, 6)),
+        ("positions", (1, 2)),
+        ("segment_ids", (2, 1)),
     ],
-    ids=str,
 )
-def test_arrays_of_another_shape_are_refused(ring, index, name, shape):
-    new = list(tokens(2))
-    new[index] = np.zeros(shape, new[index].dtype)
+def test_arrays_of_another_shape_are_refused(name, shape):
+    new = dict(zip(("k", "v", "positions", "segment_ids"), tokens(2), strict=True))
+    new[name] = np.zeros(shape, new[name].dtype)
     with pytest.raises(ValueError, match=rf"KVCache: {name} must be \(2, 2.*got \({shape[0]}, "):
-        empty(ring=ring).append(*new)
+        empty().append(**new)
 
 
 def test_positions_at_the_ends_of_int32_do_not_wrap():
@@ -249,10 +222,9 @@ def test_rows_move_with_all_that_belongs_to_them():
             same(row_of(freed, row), row_of(expected, row))
 
 
-@pytest.mark.parametrize("ring, slots", [(True, 7), pytest.param(False, 5, marks=slow)])
-def test_a_prefilled_cache_fits_a_larger_one_and_a_ring(ring, slots):
+def test_a_prefilled_cache_fits_a_larger_ring():
     small = filled(everything(1, capacity=4), 3, seed=1)
-    into = filled(everything(capacity=slots, ring=ring), 4, seed=2)
+    into = filled(everything(capacity=7, ring=True), 4, seed=2)
     same(row_of(insert(into, 1, small), 1), row_of(small, 0))
 
 
@@ -260,11 +232,7 @@ def test_rows_that_do_not_exist_are_refused_and_left_out_under_jit():
     a, prompt = filled(everything(), 3, seed=1), filled(everything(1), 2, seed=2)
     for rows in (3, -1):
         three = np.array([0, rows, 1])
-        for name, arguments in {
-            "take": (three,),
-            "reset": (three,),
-            "insert": (rows, prompt),
-        }.items():
+        for name, *arguments in (("take", three), ("reset", three), ("insert", rows, prompt)):
             message = rf"KVCache.{name}: rows must be from 0 to 2, got .*{rows}"
             with pytest.raises(ValueError, match=message):
                 getattr(a, name)(*arguments)
@@ -301,10 +269,8 @@ def test_more_tokens_than_there_are_are_not_taken_back():
     back = cache.rewind([0, 2])
     np.testing.assert_array_equal(back.length, [3, 1])
     np.testing.assert_array_equal(back.next_positions, [3, 1])
-    for count, row, refused in ((4, 0, 4), ([1, -1], 1, -1)):
-        with pytest.raises(
-            ValueError, match=f"row {row} can lose from 0 to 3 tokens, got {refused}"
-        ):
+    for count, message in ((4, "row 0 can .* got 4"), ([1, -1], "row 1 can .* got -1")):
+        with pytest.raises(ValueError, match=message):
             cache.rewind(count)
     lost = rewind(cache, np.array([4, 1]))
     np.testing.assert_array_equal(lost.overflowed, [True, False])
@@ -314,9 +280,7 @@ def test_more_tokens_than_there_are_are_not_taken_back():
 
 
 def test_rows_are_integers_or_one_boolean_for_each():
-    with pytest.raises(
-        ValueError, match=r"reset: rows must be \[B\] = \(2,\) or integers, got \(3"
-    ):
+    with pytest.raises(ValueError, match=r"reset: rows must be \[B\] = .* or integers, got \(3"):
         empty().reset(np.array([True, False, True]))
     with pytest.raises(ValueError, match=r"rewind: count must be an integer or \[B\] = \(2,\), g"):
         empty().rewind(np.zeros(1, int))

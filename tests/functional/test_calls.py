@@ -16,7 +16,7 @@ from tests.oracle import qkv
 from tests.support import parameters
 
 Q, K, V = qkv(batch=2, length=7)
-ALIBI, ROPE = pe.ALiBi(num_heads=6), pe.RoPE(head_dim=8)
+ALIBI, ROPE, NOPE = pe.ALiBi(num_heads=6), pe.RoPE(head_dim=8), pe.NoPE()
 SHAW, T5, WAVES = pe.Shaw(num_heads=6, head_dim=8), pe.T5(num_heads=6), pe.Sinusoidal(4)
 AT, REAL, X = np.arange(7), np.zeros(7, np.float32), np.zeros((2, 7, 4), np.float32)
 RULES, KEY = {"rules": ALIBI.rules({})}, jax.random.key(0)
@@ -40,6 +40,10 @@ def bounds(relative, *limits):
 def cache(scheme=ALIBI, batch=2, **options):
     sizes = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 8}
     return pe.new_cache(scheme, batch, 9, **sizes | options)
+
+
+def cross(scheme=NOPE, k=K, **options):
+    return pe.scheme_cross_attention(scheme, {}, Q, k, V, **options)
 
 
 def stacked():
@@ -70,7 +74,6 @@ ATTENTION = {
     "LogitBias.bounds must be integers (low, high) with low <= high, got (3, 0)": bounds(
         True, 3, 0
     ),
-    "LogitBias.bounds must be integers .*, got (3,)": bounds(False, 3),
     "LogitBias.bounds must be integers .*, got (0.5, 3)": bounds(True, 0.5, 3),
     "LogitBias.bounds .* need relative=True, got [3]": bounds(False, None, 3),
     "LogitBias.rule .* must return one number for coordinates of 3 axes, got shape (3,": RULES
@@ -96,14 +99,10 @@ ATTENTION = {
     "dropout_rate must be in [0, 1), got 1.0": {"dropout_rate": 1.0},
     ".*together, got dropout_rate=0.1 and no dropout_key": {"dropout_rate": 0.1},
     ".*together, got dropout_rate=0.0 and a dropout_key": {"dropout_key": KEY},
-    "dropout_key must be one random key, got int of shape ()": {
-        "dropout_rate": 0.1,
-        "dropout_key": 0,
-    },
-    "dropout_key must be one random key, got PRNGKeyArray of shape (2,)": {
-        "dropout_rate": 0.1,
-        "dropout_key": jax.random.split(KEY),
-    },
+    "dropout_key must be one random key, got int of shape ()": {"dropout_key": 0}
+    | {"dropout_rate": 0.1},
+    "dropout_key must be one random key, got PRNGKeyArray of shape (2,)": {"dropout_rate": 0.1}
+    | {"dropout_key": jax.random.split(KEY)},
     "prefix_length must be [B], got shape ()": {"prefix_length": 3},
     "prefix_length must be integers, got float32": {"prefix_length": REAL[:2]},
     "prefix_length .*(2,), got (3,)": {"prefix_length": AT[:3]},
@@ -136,20 +135,14 @@ SCHEME = {
     # It would be broadcast: all rows would get the coordinates of one.
     "x must be [B, T, D] with the B and T .*got (1, 7, 4)": {"x": X[:1]},
     "positions must be integers, got float32; give real numbers as coord": {"positions": REAL},
-    "positions must be integers, got bool": {"positions": REAL.astype(bool)},
-    "positions must fit int32, got 2147483648": {"positions": np.full(7, 2**31)},
     "positions must be [7] or .*B = 2, got (6,)": {"positions": AT[:6]},
     "positions must be .*got (3, 7)": {"positions": np.zeros((3, 7), int)},
     "positions must be .*got ()": {"positions": AT[3]},
-    "coordinates must be integers or float32, got bfloat16": {
-        "coordinates": REAL.astype(jnp.bfloat16)
-    },
+    "coordinates must be integers, got bool": {"coordinates": REAL.astype(bool)},
     "coordinates must be .*got (6,)": {"coordinates": AT[:6]},
     ".*ALiBi.* reads coordinates of [B, T] = (2, 7), .*got (": MANY,
     "segment_ids must be .*got (3,)": {"segment_ids": AT[:3]},
     "segment_ids must be [7] or .*got (3,)": {"segment_ids": AT[:3], "positions": AT},
-    "segment_ids must be .*got (3, 7)": {"segment_ids": np.zeros((3, 7), int)}
-    | {"positions": np.zeros((2, 7), int)},
     "StickBreaking needs is_causal=True: keys": {"scheme": pe.StickBreaking(), "window": (3, 1)},
     "prefix_length shows keys after the query, and for StickB": {"scheme": pe.StickBreaking()}
     | {"is_causal": True, "prefix_length": AT[:2]},
@@ -167,10 +160,6 @@ SCHEME = {
     | {"params": {"params": {"table": REAL}}},
     "params have ['table'], and ALiBi(num.* has no such": {"params": {"table": REAL}},
     "params lack [1]['keys'], [1]['val": {"scheme": pe.chain(ROPE, SHAW), "params": ({}, {})},
-    "params have ['0']['table'], and Chain": {
-        "scheme": pe.chain(ROPE, ALIBI),
-        "params": {"0": {"table": REAL}},
-    },
     "params['table'] must be (6, 32) for T5(num_heads=6.*, got (6, 16)": {"scheme": T5}
     | {"params": {"table": np.zeros((6, 16), "f4")}},
     "tables must be .* of coord.*(2, 7).*float32[2, 7, 4], got float32[1, 6, 4], float": {
@@ -181,18 +170,14 @@ SCHEME = {
         "scheme": ROPE,
         "tables": pe.scheme_tables(ROPE.replace(theta=500.0), {}, AT),
     },
-    "tables must be scheme_tables of RoPE(.*got tuple": {
-        "scheme": ROPE,
-        "tables": ROPE.tables({}, AT[None]),
-    },
-    "tables must be scheme_tables": {"scheme": pe.NoPE(), "tables": REAL},
+    "tables must be scheme_tables of RoPE(.*got tuple": {"scheme": ROPE}
+    | {"tables": ROPE.tables({}, AT[None])},
     "norms must be two functions, (of q, of k), got (": {"norms": (np.asarray,) * 3},
     "the cache must be that of one layer with 2 rows, got (5,)": lambda: {"cache": cache(batch=5)},
     "the cache must be that of one layer with 2 rows, got (3, 2)": lambda: {"cache": stacked()},
-    "contiguous has no meaning with a cache, got .*True": lambda: {
-        "cache": cache(),
-        "contiguous": True,
-    },
+    "contiguous has no meaning with a cache, got .*True": lambda: (
+        {"cache": cache()} | {"contiguous": True}
+    ),
     "the cache was made for RoPE.*and the scheme is ALiBi": lambda: {"cache": cache(ROPE)},
     ".*make it with new_cache(..., coo": lambda: {"cache": cache(), "coordinates": 2 * AT},
     "rows of a cache are a batch; give q, k and v as [1, T": lambda: (
@@ -207,7 +192,6 @@ EMBEDDING = {
     "coordinates must be .*got (6,)": {"coordinates": AT[:6]},
     ".*reads coordinates of [B, T]": MANY,
     "scheme must be a Scheme, got 'rope'": {"scheme": "rope"},
-    "scheme must be a Scheme, got LayerSpec(.*give its scheme": {"scheme": pe.LayerSpec(ROPE)},
     "params lack ['table'] of Learned": {"scheme": pe.LearnedAbsolute(9, 4)},
     "the cache must be that of one layer with 2 rows, got (5,)": lambda: {"cache": cache(batch=5)},
 }
@@ -217,30 +201,31 @@ CALLS = {
     "new_cache: max_rewind must be >= 0, got -1": lambda: cache(max_rewind=-1),
     "new_cache: value_dim must be an integer, got True": lambda: cache(value_dim=True),
     "new_cache: coordinates must be [T], .* got shape ()": lambda: cache(coordinates=AT[0]),
-    "new_cache: dtype must be a floating type, got": lambda: cache(dtype=jnp.int8),
+    "new_cache: coordinates must be an array .* got (1, 4)": lambda: cache(coordinates=(1, 4)),
+    "new_cache: dtype must be a floating type, got <class": lambda: cache(dtype=jnp.int8),
+    "new_cache: dtype must be a floating type, got None": lambda: cache(dtype=None),
     "new_cache: FoX(.*reads the input .*model_dim=.": lambda: cache(pe.FoX(6, model_dim=4)),
+    "new_cache: num_heads is 3, and FoX(num_heads=6": lambda: cache(pe.FoX(6, 8), num_heads=3),
+    "new_cache: num_heads=4 must be a multiple of num_kv_heads=3": lambda: cache(num_heads=4),
+    "new_cache: num_sink_tokens needs ring=True": lambda: cache(num_sink_tokens=2),
     "KVCache: capacity must be >= 1, got 0": lambda: pe.KVCache.empty(Q, V, 0),
     "KVCache: max_rewind must be >= 0, got -1": lambda: pe.KVCache.empty(Q, V, 9, max_rewind=-1),
     "KVCache.take: rows must be [any], got shape (1, 2)": lambda: cache().take([[0, 1]]),
     "cos_sin: frequencies must be an array [..., P], got array(1.": lambda: pe.cos_sin(
         AT, np.array(1.0)
     ),
-    "scheme_cross_attention: k must be [B, S, K, H], got shape (7, ": lambda: (
-        pe.scheme_cross_attention(pe.NoPE(), {}, Q, K[0], V)
-    ),
-    "scheme_cross_attention: positions and k_positions go": lambda: pe.scheme_cross_attention(
-        pe.NoPE(), {}, Q, K, V, k_positions=AT
-    ),
-    "scheme_cross_attention: .*is_causal, window and k_visible_until need them": lambda: (
-        pe.scheme_cross_attention(ROPE, {}, Q, K, V, coordinates=AT, k_coordinates=AT, window=3)
+    "scheme_cross_attention: k must be [B, S, K, H], got shape (7, ": lambda: cross(k=K[0]),
+    "scheme_cross_attention: positions and k_positions go": lambda: cross(k_positions=AT),
+    "scheme_cross_attention: .*is_causal, window and k_visible_until need them": lambda: cross(
+        ROPE, coordinates=AT, k_coordinates=AT, window=3
     ),
     "QKNorm: x must be floating, got int32": lambda: pe.QKNorm(scale="none")({}, Q.astype("i4")),
     "resize_grid: grid must be floating, got uint8": lambda: pe.resize_grid(X.astype("u1"), 2, 2),
     "short_convolution: x must be floating, got int32": lambda: pe.short_convolution(
         X.astype("i4"), X[0]
     ),
-    "short_convolution: state must have the last 6 tokens, as a kernel of 7 returns it, got 2": (
-        lambda: pe.short_convolution(X, X[0], state=pe.short_convolution(X, X[0, :3])[1])
+    "short_convolution: state must have the last 6 tokens, .*, got 2": lambda: pe.short_convolution(
+        X, X[0], state=pe.short_convolution(X, X[0, :3])[1]
     ),
     "DenseBias: pairs must be an array": lambda: pe.DenseBias([[1.0]]),
     "score_mod: arrays must be arrays, got 'x'": lambda: pe.score_mod(max, Q, "x"),
@@ -274,28 +259,16 @@ def test_a_wrong_call_is_named(prefix, message):
         function(**defaults | options)
 
 
-NO_PARAMS = (
-    pe.chain(ROPE, ALIBI),
-    pe.streaming(pe.chain(ROPE, ALIBI), 2),
-    pe.chain(pe.chain(ROPE), pe.QueryTemperature()),
-    pe.from_hf({"model_type": "ministral3", "head_dim": 8, "num_hidden_layers": 1})[0].scheme,
-)
-
-
-@pytest.mark.parametrize("scheme", NO_PARAMS, ids=lambda s: type(s).__name__)
-def test_schemes_without_parameters_take_any_empty_tree(scheme):
+def test_schemes_without_parameters_take_any_empty_tree():
+    scheme = pe.streaming(pe.chain(pe.chain(ROPE), ALIBI), 2)
     options = {"is_causal": True, "window": (3, 0)}
 
     def outputs(params):
         out, _ = pe.scheme_attention(scheme, params, Q, K, V, **options)
-        state = pe.new_cache(scheme, 2, 9, num_heads=6, num_kv_heads=3, head_dim=8, params=params)
+        state = cache(scheme, params=params)
         step, _ = pe.scheme_attention(scheme, params, Q, K, V, cache=state, **options)
-        return (
-            out,
-            step,
-            pe.scheme_embedding(scheme, params, X),
-            jax.tree.leaves((pe.scheme_tables(scheme, params, AT), scheme.rules(params or {}))),
-        )
+        others = pe.scheme_tables(scheme, params, AT), scheme.rules(params or {})
+        return out, step, pe.scheme_embedding(scheme, params, X), jax.tree.leaves(others)
 
     shapes = [jax.eval_shape(lambda p=p: outputs(p)) for p in ({}, (), None, scheme.init(KEY))]
     assert all(x == shapes[0] for x in shapes)

@@ -95,8 +95,9 @@ def test_a_layer_with_a_scheme_needs_the_positions_of_both():
 
 
 def test_what_has_no_meaning_is_refused():
-    x = jnp.ones((BATCH, T, D))
-    layer = pn.Attention(D, N, num_kv_heads=KV_HEADS, head_dim=H, rngs=nnx.Rngs(0))
+    x = np.ones((BATCH, T, D), np.float32)
+    sizes = {"num_kv_heads": KV_HEADS, "head_dim": H}
+    layer = layer_of(lambda rngs: pn.Attention(D, N, rngs=rngs, **sizes))
 
     def call(*inputs, **options):
         jax.eval_shape(lambda inputs: layer(*inputs, **options), inputs)
@@ -109,6 +110,6 @@ def test_what_has_no_meaning_is_refused():
         call(x, x[:1])
     places = {"positions": jnp.arange(T), "k_positions": jnp.arange(T)}
     for cls in (pe.FoX, pe.contrib.ShortConv):
-        layer.encoding = pn.PositionEncoding(build(cls), rngs=nnx.Rngs(0))
+        layer.encoding = layer_of(lambda rngs, c=cls: pn.PositionEncoding(build(c), rngs=rngs))
         with pytest.raises(NotImplementedError, match=f"{cls.__name__}.* a running state of one"):
             call(x, x, **places)

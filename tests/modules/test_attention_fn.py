@@ -15,26 +15,18 @@ import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
 from posenc_jax.modules.attention_fn import attention_fn
 from tests.oracle import qkv
-from tests.support import layer_of, parameters, slow
+from tests.support import layer_of
 
 Q, K, V = qkv(batch=2, length=7)
 ALIBI, ROPE = pe.ALiBi(num_heads=6), pe.RoPE(head_dim=8)
-SHAW = pe.Shaw(num_heads=6, head_dim=8)
+PLACES = np.tile(np.arange(7), (2, 1))
+CAUSAL = np.tril(np.ones((1, 1, 7, 7), bool))
 NOT_READ = {
     "broadcast_dropout": False,
     "dtype": jnp.float32,
     "precision": "highest",
     "force_fp32_for_softmax": True,
 }
-
-
-def ours(scheme=ALIBI, **options):
-    params = parameters(scheme)
-    return pe.scheme_attention(scheme, params, Q, K, V, is_causal=True, **options)[0]
-
-
-def causal_mask(length=7):
-    return np.tril(np.ones((1, 1, length, length), bool))
 
 
 def test_equals_scheme_attention_and_drops_where_not_deterministic():
@@ -45,12 +37,13 @@ def test_equals_scheme_attention_and_drops_where_not_deterministic():
         fn = functools.partial(attention_fn, ALIBI, {})
         split = [a[:, None] for a in (q, k, v)]
         same = (
-            fn(q, k, v, mask=causal_mask()),
+            fn(q, k, v, mask=CAUSAL),
             fn(q, k, v, is_causal=True, **NOT_READ),
             fn(q, k, v, **drop),
-            fn(*split, mask=causal_mask()[None])[:, 0],
+            fn(*split, mask=CAUSAL[None], input_positions=PLACES[:, None])[:, 0],
         )
-        return ours(), same, fn(q, k, v, deterministic=False, **drop)
+        expected, _ = pe.scheme_attention(ALIBI, {}, q, k, v, is_causal=True)
+        return expected, same, fn(q, k, v, deterministic=False, **drop)
 
     expected, same, dropped = run(Q, K, V)
     for out in same:
@@ -76,40 +69,11 @@ def test_masks_are_broadcast_as_in_flax():
         np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
-@slow
-def test_decoded_queries_and_input_positions():
-    """A decoded query is the last token of its mask; input positions are coordinates.
-
-    Of the rotation of q and k, and of rules.
-    """
-    scheme = pe.chain(ROPE, SHAW)
-    params, at = parameters(scheme), np.arange(14, dtype=np.float32).reshape(2, 7) / 2
-    empty = np.broadcast_to(np.arange(7) <= 4, (2, 1, 1, 7))  # Slots 5 and 6 are empty.
-
-    @jax.jit
-    def run(q, k, v):
-        fn = functools.partial(attention_fn, scheme, params)
-        split = [a[:, None] for a in (q, k, v)]
-        placed = (
-            fn(q, k, v, input_positions=at, is_causal=True),
-            fn(q, k, v, input_positions=at, mask=causal_mask()),
-            fn(*split, input_positions=at[:, None], is_causal=True)[:, 0],
-        )
-        decoded = fn(q[:, 4:5], k, v, mask=empty)
-        return decoded, ours(scheme), placed, ours(scheme, coordinates=at)
-
-    decoded, whole, placed, expected = run(Q, K, V)
-    np.testing.assert_allclose(decoded, whole[:, 4:5], atol=1e-5)
-    for out in placed:
-        np.testing.assert_allclose(out, expected, atol=1e-5)
-    assert np.abs(expected - whole).max() > 1e-3
-
-
 def test_input_positions_of_stock_nnx_attention_reach_the_scheme():
     """Later versions of Flax give `input_positions`; here they are also bound to the function."""
-    coordinates = 2 * np.arange(7)
-    fn = pn.AttentionFn(ROPE)
-    options = {"head_dim": 8, "position": ROPE, "is_causal": True, "use_bias": True}
+    coordinates, scheme = np.arange(7) ** 2 / 2, pe.chain(ROPE, ALIBI)
+    fn = pn.AttentionFn(scheme)
+    options = {"head_dim": 8, "position": scheme, "is_causal": True, "use_bias": True}
     layer = layer_of(lambda rngs: pn.Attention(20, 6, rngs=rngs, **options))
     x = np.random.default_rng(1).normal(size=(2, 7, 20)).astype(np.float32)
 
@@ -126,10 +90,12 @@ def test_input_positions_of_stock_nnx_attention_reach_the_scheme():
     @jax.jit
     def run(x):
         by_argument = direct(x, is_causal=True, input_positions=coordinates) if known else None
-        return layer(x, positions=coordinates), bound(x, is_causal=True), by_argument
+        outs = bound(x, is_causal=True), bound(x, mask=CAUSAL)
+        return layer(x, coordinates=coordinates), outs, by_argument
 
-    expected, out, by_argument = run(x)
-    np.testing.assert_allclose(out, expected, atol=1e-5)
+    expected, outs, by_argument = run(x)
+    for out in outs:
+        np.testing.assert_allclose(out, expected, atol=1e-5)
     if known:
         np.testing.assert_allclose(by_argument, expected, atol=1e-5)
         direct.init_cache((2, 9, 20))
@@ -222,11 +188,10 @@ def test_a_scheme_for_causal_attention_is_refused_without_causality_or_mask():
     fn = pn.AttentionFn(pe.StickBreaking())
     with pytest.raises(ValueError, match="AttentionFn: StickBreaking needs is_causal=True: keys"):
         fn(Q, K, V)
-    padding = jnp.ones((len(Q), 1, 1, Q.shape[1]), bool)
+    padding = np.ones((len(Q), 1, 1, 7), bool)
     for layer in (fn, pl.AttentionFn(pe.StickBreaking()).bind({})):
         for mask in (padding, padding[0, 0, 0]):
             with pytest.raises(ValueError, match="StickBreaking needs is_causal=True"):
                 layer(Q, K, V, mask=mask)
-    causal = jnp.tril(jnp.ones((Q.shape[1],) * 2, bool))[None, None]
-    assert jax.eval_shape(lambda: fn(Q, K, V, mask=causal & padding)).shape == Q.shape
-    assert jax.eval_shape(lambda: fn(Q, K, V, is_causal=True)).shape == Q.shape
+    for options in ({"mask": CAUSAL & padding}, {"is_causal": True}):
+        assert jax.eval_shape(lambda options=options: fn(Q, K, V, **options)).shape == Q.shape

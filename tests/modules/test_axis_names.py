@@ -13,7 +13,6 @@ import posenc_jax as pe
 import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
 from posenc_jax.schemes.scheme import param_axes
-from tests.support import slow
 
 N, K, H, D = 6, 3, 8, 20
 NAMES = {"model_dim": "embed", "num_heads": "heads", "num_kv_heads": "kv_heads"}
@@ -39,58 +38,34 @@ LAYER = {
 X = np.random.default_rng(0).normal(size=(3, 7, D)).astype(np.float32)
 
 
-def eager(sharded):
-    return nnx.use_eager_sharding(sharded)
+def nnx_layer(**options):
+    with nnx.use_eager_sharding(False):  # Without a mesh, as Flax's own modules.
+        return pn.Attention(D, N, rngs=nnx.Rngs(0), **LAYER | options)
 
 
-def specs(tree):
-    return jax.tree.map(lambda v: v.get_value(), nnx.get_partition_spec(tree), is_leaf=is_variable)
-
-
-def is_variable(x):
-    return isinstance(x, nnx.Variable)
+def linen_variables(**options):
+    module = pl.Attention(num_heads=N, **LAYER | options)
+    return jax.eval_shape(module.init, jax.random.key(0), X)
 
 
 def test_all_parameters_of_nnx_and_linen_have_names():
-    with eager(False):  # Without a mesh, as Flax's own modules.
-        layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **LAYER)
-    names = nnx.to_pure_dict(specs(nnx.state(layer, nnx.Param)))
-    assert names == WANTED
-    module = pl.Attention(num_heads=N, **LAYER)
-    variables = jax.eval_shape(module.init, jax.random.key(0), X)
+    specs = nnx.get_partition_spec(nnx.state(nnx_layer(), nnx.Param))
+    is_variable = {"is_leaf": lambda x: isinstance(x, nnx.Variable)}
+    specs = jax.tree.map(lambda v: v.get_value(), specs, **is_variable)
+    assert nnx.to_pure_dict(specs) == WANTED
+    variables = linen_variables()
     assert nn.get_partition_spec(variables)["params"] == WANTED
     boxed = jax.tree.leaves(variables, is_leaf=lambda x: isinstance(x, nn.LogicallyPartitioned))
     assert all(isinstance(x, nn.LogicallyPartitioned) for x in boxed)
 
 
-@slow
-def test_names_reach_the_mesh_by_the_rules_of_flax():
-    rules = [("heads", "tensor"), ("kv_heads", None), ("embed", None)]
-    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
-    with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
-        layer = nnx.jit(lambda: pn.Attention(D, N, rngs=nnx.Rngs(0), **LAYER))()
-    assert layer.query.kernel.get_value().sharding.spec == P(None, "tensor")
-    assert layer.key.kernel.get_value().sharding.spec in (P(), P(None, None, None))
-    assert layer.encoding.parameters["table"].get_value().sharding.spec == P("tensor")
-    module = pl.Attention(num_heads=N, **LAYER)
-    variables = jax.eval_shape(module.init, jax.random.key(0), X)
-    names = nn.logical_to_mesh_sharding(nn.get_partition_spec(variables), mesh, rules)["params"]
-    assert names["query"]["kernel"].spec == P(None, "tensor", None)
-    assert names["encoding"]["parameters"]["table"].spec == P("tensor", None)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
-        # A kernel that `nn.DenseGeneral` makes with merged axes has another rank than its names.
-        assert jax.eval_shape(module.init, jax.random.key(0), X) == variables
-
-
 def test_initialisers_with_names_keep_them():
     init = nnx.with_partitioning(nnx.initializers.zeros, ("a", "b", "c"))
-    with eager(False):
-        layer = pn.Attention(D, N, rngs=nnx.Rngs(0), **LAYER, out_kernel_init=init)
-    assert layer.out.kernel.get_metadata("out_sharding") == ("a", "b", "c")
+    kernel = nnx_layer(out_kernel_init=init).out.kernel
+    assert kernel.get_metadata("out_sharding") == ("a", "b", "c")
     init = nn.with_partitioning(nn.initializers.zeros, ("a", "b", "c"))
-    module = pl.Attention(num_heads=N, **LAYER, out_kernel_init=init)
-    variables = jax.eval_shape(module.init, jax.random.key(0), X)
-    assert nn.get_partition_spec(variables)["params"]["out"]["kernel"] == P("a", "b", "c")
+    specs = nn.get_partition_spec(linen_variables(out_kernel_init=init))["params"]
+    assert specs["out"]["kernel"] == P("a", "b", "c")
 
 
 def test_each_projection_has_an_initialiser():
@@ -133,10 +108,7 @@ class Misdeclared(pe.T5):
 
 def test_a_scheme_without_a_declaration_is_replicated():
     assert param_axes(Undeclared(N)) == [["-", "-"]]
-    with eager(False):
-        layer = pn.Attention(
-            D, N, rngs=nnx.Rngs(0), **LAYER | {"position": Undeclared(N, bidirectional=True)}
-        )
+    layer = nnx_layer(position=Undeclared(N, bidirectional=True))
     assert layer.encoding.parameters["table"].get_metadata("out_sharding") == (None, None)
     message = r"Misdeclared.param_axes: \['table'\] has shape \(6, 32\), got 'num_heads'"
     with pytest.raises(ValueError, match=message):

@@ -1,6 +1,7 @@
 """NNX and Linen modules: parameters, caches, dropout, scan, and Flax's own attention layers."""
 
 import functools
+import itertools
 
 import chex
 import jax
@@ -13,14 +14,14 @@ from flax import nnx, serialization
 import posenc_jax as pe
 import posenc_jax.linen as pl
 import posenc_jax.nnx as pn
-from tests.support import BATCH, KINDS, KV_HEADS, SIZES, build, layer_of, slow
+from tests.support import BATCH, KINDS, KV_HEADS, SIZES, build, layer_of, slow, slow_but
 
 KEY = jax.random.key(0)
 N, H, D, T = SIZES["num_heads"], SIZES["head_dim"], SIZES["model_dim"], 9
 IN_LAYERS = [name for name in KINDS if build(pe.SCHEMES[name]).acts != pe.Acts.EMBEDDING]
 IN_STOCK = [
     name
-    for name in dict.fromkeys([*KINDS, "none", "rope", "t5", "shaw"])
+    for name in dict.fromkeys([*KINDS, "rope", "t5", "shaw"])
     if build(pe.SCHEMES[name]).acts != pe.Acts.EMBEDDING
     and not build(pe.SCHEMES[name]).traits.reads_x
     and pe.SCHEMES[name].mix is pe.Scheme.mix  # Their cache has no place for its state.
@@ -29,11 +30,9 @@ SIZES_OF_LAYER = {"num_kv_heads": KV_HEADS, "head_dim": H, "is_causal": True}
 X = np.random.default_rng(0).normal(size=(BATCH, T, D)).astype(np.float32)
 
 
-def kinds(names, some):
-    """Parametrizes a test by `name`; names that are not in `some` are slow."""
-    names = dict.fromkeys([*names, *some.split()])
-    params = [pytest.param(name, marks=() if name in some.split() else slow) for name in names]
-    return pytest.mark.parametrize("name", params)
+def kinds(names, quick):
+    """Parametrizes a test by `name`; names but one are slow."""
+    return pytest.mark.parametrize("name", slow_but(dict.fromkeys([*names, quick]), quick))
 
 
 def nnx_layer(scheme=None, **options):
@@ -132,15 +131,13 @@ def test_an_assigned_encoding_is_that_of_a_new_layer():
         layer(X)
 
 
-@pytest.mark.parametrize("name", ["dtype", "qk_norm", "shared_encoding", "position", "settings"])
-def test_arguments_that_look_like_settings_cannot_be_assigned(name):
-    layer = pn.Attention(16, 4, position=pe.RoPE(head_dim=4), rngs=nnx.Rngs(0))
-    assert name == "shared_encoding" or hasattr(layer, name)
-    with pytest.raises(AttributeError, match=name):
-        setattr(layer, name, None)
-    if name == "position":
-        with pytest.raises(AttributeError, match="no setter"):
-            pn.AttentionFn(pe.RoPE(H)).position = pe.ALiBi(N)
+def test_arguments_that_look_like_settings_cannot_be_assigned():
+    layer = nnx_layer(pe.RoPE(H))
+    for name in ("dtype", "qk_norm", "shared_encoding", "position", "settings"):
+        with pytest.raises(AttributeError, match=name):
+            setattr(layer, name, None)
+    with pytest.raises(AttributeError, match="no setter"):
+        pn.AttentionFn(pe.RoPE(H)).position = pe.ALiBi(N)
 
 
 WRONG = {
@@ -152,7 +149,6 @@ WRONG = {
     r"shared_encoding must be a PositionEncoding, got RoPE.*; make one with PositionEncoding\(": {
         "shared_encoding": pe.RoPE(H)
     },
-    r"num_heads is 6, and T5\(num_heads=8.* was made for 8": {"position": pe.T5(8)},
     r"head_dim is 8, and RoPE\(head_dim=4.* was made for 4": {
         "position": pe.LayerSpec(pe.chain(pe.ALiBi(N), pe.RoPE(4)))
     },
@@ -169,12 +165,8 @@ WRONG = {
     "T5 needs is_causal=True: .* bidirectional=True": {"position": pe.T5(N), "is_causal": False},
     "StickBreaking needs is_causal=True: .* no weight": {"position": pe.StickBreaking()}
     | {"is_causal": False, "window": (4, 1)},
-    "Attention: .*needs is_causal=True": {"position": pe.chain(pe.RoPE(H), pe.T5(N))}
-    | {"is_causal": False},
-    "Attention: .*streaming.* needs is_causal=True|Attention: .* needs is_causal=True: .*bidir": {
-        "position": pe.streaming(pe.T5(N), 2),
-        "is_causal": False,
-    },
+    "Attention: .*needs is_causal=True: .*bidir": {"is_causal": False}
+    | {"position": pe.streaming(pe.chain(pe.RoPE(H), pe.T5(N)), 2)},
 }
 
 
@@ -185,12 +177,6 @@ def test_wrong_settings_are_refused_at_construction(message):
             make(**WRONG[message])
     if "is_causal" in WRONG[message]:
         nnx_layer(**WRONG[message] | {"window": (4, 0)})
-
-
-def test_a_cache_for_other_sizes_than_those_of_its_scheme():
-    scheme = pe.FoX(num_heads=6, model_dim=8)
-    with pytest.raises(ValueError, match=r"^new_cache: num_heads is 3, and FoX\(num_heads=6"):
-        pe.new_cache(scheme, 1, 4, num_heads=3, head_dim=8, model_dim=8)
 
 
 def test_the_head_dim_of_a_linen_layer_follows_from_its_input():
@@ -232,19 +218,8 @@ ERRORS = [
     (pn.Attention, {"model_dim": D, "num_heads": N, "rngs": RNGS}, "multiple of num_heads=6"),
     (
         pn.Attention,
-        {"model_dim": D, "num_heads": True, "head_dim": H, "rngs": RNGS},
-        "Attention: num_heads must be an integer, got True",
-        TypeError,
-    ),
-    (
-        pn.Attention,
         {"model_dim": D, "num_heads": N, "head_dim": 0, "rngs": RNGS},
         "Attention: head_dim must be >= 1, got 0",
-    ),
-    (
-        call,
-        {"inputs_q": ZEROS[..., 1:]},
-        r"the query projection reads 20 features, got \(\d+, \d+, 19\)",
     ),
     (
         call,
@@ -252,11 +227,7 @@ ERRORS = [
         r"the key projection reads 20 features, got \(\d+, \d+, 19\)",
     ),
     (call, {"inputs_q": ZEROS, "inputs_k": ZEROS[0]}, r"inputs_k must be \[B, S, D\], got"),
-    (
-        nnx_layer(pe.NoPE()).init_cache,
-        {"input_shape": (2,)},
-        r"input_shape must be \(B, S, \.\.\.\)",
-    ),
+    (lambda: nnx_layer(pe.NoPE()).init_cache((2,)), {}, r"input_shape must be \(B, S, \.\.\.\)"),
     (call, {"inputs_q": ZEROS[0]}, r"inputs_q must be \[B, T, D\], got shape \(2, 20\)"),
     (call, {"inputs_q": ZEROS, "postions": 0}, "unknown argument 'postions'; it tak", TypeError),
     (call, {"inputs_q": ZEROS, "is_causal": True}, "is_causal is an argument of the", TypeError),
@@ -269,12 +240,6 @@ ERRORS = [
     (
         pn.PositionEncoding,
         {"scheme": "rope", "rngs": RNGS},
-        "scheme must be a Scheme, got 'rope'",
-        TypeError,
-    ),
-    (
-        lambda: pl.PositionEncoding("rope").init(KEY, ZEROS),
-        {},
         "scheme must be a Scheme, got 'rope'",
         TypeError,
     ),
@@ -315,85 +280,25 @@ def test_encodings_equal_scheme_embedding():
             np.testing.assert_allclose(y, expected, atol=1e-6)
 
 
-def test_a_scheme_that_acts_on_the_embedding_alone_is_no_shared_encoding():
-    encoding = pn.PositionEncoding(build(pe.Sinusoidal), rngs=nnx.Rngs(0))
-    for call in (
-        lambda: nnx_layer(None, shared_encoding=encoding),
-        lambda: nnx_layer(pe.NoPE())(X, shared_encoding=encoding),
-    ):
-        with pytest.raises(ValueError, match=r"Attention: Sinusoidal.* acts on the token embeddin"):
-            call()
-
-
-@slow
-def test_an_embedding_decodes_after_the_tokens_of_a_cache():
-    """A model with an additive encoding decodes as the whole, row by row, without positions."""
-    scheme = build(pe.LearnedAbsolute)
-    encoding, layer = pn.PositionEncoding(scheme, rngs=nnx.Rngs(1)), nnx_layer(pe.NoPE())
-    module, variables = pl.PositionEncoding(scheme), {"params": {"parameters": encoding.values()}}
-    lengths = np.array([5, 3])
-    positions, segments = pe.positions.from_padding_mask(jnp.arange(5)[None] < lengths[:, None])
-
-    @jax.jit
-    def run(x):
-        options = {"cache": layer.new_cache(BATCH, T), "segment_ids": segments}
-        _, cache = layer(encoding(x[:, :5], positions), positions=positions, **options)
-        embedded = encoding(x[:, 5:7], cache=cache)
-        of_linen = module.apply(variables, x[:, 5:7], cache=cache)
-        alone = [jnp.concatenate([x[row, :n], x[row, 5:7]])[None] for row, n in enumerate(lengths)]
-        y, _ = layer(embedded, cache=cache)
-        return embedded, of_linen, y, [layer(encoding(x))[:, -2:] for x in alone]
-
-    embedded, of_linen, y, alone = run(X)
-    np.testing.assert_allclose(embedded, of_linen, atol=1e-6)
-    np.testing.assert_allclose(y, np.concatenate(alone), atol=1e-5)
-
-
-def test_tables_of_an_encoding_serve_all_layers():
-    """Rotary tables: computed once, given to every layer, in NNX and Linen."""
-    rope = pe.RoPE(head_dim=H)
-    encoding = pn.PositionEncoding(rope, rngs=nnx.Rngs(0))
-    positions = 3 * np.arange(T)
-    layer = nnx_layer(rope)
-    module, variables = linen_layer(rope), from_nnx(layer)
-
-    @jax.jit
-    def run(x):
-        tables = encoding.tables(positions)
-        of_linen = pl.PositionEncoding(rope).apply({}, positions, method="tables")
-        outs = (
-            layer(x, positions=positions),
-            layer(x, positions=positions, tables=tables),
-            module.apply(variables, x, positions=positions, tables=of_linen),
-            layer(x, positions=positions, tables=jax.tree.map(jnp.zeros_like, tables)),
-        )
-        return tables, of_linen, outs
-
-    tables, of_linen, (expected, *outs, of_zeros) = run(X)
-    chex.assert_trees_all_equal(of_linen, tables)
-    for out in outs:
-        np.testing.assert_allclose(out, expected, atol=1e-6)
-    assert np.abs(of_zeros - expected).max() > 1e-3  # The layer reads the tables.
-
-
 def test_options_of_attention_are_passed_on():
+    still = np.zeros(T, np.int32)
+    tables = pl.PositionEncoding(pe.RoPE(H)).apply({}, still, method="tables")
+    encoding = pn.PositionEncoding(pe.RoPE(H), rngs=nnx.Rngs(0))
+    chex.assert_trees_all_equal(encoding.tables(still), tables)
     cases = (
-        ({}, {"prefix_length": np.array([3, 5])}),
+        ({}, {"prefix_length": np.array([3, 5]), "tables": tables}),
         ({"softcap": 0.3}, {"sinks": np.ones(N, np.float32)}),
     )
     layers = [nnx_layer(pe.RoPE(H), **settings) for settings, _ in cases]
 
+    def outputs(x, layer, settings, options):
+        linen = linen_layer(pe.RoPE(H), **settings)
+        outs = layer(x, **options), linen.apply(from_nnx(layer), x, **options), layer(x)
+        return attention_of(layer, x, **settings, **options), *outs
+
     @jax.jit
     def run(x):
-        return [
-            (
-                attention_of(layer, x, **settings, **options),
-                layer(x, **options),
-                linen_layer(pe.RoPE(H), **settings).apply(from_nnx(layer), x, **options),
-                layer(x),
-            )
-            for layer, (settings, options) in zip(layers, cases, strict=True)
-        ]
+        return [outputs(x, layer, *case) for layer, case in zip(layers, cases, strict=True)]
 
     for expected, in_nnx, in_linen, plain in run(X):
         np.testing.assert_allclose(in_nnx, expected, atol=1e-5)
@@ -467,35 +372,12 @@ def test_shared_encodings_that_do_not_fit_are_refused():
             make()
     with pytest.raises(ValueError, match=r"must have the scheme of position, ALiBi.*got RoPE"):
         nnx_layer(build(pe.ALiBi), shared_encoding=shared)
-    for out in (nnx_layer(None, shared_encoding=shared), nnx_layer(pe.RoPE(H))):
-        assert out.settings == pe.LayerSpec(pe.RoPE(H))
-
-
-@slow
-@kinds(IN_LAYERS, "short_conv")
-def test_layers_under_nnx_scan_with_remat(name):
-    kind = build(pe.SCHEMES[name])
-    shared = pn.PositionEncoding(kind, rngs=nnx.Rngs(3))
-
-    @nnx.split_rngs(splits=2)
-    @nnx.vmap(in_axes=(0,), out_axes=0)
-    def make(rngs):
-        return pn.Attention(D, N, position=kind, rngs=rngs, **SIZES_OF_LAYER)
-
-    layers = make(nnx.Rngs(0))
-
-    @nnx.jit
-    def run(layers, x, shared):
-        @nnx.remat
-        def block(x, layer):
-            return x + layer(x, shared_encoding=shared)
-
-        expected = x
-        for i in range(2):
-            expected = block(expected, jax.tree.map(lambda a, i=i: a[i], layers))
-        return nnx.scan(block, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, layers), expected
-
-    np.testing.assert_allclose(*run(layers, X, shared), atol=1e-5)
+    for layer in (nnx_layer(None, shared_encoding=shared), nnx_layer(pe.RoPE(H))):
+        assert layer.settings == pe.LayerSpec(pe.RoPE(H))
+    embedding = pn.PositionEncoding(build(pe.Sinusoidal), rngs=rngs)
+    for call in (functools.partial(nnx_layer, None), functools.partial(layer, X)):
+        with pytest.raises(ValueError, match=r"Attention: Sinusoidal.* acts on the token embeddin"):
+            call(shared_encoding=embedding)
 
 
 @kinds(IN_STOCK, "t5")
@@ -505,12 +387,6 @@ def test_inside_stock_nnx_attention(name):
         N, D, N * H, decode=False, attention_fn=pn.AttentionFn(scheme, rngs=rngs), rngs=rngs
     )
     whole = jax.jit(lambda x: layer(x, is_causal=True))(X)
-    if name == "none":
-        plain = nnx.MultiHeadAttention(N, D, N * H, decode=False, rngs=nnx.Rngs(0))
-        for part in ("query", "key", "value", "out"):
-            nnx.update(getattr(plain, part), nnx.state(getattr(layer, part)))
-        mask = np.tril(np.ones((1, 1, T, T), bool))
-        np.testing.assert_allclose(whole, jax.jit(lambda x: plain(x, mask=mask))(X), atol=1e-5)
     layer.init_cache((BATCH, T + 3, D))
     decode = nnx.jit(lambda layer, x: layer(x, decode=True))
     for t in range(T):
@@ -518,12 +394,10 @@ def test_inside_stock_nnx_attention(name):
         np.testing.assert_allclose(step[:, 0], whole[:, t], atol=1e-5)
 
 
-@kinds(IN_STOCK, "xpos")
-def test_inside_stock_linen_attention(name):
-    scheme = build(pe.SCHEMES[name])
-    layer = nn.MultiHeadDotProductAttention(
-        num_heads=N, qkv_features=N * H, attention_fn=pl.AttentionFn(scheme)
-    )
+def test_inside_stock_linen_attention():
+    """Keys that are rotated in the cache's order, and parameters; NNX has other schemes."""
+    fn = pl.AttentionFn(pe.chain(pe.XPos(H), pe.T5(N)))
+    layer = nn.MultiHeadDotProductAttention(num_heads=N, qkv_features=N * H, attention_fn=fn)
     mask = np.tril(np.ones((1, 1, T, T), bool))
     whole, variables = jax.jit(layer.init_with_output)(KEY, X, mask=mask)
     decoder = layer.clone(decode=True)
@@ -542,22 +416,15 @@ def test_nnx_dropout_follows_the_modes_and_draws_from_rngs():
     layer, same = nnx_layer(pe.NoPE(), dropout_rate=0.5), nnx_layer(pe.NoPE())(X)
     with pytest.raises(ValueError, match=r"Attention: dropout_rate=0.5 needs `deterministic`"):
         layer(X)
-    for module in (layer, nnx.Sequential(layer)):
-        module.eval()
-        np.testing.assert_array_equal(layer(X), same)
-        module.train()
-        first, second = layer(X), layer(X)
-        assert np.abs(first - second).max() > 1e-3
-        assert np.abs(first - same).max() > 1e-3
+    layer.train()
+    draws = [layer(X), layer(X), layer(X, rngs=nnx.Rngs(dropout=3)), layer(X, rngs=KEY)]
+    np.testing.assert_array_equal(draws[2], layer(X, rngs=nnx.Rngs(dropout=3).dropout))
+    np.testing.assert_array_equal(draws[3], layer(X, rngs=KEY))
     np.testing.assert_array_equal(layer(X, deterministic=True), same)
-    key = jax.random.key(1)
-    a, b = (layer(X, rngs=nnx.Rngs(dropout=3)) for _ in range(2))
-    np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(a, layer(X, rngs=nnx.Rngs(dropout=3).dropout))
-    np.testing.assert_array_equal(layer(X, rngs=key), layer(X, rngs=key))
-    assert np.abs(a - layer(X, rngs=key)).max() > 1e-3
     layer.eval()
-    assert np.abs(layer(X, deterministic=False) - same).max() > 1e-3
+    np.testing.assert_array_equal(layer(X), same)
+    draws += [layer(X, deterministic=False), same]
+    assert all(np.abs(a - b).max() > 1e-3 for a, b in itertools.combinations(draws, 2))
 
 
 def test_linen_dropout_follows_deterministic():
@@ -627,16 +494,9 @@ def test_a_scheme_that_adds_heads_is_refused_by_layers():
             jax.eval_shape(lambda x, call=call: call(x), X)
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        pytest.param(pe.contrib.DAPE(N, base="alibi"), marks=slow),
-        pe.chain(pe.RoPE(H), pe.T5(N)),
-    ],
-    ids=lambda s: s.name,
-)
-def test_files_of_one_kind_of_layer_are_read_by_the_other(scheme):
+def test_files_of_one_kind_of_layer_are_read_by_the_other():
     """NNX has no empty members of parameters, and numbers as names."""
+    scheme = pe.chain(pe.RoPE(H), pe.T5(N))
     layer, module = nnx_layer(scheme), linen_layer(scheme)
     variables = module.init(KEY, X)
     state = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
@@ -646,13 +506,10 @@ def test_files_of_one_kind_of_layer_are_read_by_the_other(scheme):
 
 def test_layers_that_do_not_tell_left_from_right_warn():
     """Once, when they are made; a causal layer, a window to the left and a chain do not."""
-    for scheme in (pe.ALiBi(N), pe.KERPLELog(N), pe.FIRE(N), pe.GRAPEA(N, H), pe.contrib.DAPE(N)):
-        for layer in (nnx_layer, linen_layer):
-            with pytest.warns(
-                UserWarning, match=r"cannot tell left from right.*symmetry=\"split\""
-            ):
-                layer(scheme, is_causal=False)
-            layer(scheme, is_causal=True)
+    for layer in (nnx_layer, linen_layer):
+        with pytest.warns(UserWarning, match=r"cannot tell left from right.*symmetry=\"split\""):
+            layer(pe.ALiBi(N), is_causal=False)
+        layer(pe.ALiBi(N), is_causal=True)
     nnx_layer(pe.LayerSpec(pe.ALiBi(N), window=(3, 0)), is_causal=False)
     for scheme in (pe.NoPE(), pe.ALiBi(N, symmetry="split"), pe.chain(pe.RoPE(H), pe.ALiBi(N))):
         nnx_layer(scheme, is_causal=False)
@@ -679,7 +536,6 @@ def test_a_cache_of_chunks_counts_segments_not_chunks():
         return kept, out, layer(x[:, :8])[:, 6:8], table(x[:, 6:8], segment_ids=ids, cache=kept)
 
     kept, out, expected, encoded = run(X)
-    assert kept.next_positions.tolist() == [6] * BATCH
     np.testing.assert_array_equal(kept.positions[:, :6], np.tile(np.arange(6), (BATCH, 1)))
     np.testing.assert_allclose(out, expected, atol=1e-5)
     np.testing.assert_allclose(

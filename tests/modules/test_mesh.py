@@ -180,6 +180,8 @@ def test_a_layer_by_hand_has_the_documented_collectives():
 @slow
 def test_state_and_features_of_a_scheme_are_sharded_by_heads():
     """FoX has a sum per head in the cache, and an array per key and head."""
+    plain = nnx_layer(pe.FoX(N, D))
+    expected = jax.jit(lambda x: plain(x))(X[:, :2])
     with mesh_of(AxisType.Explicit):
         layer = nnx_layer(pe.FoX(N, D), axis_names=NAMES)
         cache = layer.new_cache(B, S, qkv_sharding=HEADS)
@@ -187,8 +189,10 @@ def test_state_and_features_of_a_scheme_are_sharded_by_heads():
             lambda x, cache: layer(x, cache=cache, qkv_sharding=HEADS, out_sharding=TOKENS),
             donate_argnums=1,
         )
-        counts, _ = collectives(step, put(X[:, :1], "data"), cache)
-    assert counts == documented("decode step")
+        for t in (0, 1):
+            counts, (y, cache) = collectives(step, put(X[:, t : t + 1], "data"), cache)
+            assert counts == documented("decode step")
+            np.testing.assert_allclose(y[:, 0], expected[:, t], atol=2e-5)
 
 
 @slow
@@ -197,8 +201,9 @@ def test_linen_layers_take_logical_names():
     names = {"num_heads": "heads", "num_kv_heads": "kv_heads", "model_dim": "embed"}
     rules = [("heads", "tensor"), ("kv_heads", "tensor"), ("embed", None)]
     module = pl.Attention(N, position=SCHEME, scale=1.0, axis_names=names, **LAYER)
-    shapes = jax.eval_shape(module.init, jax.random.key(0), X)
     with mesh_of(AxisType.Auto):
+        with nn.logical_axis_rules(rules):
+            shapes = jax.eval_shape(module.init, jax.random.key(0), X)
         specs = nn.logical_to_mesh(nn.get_partition_spec(shapes), rules)["params"]
         structure = jax.tree.structure(nn.meta.unbox(shapes["params"]))
         w = jax.tree.unflatten(structure, jax.tree.leaves(w))

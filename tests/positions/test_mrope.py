@@ -1,13 +1,10 @@
-"""Coordinates of images in text against the loop of Qwen2-VL, and decoding after an image."""
-
-import functools
+"""Coordinates of images in text against the loop of Qwen2-VL, and those of tokens after them."""
 
 import numpy as np
 import pytest
 
 import posenc_jax as pe
 from posenc_jax.positions import from_padding_mask
-from tests.oracle import attend, qkv
 from tests.support import run, slow
 
 
@@ -113,45 +110,19 @@ def test_rows_without_tokens():
 
 
 @slow
-def test_decoding_with_delta_equals_the_whole():
-    """Two rows, one of them padded on the left; after the image each goes on in steps."""
-    scheme = pe.MRoPE(head_dim=8)
-    q, k, v = qkv(batch=2, length=19)
+def test_steps_after_an_image_go_on_with_delta():
+    """Positions of a cache, which count tokens, and delta are the coordinates of later tokens."""
     prompts, more = [row(3, (1, 3, 2), 2), row(1, (2, 2, 2), 6)], 4
-    segments = np.zeros((2, 15), int)
+    kinds, segments = np.zeros((2, 2, 15 + more), int)
     segments[0, :4] = -1
-    kinds, grids = np.zeros((2, 15), bool), np.zeros((2, 1, 3), int)
-    for b, (row_kinds, row_grids) in enumerate(prompts):
-        kinds[b, 15 - len(row_kinds) :], grids[b] = row_kinds, row_grids
-    longer = functools.partial(np.pad, pad_width=((0, 0), (0, more)))
-    everywhere = longer(segments, mode="edge")
-    everything, _ = coordinates_of(longer(kinds), grids, segment_ids=everywhere)
-    positions = run(from_padding_mask, (), everywhere >= 0)[0]
-    part = {"positions": positions, "segment_ids": everywhere, "is_causal": True}
-    whole = attend(scheme, {}, q, k, v, coordinates=everything, **part)
-
-    def step(q, k, v, cache, delta, placement):
-        if delta is not None:
-            placement["coordinates"] = cache.next_positions[:, None] + delta[:, None]
-        out, cache = pe.scheme_attention(
-            scheme, {}, q, k, v, cache=cache, is_causal=True, **placement
-        )
-        return out, cache, placement["coordinates"]
-
-    coordinates, delta = coordinates_of(kinds, grids, segment_ids=segments)
-    cache = pe.new_cache(scheme, 2, 19, num_heads=6, num_kv_heads=3, head_dim=8)
-    first = {"positions": positions[:, :15], "segment_ids": segments, "coordinates": coordinates}
-    out, cache, _ = run(step, (), q[:, :15], k[:, :15], v[:, :15], cache, None, first)
-    everything, whole = np.asarray(everything), np.asarray(whole)
-    np.testing.assert_allclose(out, whole[:, :15], atol=1e-5)
-    for t in range(15, 19):
-        now = (a[:, t : t + 1] for a in (q, k, v))
-        out, cache, grid = run(step, (), *now, cache, delta, {})
-        assert (np.asarray(grid)[:, 0] == everything[:, :, t]).all()
-        np.testing.assert_allclose(out[:, 0], whole[:, t], atol=1e-5)
-    # Without it the image's size is counted twice.
-    wrong = attend(scheme, {}, q, k, v, coordinates=np.stack([positions] * 3), **part)
-    assert np.abs(wrong - whole).max() > 0.01
+    for whole, (of_prompt, _) in zip(kinds, prompts, strict=True):
+        whole[15 - len(of_prompt) : 15] = of_prompt
+    kinds, grids = kinds == 1, np.stack([grids for _, grids in prompts])
+    _, delta = coordinates_of(kinds[:, :15], grids, segment_ids=segments[:, :15])
+    everything, _ = coordinates_of(kinds, grids, segment_ids=segments)
+    positions, _ = run(from_padding_mask, (), segments >= 0)
+    later = (positions + delta[:, None])[:, 15:]
+    np.testing.assert_array_equal(everything[..., 15:], np.stack([later] * 3))
 
 
 def error(shape, grids, message, **options):
