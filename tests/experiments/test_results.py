@@ -9,6 +9,7 @@ import pytest
 from experiments.errors import ResultsError
 from experiments.runs import results
 from experiments.runs.results import PACK, Result, pack, packed, stored, write
+from tests.experiments.one_line import raises
 
 RESULTS = {}
 for seed in range(5):
@@ -90,9 +91,8 @@ def test_a_line_of_a_pack_that_is_no_result_is_refused(folder, damage, message):
     text = gzip.decompress((folder / PACK).read_bytes())
     assert damage(text) != text
     (folder / PACK).write_bytes(gzip.compress(damage(text)))
-    with pytest.raises(ResultsError, match=message) as caught:
+    with raises(ResultsError, message):
         stored(folder, NAMES[0])
-    assert PACK in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_damaged_pack_is_one_line(folder):
@@ -101,6 +101,5 @@ def test_a_damaged_pack_is_one_line(folder):
     bit = content[:-5] + bytes([content[-5] ^ 1]) + content[-4:]
     for damaged, message in ((bit, "cannot be read"), (content[:-20], "cannot"), (b"", "is empty")):
         (folder / PACK).write_bytes(damaged)
-        with pytest.raises(ResultsError, match=message) as caught:
+        with raises(ResultsError, message):
             stored(folder, NAMES[0])
-        assert PACK in str(caught.value) and "\n" not in str(caught.value)
