@@ -25,9 +25,8 @@ from experiments.runs.experiment import Experiment
 from experiments.settings.common import Model, Train
 from experiments.tasks import Copy, KBack, Text
 from experiments.tasks.base import Data
-from experiments.tasks.corpus import pair_bits
 from experiments.training.train import make_optimizer, mean_loss, train
-from tests.support import KINDS, slow, slow_but
+from tests.support import KINDS, slow
 
 SIZES = Model(model_dim=16, num_layers=1, num_heads=2)
 TWO_LAYERS = dataclasses.replace(SIZES, num_layers=2)
@@ -40,7 +39,6 @@ TASK = KBack(
     eval_batches=1,
     schemes={"t5": {"max_distance": 32}, "deberta": {"span": 16}},
 )
-NAMES = list(pe.SCHEMES)
 
 
 def make(name, task=TASK):
@@ -56,18 +54,12 @@ def model(name):
     return new_model(make(name))
 
 
-def some(names):
-    """Parameters of a test; schemes that are like one of `names` are slow."""
-    names = [*names]
-    return slow_but(NAMES, *names)
-
-
 def without_scheme(state):
     leaves = ((jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree.leaves_with_path(state))
     return {p: leaf for p, leaf in leaves if "positions" not in p and "encoding" not in p}
 
 
-@pytest.mark.parametrize("name", some(n for n in KINDS if n not in ("path", "tupe")))
+@pytest.mark.parametrize("name", KINDS)
 def test_other_parameters_do_not_depend_on_the_scheme(name):
     plain = without_scheme(nnx.state(model("none")))
     other = without_scheme(nnx.state(model(name)))
@@ -79,9 +71,6 @@ def test_other_parameters_do_not_depend_on_the_scheme(name):
 @pytest.mark.parametrize(
     ("name", "extra"),
     [
-        ("none", 0),
-        ("alibi", 0),
-        ("rope", 0),
         ("sinusoidal", 0),
         ("learned", 48 * 16),
         ("t5", 2 * 32),  # One table for all layers, as the authors have it.
@@ -96,29 +85,15 @@ def test_parameters_of_a_scheme(name, extra):
     assert count(make(name)) - count(make("none")) == extra
 
 
-@pytest.mark.parametrize("name", some(["short_conv"]))
-def test_model_is_causal(name):
+def test_model_is_causal():
     tokens = np.random.default_rng(0).integers(0, TASK.vocab_size, (1, 20)).repeat(2, 0)
     tokens[1, 12:] = 3
-    out = np.asarray(jax.jit(model(name))(tokens))
+    out = np.asarray(jax.jit(model("short_conv"))(tokens))
     np.testing.assert_allclose(out[0, :12], out[1, :12], atol=1e-6)
     assert np.abs(out[0, 12:] - out[1, 12:]).max() > 1e-3
 
 
-@slow
-@pytest.mark.parametrize(("layer", "first"), [({"chunk_size": 8}, 8), ({"window": 6}, 15)])
-def test_layers_attend_within_their_chunk_or_window(layer, first):
-    layers = (pe.LayerSpec(ROPE, **layer),)
-    network = new_model(layers, TWO_LAYERS)
-    tokens = np.random.default_rng(0).integers(1, TASK.vocab_size, (1, 20)).repeat(2, 0)
-    tokens[1, 4] = 0  # Two windows of 6 reach 10 tokens further.
-    out = np.asarray(jax.jit(network)(tokens))
-    reached = np.abs(out[0] - out[1]).max(-1) > 1e-5
-    assert reached[4:8].all() and not reached[:4].any()
-    assert reached[first - 1] and not reached[first:].any()
-
-
-@pytest.mark.parametrize("name", ["none", "sinusoidal", "learned", "t5", "rope"])
+@pytest.mark.parametrize("name", ["sinusoidal", "rope"])
 def test_the_scheme_decides_the_scale_of_embeddings_and_not_of_logits(name):
     abstract = nnx.eval_shape(lambda: new_model(make(name)))
     assert {block.attention.settings.scale for block in abstract.blocks} == {None}
@@ -200,7 +175,7 @@ def test_training_equals_a_python_loop():
         return optax.apply_updates(params, change), moments, value
 
     losses = []
-    for number in range(TASK.train.steps):
+    for number in range(4):
         params, moments, value = step(number, params, moments)
         losses.append(float(value))
     assert trained.curve["step"] == [2, 4]
@@ -337,8 +312,6 @@ def test_text_evaluation_equals_a_loop_over_bytes():
     changed = {(e.variant, e.length): e.value for e in evaluations if e.mode == "nonoverlapping"}
     assert changed["ntk", 16] != changed[None, 16] != changed["pi", 16]
     assert ("ntk", 8) not in changed
-    windows, _ = task.windows(held_out, task.longest, "nonoverlapping")
-    assert pair_bits(held_out, windows) < 8.1
     data = Data(baseline=3.36)
     assert task.fits(3.05, data) and not task.fits(3.07, data)
     assert task.fit_rule(data).endswith("<= 3.060, 0.3 below a table of byte pairs")

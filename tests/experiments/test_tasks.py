@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import pathlib
-import re
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +13,6 @@ from experiments.errors import ConfigError, CorpusError
 from experiments.models.model import initialize
 from experiments.settings.common import Model
 from experiments.tasks import (
-    TASKS,
     Copy,
     FlipFlop,
     Induction,
@@ -29,9 +26,8 @@ from experiments.tasks import (
 from experiments.tasks.base import Data
 from experiments.tasks.lookup import Rows
 from experiments.tasks.lookup import held_out as held_out_rows
+from tests.experiments.one_line import raises
 from tests.support import slow, slow_but
-
-CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
 # Each function takes the tokens of a row without padding and returns the answers by place.
 
@@ -90,6 +86,20 @@ def flip_flop(task, row):
     return by_place
 
 
+def kback(task, row):
+    places = [i + 1 for i, token in enumerate(row[:-1]) if token == 0]
+    assert all(i > task.offset for i in places)
+    return {i: row[i - 1 - task.offset] for i in places}
+
+
+def kth(task, row):
+    *x, index, _ = row[1:]
+    assert row[0] == 1 and all(2 <= token < 2 + task.symbols for token in x)
+    index -= 2 + task.symbols
+    assert 0 <= index < min(len(x), task.indices)
+    return {len(row) - 1: x[index]}
+
+
 CASES = {
     "copy": (Copy(), copy),
     "copy-unique": (Copy(kind="unique"), copy),
@@ -97,6 +107,8 @@ CASES = {
     "induction": (Induction(), induction),
     "majority": (Majority(), majority),
     "flip_flop": (FlipFlop(), flip_flop),
+    "kback": (KBack(), kback),
+    "kth": (Kth(), kth),
 }
 
 
@@ -112,7 +124,7 @@ def check(name, tokens, mask):
     assert 0 <= int(tokens.min()) and int(tokens.max()) < task.vocab_size
     sizes = []
     for row, counts in zip(tokens.tolist(), mask, strict=True):
-        row = row[: row.index(0)] if isinstance(task, Rows) and 0 in row else row
+        row = row[: row.index(0)] if isinstance(task, Rows | Kth) and 0 in row else row
         expected = loop(task, row)
         if counts.any() or name in STREAMS:
             assert set(np.flatnonzero(counts).tolist()) == set(expected)
@@ -138,7 +150,8 @@ STREAMS = [name for name, (task, _) in CASES.items() if not isinstance(task, Row
 def test_streams_equal_a_loop(name):
     task, _ = CASES[name]
     task.check()
-    check(name, *drawn(task.sample, 48, task.train_length))
+    sizes = check(name, *drawn(task.sample, 256, task.train_length))
+    assert name != "kth" or {*sizes} == {*range(7, 34)}
 
 
 @pytest.mark.parametrize("name", slow_but([x for x in CASES if x not in STREAMS], "copy", "sort"))
@@ -150,10 +163,8 @@ def test_rows_equal_a_loop(name):
     trained, answered = index[:, 0] == 0, mask.any(1)
     assert answered[~trained].all() and held_out(tokens)[trained & answered].all()
     assert answered[trained].mean() > 0.6 and len(set(sizes[trained])) > 4
-    for n, size in zip(
-        np.asarray(task.test_lengths)[index[~trained, 0]], sizes[~trained], strict=True
-    ):
-        assert size <= n + 1 < size + 6  # The longest row that fits.
+    beyond = np.asarray(task.test_lengths)[index[~trained, 0]] + 1 - sizes[~trained]
+    assert 0 <= beyond.min() and beyond.max() < 6  # The longest row that fits.
 
 
 @pytest.mark.parametrize("name", ["copy-unique", pytest.param("majority", marks=slow)])
@@ -194,7 +205,6 @@ class BreaksAt(pe.Scheme):
     position: int = 32
 
     def embed(self, params, x, coordinates):
-        """Returns x or NaN."""
         return jnp.where((coordinates < self.position)[..., None], x, jnp.nan)
 
 
@@ -264,17 +274,13 @@ def test_floats_of_evaluation_are_spaced_by_the_length_of_each_row():
         (Sort(shortest=16), "sort.shortest: a problem of size 16 does not fit"),
         (Masked(model=Model()), "masked.model.is_causal: must be false"),
         (Masked(period=20), "masked.period: 20 does not repeat"),
-        (
-            Majority(eval_batch=30),
-            "majority.eval_batch: 30 is not a multiple of the 4 test lengths",
-        ),
+        (Majority(eval_batch=30), "majority.eval_batch: 30 is not a multiple of the 4 test len"),
         (Induction(repeated=9), "induction.repeated: must be 2 to"),
     ],
 )
 def test_contradictions_are_named(task, message):
-    with pytest.raises(ConfigError) as error:
+    with raises(ConfigError, message):
         task.check()
-    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_settings_are_chosen_with_the_coordinates_of_the_report():
@@ -284,29 +290,6 @@ def test_settings_are_chosen_with_the_coordinates_of_the_report():
         assert task.test_lengths == (32,) and task.num_coordinates == count
     other = KBack(coordinates="shifted", coordinate_range=200).at_trained_length()
     assert other.num_coordinates == 200
-
-
-def test_a_study_a_claim_or_a_tour_uses_every_task():
-    texts = [path.read_text() for path in CONFIGS.rglob("*.toml")]
-    lines = [line for text in texts for line in re.findall(r"(?m)^tasks? = .*", text)]
-    assert not set(TASKS) - set(re.findall(r'"(\w+)"', "\n".join(lines)))
-
-
-@pytest.mark.parametrize("offset", [2, pytest.param(7, marks=slow)])
-def test_kback_answers_are_k_places_back(offset):
-    task = KBack(offset=offset)
-    tokens, mask = drawn(task.sample, 8, 60)
-    assert tokens.shape == mask.shape == (8, 61)
-    assert tokens.dtype == np.int32 and mask.dtype == np.float32
-    assert mask.sum() > 8
-    for row, counts in zip(tokens, mask, strict=True):
-        for t, token in enumerate(row):
-            after_query = t > 0 and row[t - 1] == 0
-            assert counts[t] == after_query
-            if after_query:
-                assert token == row[t - 1 - offset] > 0
-                assert t - 1 >= offset
-            assert 0 <= token < task.vocab_size
 
 
 def test_kback_query_rate_and_uniform_symbols():
@@ -319,28 +302,9 @@ def test_kback_query_rate_and_uniform_symbols():
 
 def test_kback_test_lengths_split_the_positions_of_queries():
     task = KBack(test_lengths=(32, 48, 64))
-    tokens, mask, index = drawn(task.sample_test, 4)
-    assert tokens.shape == mask.shape == index.shape == (4, 65)
-    for t in range(1, 65):
-        query = t - 1
-        assert (index[:, t] == sum(query >= n for n in (32, 48, 64))).all()
-
-
-def test_kth_answer_is_the_indexed_symbol():
-    task = Kth()
-    tokens, mask = drawn(task.sample, 256, 32)
-    lengths = set()
-    for row, counts in zip(tokens, mask, strict=True):
-        (answer_at,) = np.flatnonzero(counts)
-        n = answer_at - 2
-        lengths.add(int(n))
-        index = row[n + 1] - 2 - task.symbols
-        assert row[0] == 1
-        assert 0 <= index < min(n, task.indices)
-        assert row[answer_at] == row[1 + index]
-        assert ((row[1 : n + 1] >= 2) & (row[1 : n + 1] < 2 + task.symbols)).all()
-        assert (row[answer_at + 1 :] == 0).all()
-    assert lengths == set(range(4, 31))
+    *_, index = drawn(task.sample_test, 4)
+    queries = np.arange(64)
+    np.testing.assert_array_equal(index[:, 1:], [sum(queries >= n for n in (32, 48, 64))] * 4)
 
 
 def small_text(**changes):
@@ -386,7 +350,7 @@ def test_a_small_text_says_what_would_do(tmp_path, bytes_held_out, advice):
     for i in range(20):
         (tmp_path / f"{i:02}.txt").write_bytes(bytes(bytes_held_out))
     task = Text(corpus=str(tmp_path))
-    with pytest.raises(CorpusError, match=re.escape(advice) + "$"):
+    with raises(CorpusError, advice):
         task.load()
     if "would do" in advice:
         dataclasses.replace(task, eval_bytes=2048).load()
