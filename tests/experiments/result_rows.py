@@ -12,16 +12,10 @@ POSITIONS = {"none": pe.NoPE(), "learned": pe.LearnedAbsolute(128, 64), "rope": 
 
 
 def make_row(task, scheme, seeds=1, *, fitted=True, raised="", error=None, scores=None, **entries):
-    """Returns the results of a scheme, whose scores are made from the names unless they are given.
+    """Returns the results of a scheme; `seeds` are a count or a list, `entries` are of `Result`.
 
-    Args:
-      task, scheme: names.
-      seeds: how many, or a list.
-      fitted: whether all seeds learned the task.
-      raised: the error of a run that raised and has no result.
-      error: of seeds that diverged.
-      scores: function of view, index of the length and index of the seed.
-      entries: of each `Result`.
+    `scores` is a function of view, index of the length and index of the seed. Seeds with an `error`
+    diverged, and a scheme that `raised` has no results.
     """
     level = 0.9 - 0.01 * len(scheme)
     scores = scores or (lambda view, i, n: level - 0.1 * i + 0.01 * n)

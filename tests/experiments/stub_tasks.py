@@ -14,6 +14,23 @@ from experiments.runs.run import Run
 from experiments.settings.common import Model, Train
 from experiments.tasks import KBack
 
+TINY = """
+[{0}.model]
+model_dim = 16
+num_layers = 1
+num_heads = 2
+[{0}.train]
+steps = 4
+steps_per_call = 2
+warmup = 1
+batch = 4
+"""
+KBACK = f"""
+[kback]
+test_lengths = [32, 48]
+eval_batch = 8
+eval_batches = 1
+{TINY.format("kback")}"""
 TASK = KBack(
     test_lengths=(32, 48),
     eval_batch=4,

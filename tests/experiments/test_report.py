@@ -32,6 +32,15 @@ def make_results(seeds=1):
     return [*rows, make_row("kth", "shaw", raised=ERROR)]
 
 
+def make_resolved():
+    """Of three seeds: learned differs from RoPE by another amount in each."""
+    differs = {"scores": lambda view, i, n: 0.83 + (0.0, 0.03, 0.02)[n]}
+    return [
+        make_row(row.section, row.scheme, 3, **differs) if row.scheme == "learned" else row
+        for row in make_results(seeds=3)
+    ]
+
+
 def render(results, baseline=None):
     settings = {"seeds": 1, "kback": {"k": 4}}
     return whole_page("compare", results, "python -m experiments compare", settings, baseline)
@@ -41,6 +50,11 @@ def words_of(html):
     """The text of a page."""
     text = re.sub(r"<style>.*?</style>|<[^>]*>", " ", html, flags=re.DOTALL)
     return " ".join(html_module.unescape(text).split())
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    monkeypatch.setattr(plots, "drawing", lambda *_: "<svg/>")
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +96,8 @@ def test_the_page_names_command_and_runs(text):
     assert "†" not in words_of(render([make_row("kback", "rope")]))
 
 
-def test_the_summary_has_paired_differences_with_intervals(monkeypatch):
-    monkeypatch.setattr(plots, "drawing", lambda *_: "<svg/>")
-    results = make_results(seeds=3)
-    for i, row in enumerate(results):
-        if row.scheme == "learned":
-            scores = lambda view, i, n: 0.83 + (0.0, 0.03, 0.02)[n]  # noqa: E731
-            results[i] = make_row(row.section, "learned", 3, scores=scores)
+def test_the_summary_has_paired_differences_with_intervals(undrawn):
+    results = make_resolved()
     text = words_of(render(results))
     assert "means of 3 seeds" in text
     # learned - rope: -0.03 plus (0.00, 0.02, 0.00), whose mean has t * s / sqrt(3) = 0.0287.
@@ -102,7 +111,7 @@ def test_the_summary_has_paired_differences_with_intervals(monkeypatch):
     assert "Summary" not in words_of(render(make_results()))  # One seed has no intervals.
 
 
-def test_the_page_begins_with_what_is_missing(text):
+def test_the_page_begins_with_what_is_missing(text, undrawn):
     assert "so far" not in text
     row = make_row("kback", "rope", 3)
     rows = [dataclasses.replace(row, results=row.results[:1]), make_row("kth", "rope")]
@@ -138,7 +147,7 @@ def test_scores_as_text():
     assert tables.as_text([]) == ""
 
 
-def test_tasks_that_no_scheme_fitted_are_folded():
+def test_tasks_that_no_scheme_fitted_are_folded(undrawn):
     rows = [make_row(task, "rope", fitted=task == "kth") for task in ("kback", "kth")]
     folded, shown = re.split("<h2>k(?:back|th)</h2>", render(rows))[1:]
     assert "<details><summary>Its scores</summary>" in folded and "Not fitted: rope" in folded
@@ -152,7 +161,7 @@ def test_schemes_with_other_seeds_are_not_paired():
     assert len(scores.paired(results, "kback", "plain", 32, "rope")["rope"][1]) == 3
 
 
-def test_schemes_without_a_rate_have_that_of_rope():
+def test_schemes_without_a_rate_have_that_of_rope(undrawn):
     def at_rates(row, rope):
         rates = {"rope": Rates(rope), "learned": Rates(2e-3, 10.0)}
         runs = []
@@ -173,21 +182,15 @@ def test_schemes_without_a_rate_have_that_of_rope():
 
 
 def test_the_page_says_what_follows(request):
-    results = make_results(seeds=3)
-    for i, row in enumerate(results):
-        if row.scheme == "learned":
-            scores = lambda view, i, n: 0.83 + (0.0, 0.03, 0.02)[n]  # noqa: E731
-            results[i] = make_row(row.section, "learned", 3, scores=scores)
+    results = make_resolved()
     texts = conclusions(results)
     assert not any("One seed" in text for text in texts)
     # none has RoPE's scores; those of MyScheme are 0.15 lower, which is better for bits per byte.
     assert texts[1] == "On kth at 32, against rope: behind: MyScheme; not resolved: none, learned."
     assert texts[2] == "On text at 128, against rope: ahead: MyScheme; not resolved: none, learned."
     wide = make_row("text", "alibi", 3, scores=lambda view, i, n: 2.0 + (0.0, 0.3, 0.1)[n])
-    spread = (
-        "On text seeds have a standard deviation above 0.1, which a lower learning rate may mend: "
-    )
-    assert f"{spread}alibi (2.000 to 2.300)." in conclusions([*results, wide])
+    spread = "On text seeds have a standard deviation above 0.1, which a lower learning rate"
+    assert f"{spread} may mend: alibi (2.000 to 2.300)." in conclusions([*results, wide])
     assert not any("deviation" in text for text in texts)
     texts = conclusions([make_row("text", name, 3, fitted=False) for name in ("rope", "MyScheme")])
     assert texts[0].startswith("On text no scheme learned the task in 400 steps, so its scores say")
@@ -195,13 +198,11 @@ def test_the_page_says_what_follows(request):
     tasks = load(request.config.rootpath / "configs" / "compare.toml").tasks
 
     def at(steps, corpus, scheme, **rates):
-        (run,) = make_row("text", scheme).runs
-        rates = rates or tasks["text"].rates
+        row, rates = make_row("text", scheme), rates or tasks["text"].rates
+        (run,) = row.runs
         train = dataclasses.replace(run.task.train, steps=steps, learning_rate=4e-3)
         task = dataclasses.replace(run.task, train=train, corpus=corpus, rates=rates)
-        return dataclasses.replace(
-            make_row("text", scheme), runs=(dataclasses.replace(run, task=task),)
-        )
+        return dataclasses.replace(row, runs=(dataclasses.replace(run, task=task),))
 
     study = "The rates on text are the study's, chosen with 1000 steps on sotu: "
     assert f"{study}with 400 steps on sotu none is tuned." in conclusions(
@@ -210,10 +211,11 @@ def test_the_page_says_what_follows(request):
     texts = conclusions([at(1000, "docs.md", "rope"), at(1000, "docs.md", "mypkg.mine:My")])
     assert "On text no rate was tuned for My: RoPE's was taken." in texts
     assert texts[-2].endswith("with 1000 steps on docs.md none is tuned.")
-    texts = conclusions([at(1000, "sotu", "rope"), at(1000, "sotu", "alibi")])
-    assert not any("tuned" in text for text in texts)
-    texts = conclusions([at(400, "sotu", "rope", rope=Rates(4e-3))])
-    assert not any("tuned" in text for text in texts)
+    for rows in (
+        [at(1000, "sotu", "rope"), at(1000, "sotu", "alibi")],
+        [at(400, "sotu", "rope", rope=Rates(4e-3))],
+    ):
+        assert not any("tuned" in text for text in conclusions(rows))
 
 
 @slow
@@ -299,7 +301,7 @@ def test_scores_that_are_not_finite_are_counted():
     assert len(bands) == 1  # Bands have no place where a seed has none, whichever it is.
 
 
-def test_schemes_without_all_scores_are_last():
+def test_schemes_without_all_scores_are_last(undrawn):
     levels = {"rope": 0.5, "none": math.nan, "learned": 0.9, "mypkg.mine:MyScheme": 0.7}
 
     def row(name):
@@ -323,16 +325,6 @@ def test_means_say_how_many_seeds_they_have():
     diverged = dataclasses.replace(row.results[1], status="diverged", scores={}, curve={})
     row = dataclasses.replace(row, results=(row.results[0], diverged))
     assert ">rope (1 of 2 seeds)<" in plots.curves([row], "kback")
-
-
-def test_results_of_other_versions_and_commits_are_named():
-    rows = [make_row("kback", "rope", 3), make_row("kback", "none", 2)]
-    assert "Results are of" not in words_of(render(rows))
-    old = make_row("kback", "none", 2, environment={"jax": "0.4.1"}, commit="old")
-    words = (
-        "jax 0.10.2 (3 runs) and jax 0.4.1 (2 runs); commit abc (3 runs) and commit old (2 runs)"
-    )
-    assert f"Results are of {words}, which may be why" in words_of(render([rows[0], old]))
 
 
 def test_the_main_scores_are_first_though_others_have_more_lengths():
