@@ -16,6 +16,7 @@ from experiments.gallery import explorer
 from experiments.gallery.drawn import digest, draw
 from experiments.gallery.page import STRIP, strip
 from experiments.gallery.probe import GRID, LENGTH, Probe, frequency_maps, probe, probe_map
+from tests.experiments.one_line import refusal
 from tests.support import slow
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
@@ -143,14 +144,10 @@ def test_wavelengths_with_and_without_a_frequency_map():
 
 @slow
 def test_the_gallery_is_a_sheet_and_pictures(tmp_path):
-    for folder in ("a", "b"):
-        assert main(["gallery", "--schemes", "rope,PI", "--out", str(tmp_path / folder)]) == 0
-    files = {path.relative_to(tmp_path / "a"): path for path in (tmp_path / "a").rglob("*.png")}
-    pictures = {"gallery.png", "gallery/rope.png", "gallery/PI.png"}
-    assert {str(path) for path in files} == pictures
-    for path, file in files.items():
-        assert file.read_bytes() == (tmp_path / "b" / path).read_bytes()
-    with Image.open(tmp_path / "a" / "gallery.png") as image:
+    assert main(["gallery", "--schemes", "rope,PI", "--out", str(tmp_path)]) == 0
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.png")}
+    assert files == {"gallery.png", "gallery/rope.png", "gallery/PI.png"}
+    with Image.open(tmp_path / "gallery.png") as image:
         assert image.text["Schemes"] == "rope, PI"
 
 
@@ -158,5 +155,4 @@ def test_errors_are_one_line(capsys, tmp_path):
     (tmp_path / "file").write_text("")
     assert main(["gallery", "--schemes", "PI", "--out", str(tmp_path / "file")]) == 2
     assert "gallery.png: cannot be written" in capsys.readouterr().err
-    assert main(["gallery", "--schemes", "ropes", "--out", str(tmp_path / "new")]) == 2
-    assert "did you mean 'rope'" in capsys.readouterr().err and not (tmp_path / "new").exists()
+    assert "did you mean 'rope'" in refusal(capsys, "gallery", "--schemes", "ropes")

@@ -18,6 +18,7 @@ from experiments.runs import files, run_queue
 from experiments.runs.files import is_locked, locked
 from experiments.runs.results import write
 from experiments.runs.run_queue import Queue
+from tests.experiments.one_line import raises, refusal
 from tests.experiments.stub_tasks import order
 from tests.experiments.test_compare import SMALL
 from tests.support import slow
@@ -113,8 +114,7 @@ def test_runs_of_another_executor(folder, capsys):
         ("experiments:make", "AttributeError: module 'experiments' has no attribute 'make'"),
         ("builtins:dict", "builtins:dict returns no Executor, but {}"),
     ):
-        assert main([*words, name]) == 2
-        assert message in (error := capsys.readouterr().err) and error.count("\n") == 1
+        assert message in refusal(capsys, *words, name)
 
 
 def test_sigterm_leaves_other_executors_alone(tmp_path, capsys):
@@ -217,5 +217,5 @@ def test_file_systems_without_locks(tmp_path, monkeypatch):
         raise OSError(files.errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(files.fcntl, "flock", unsupported)
-    with pytest.raises(ResultsError, match=r"run: its file system has no locks \(flock\), which"):
+    with raises(ResultsError, "run: its file system has no locks (flock), which"):
         locked(tmp_path / "run").__enter__()
