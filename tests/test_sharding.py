@@ -88,7 +88,7 @@ def test_running_sums_start_where_the_shard_before_ended():
         (pe.Shaw(4, 8), "ring", AxisType.Explicit),
         (pe.chain(pe.RoPE(8), pe.T5(4)), "all_gather", AxisType.Explicit),
     ],
-    ids=str,
+    ids=["ring", "explicit ring", "explicit"],
 )
 def test_layers_over_a_sharded_sequence(scheme, method, kind):
     """One argument of a layer, on a mesh that shards the batch too."""

@@ -105,14 +105,17 @@ class Experiment:
         for name in parts_of(scheme):
             options = self.options.get(name, {}), task.schemes.get(name, {})
             tables |= {f"schemes.{name}": options[0], f"{task_name}.schemes.{name}": options[1]}
-            max_distance = {**options[0], **options[1]}.get("max_distance")
+            both, cls = {**options[0], **options[1]}, find(name)
+            max_distance = both.get("max_distance")
             if isinstance(max_distance, int) and max_distance > task.train_length:
                 raise ConfigError(
                     f"schemes.{name}.max_distance: {max_distance} exceeds "
                     f"{task_name}.train_length = {task.train_length}, so its furthest distances "
                     f"would never be trained; set {task_name}.schemes.{name}.max_distance"
                 )
-            default = getattr(find(name), "max_distance", None)
+            default = getattr(cls, "max_distance", None)
+            if both.get("num_buckets", getattr(cls, "num_buckets", 0)) is None:
+                default = None  # TUPE has no buckets by default.
             if max_distance is None and isinstance(default, int) and default > task.train_length:
                 tables[f"schemes.{name}"] = {**options[0], "max_distance": task.train_length}
         return build(scheme, sizes, tables, f"task {task_name}")

@@ -94,6 +94,33 @@ def test_a_new_cache_is_shaped_like_k_v_and_coordinates():
             assert (coordinates.shape, coordinates.dtype) == ((*lead[:-1], 2, 9), stored)
 
 
+@slow
+def test_nan_of_a_request_ends_with_it():
+    """A cache has finite values and NaN keys in their place, so that steps need no test."""
+    q, k, v = Q, K, np.array(V)
+    v[0, 2, 1], v[1, 1, 0, 3] = np.nan, np.inf
+    scheme = pe.Shaw(num_heads=6, head_dim=8)
+    params = parameters(scheme)
+
+    def step(q, k, v, cache):
+        return pe.scheme_attention(scheme, params, q, k, v, is_causal=True, cache=cache)
+
+    def outputs():
+        _, cache = step(q[:, :6], k[:, :6], v[:, :6], new_cache(scheme))
+        out, used = step(q[:, 6:], k[:, 6:], v[:, 6:], cache)
+        cache = used.reset(np.array([True, False])).rewind(np.array([0, 7]))
+        one = q[:, :1], k[:, :1], v[:, :1]
+        grad = jax.grad(lambda q: step(q, *one[1:], cache)[0].sum())(one[0])
+        return out, step(*one, cache)[0], step(*one, new_cache(scheme))[0], grad
+
+    out, again, expected, grad = compiled(outputs)
+    # Two query heads for each key head; on CPU a token with NaN in one head has it in all.
+    seen = np.isnan(out[:, 0]).all(-1)
+    assert seen[0, 2:4].all() and seen[1, :2].all()
+    np.testing.assert_array_equal(again, expected)
+    assert np.isfinite(grad).all()
+
+
 def test_a_cache_with_a_prefix():
     """Every query sees the keys of a prefix, and a ring evicts them."""
     options = {"window": 2, "prefix_length": jnp.array([3, 3])}
