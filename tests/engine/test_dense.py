@@ -51,6 +51,16 @@ def test_queries_meet_only_ranges_of_keys_that_they_may_see():
     chex.assert_trees_all_close(run("xla"), run("reference"), rtol=1e-4, atol=3e-5)
 
 
+def test_queries_meet_the_first_and_the_last_key_of_their_window():
+    # With equal logits the output is the mean of the values, which are the positions.
+    positions = np.arange(1030)
+    zeros, values = np.zeros((1, 1030, 1, 1), np.float32), positions.astype(np.float32)
+    values = values[None, :, None, None]
+    out = pe.attention(zeros, zeros, values, window=(300, 20), implementation="dense")
+    mean = (np.maximum(positions - 300, 0) + np.minimum(positions + 20, 1029)) / 2
+    np.testing.assert_allclose(np.asarray(out)[0, :, 0, 0], mean, rtol=1e-5)
+
+
 def test_causal_work_is_less():
     q, k, v = _tokens(1024, batch=1, heads=1)
 

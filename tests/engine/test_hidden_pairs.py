@@ -54,10 +54,6 @@ def even(b, h, q_idx, kv_idx):
     return (q_idx - kv_idx) % 2 == 0
 
 
-def both_sides(shared, slope, q, k):
-    return -slope * jnp.log1p(jnp.abs(q - k))
-
-
 def of_sums(shared, slope, row, col, q, k):
     return -slope * jnp.log(row - col + 0.5)
 
@@ -161,8 +157,6 @@ MORE = [
 BOTH["until"] = BOTH["tail"] = bias(near, relative=True), NEAR
 BOTH["tail, dot"] = dot(vector_near), dot(vector_near_clipped)
 BOTH["odd"] = bias(odd, relative=True), CLIPPED
-BOTH["both sides"] = bias(both_sides, relative=True), bias(both_sides)
-PREFIX = {"q_positions": np.arange(T) - 15, "prefix_length": np.array([20, 5])}
 HOW |= {
     "until": {"is_causal": True, "k_visible_until": np.arange(T) + 6},
     # Tokens of the last segment end with it.
@@ -174,20 +168,17 @@ HOW |= {
     "block mask": {"is_causal": True, "mask": None},
     "step": {"is_causal": True, "q_positions": POSITIONS[-2:-1], "k_positions": POSITIONS},
     "softcap": {"is_causal": True, "softcap": 3.0},
-    "prefix": {"is_causal": True, **PREFIX},  # It ends after zero, and begins before.
-    "prefix, window": {"window": (3, 2), **PREFIX},
 }
 CASES = [
     *(("window", "mask", "reference"), ("transform", "whole", "dense")),
     *(("score_mod, b", "whole", "dense"), ("score_mod, score", "whole", "dense")),
     *(("until", "until, packed", "xla"), ("tail", "tail", "xla"), ("odd", "block mask", "xla")),
     *(("relative", "mask", "dense"), ("dot, bounds", "positions", "xla")),
-    ("both sides", "prefix", "xla"),
     ("of pairs", "whole", PallasTPU(Blocks(128, 128), Blocks(128, 128), interpret=True)),
 ]
 MORE += [("until", "until", "dense"), ("tail, dot", "tail", "xla"), ("relative", "mask", "xla")]
 MORE += [("odd", "block mask", "reference"), ("of pairs", "softcap", "xla")]
-MORE += [("relative", "step", "dense"), ("both sides", "prefix, window", "xla")]
+MORE += [("relative", "step", "dense")]
 
 
 def _loss(make, static, word, arrays):
@@ -249,6 +240,24 @@ def test_hidden_pairs_have_no_gradient(name, how, word):
 def test_calls_without_pairs_have_no_gradient(how):
     got = gradients(BOTH["relative"][0], {"is_causal": True} | how, "xla")
     assert not any(np.any(x) for x in got)
+
+
+@pytest.mark.parametrize("window", [None, pytest.param((3, 2), marks=slow)])
+def test_prefixes_of_positions_below_zero(window):
+    """Shifted, positions and the prefix say the same."""
+
+    def out(shift, word):
+        options = {"is_causal": window is None, "window": window}
+        options |= {
+            "q_positions": np.arange(T) + shift,
+            "prefix_length": np.array([35, 20]) + shift,
+        }
+        rules = pe.KERPLELog(num_heads=N).rules({"r1": 3 * SLOPES, "r2": SLOPES})
+        return jax.jit(
+            lambda q: pe.attention(q, K, V, rules=rules, implementation=word, **options)
+        )(Q)
+
+    np.testing.assert_allclose(out(-15, "xla"), out(0, "reference"), atol=1e-5)
 
 
 def test_the_gradient_is_that_of_float64():
