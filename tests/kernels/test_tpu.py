@@ -73,6 +73,7 @@ MORE_CASES = [
         (case_of(causal=False, length=384, blocks=True), {}, TILES),
         (case_of("distance and pairs", length=200, window=(70, 3)), {}, TILES),
         (case_of("table", length=384, kv_heads=1, window=(70, 3), blocks=True), {}, TILES),
+        (case_of("past", length=130), {}, TILES),
         (case_of("past", length=130, softcap=3.0), {}, TILES),
         (case_of(length=1100, heads=1, kv_heads=1, batch=1), {}, SPLASH),  # Parts of dq.
         *(pytest.param(*case, marks=slow) for case in MORE_CASES),
