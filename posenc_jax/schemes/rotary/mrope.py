@@ -104,7 +104,7 @@ class MRoPE(ScalableRotary):
         pairs = self.num_rotated // 2
         space = 3 * pairs // 8 if self.order == "contiguous" else 5 * pairs // 16
         require(
-            self.sections or space,
+            bool(self.sections) or space > 0,
             f"mrope: {pairs} pairs are too few for the default sections; pass sections=, or a "
             "larger head_dim.",
         )
