@@ -157,6 +157,7 @@ class Sloped(PerPair):
 SLOPED = Sloped(jnp.ones(2), jnp.float32(0.1))
 
 
+@gpu_lowered
 def test_rules_with_other_fields_are_computed_on_chips_too(chip):
     assert _chosen(SLOPED) == "pallas"
 
