@@ -817,6 +817,10 @@ def test_stages_end_and_failures_lose_nothing(call):
     assert status == 1 and "failed: test_study.py:" in out and "RuntimeError: no memory" in out
     report = call.results / "report.html"
     assert "known so far have ended" in call.page() and "so far have ended" in report.read_text()
+    reported = [
+        run.seed for run in call.carried_out if (run.scheme, run.seed // 100) == ("rope", 0)
+    ]
+    assert reported == [0, 0, 0, 1, 1, 1]  # A stage has the first seed of all its runs first.
     call.raises = None
     call.carried_out.clear()
     status, out, err = call("--run")
