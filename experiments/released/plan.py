@@ -193,7 +193,7 @@ def _layers(
             if options.methods:
                 raise ConfigError(f"--methods: {error}") from None
             skipped.setdefault(str(error).removeprefix(f"{name} "), []).append(name)
-    notes += [f"Left out: {', '.join(left)} ({reason})." for reason, left in skipped.items()]
+    notes += [f"Left out: {', '.join(names)} ({reason})." for reason, names in skipped.items()]
     return by_method
 
 

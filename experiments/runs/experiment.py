@@ -163,14 +163,14 @@ _NO_TASKS = {*_SETTINGS, "task", "tasks", "scheme", "options", "seed", "quick"}
 """Names of other settings, beside which the table of a task stands."""
 
 
-def refuse_plan(tables: Mapping[str, Any], what: str) -> None:
+def refuse_plan(tables: Mapping[str, Any], plan: str) -> None:
     """Raises ConfigError for settings of `compare` alone, in a table of a study or a claim."""
     schemes = tables.get("schemes", {})
     if not isinstance(schemes, Mapping) or "names" in schemes:
-        raise ConfigError(f"schemes: must be tables of options in {what}, got {schemes!r:.80}")
+        raise ConfigError(f"schemes: must be tables of options in {plan}, got {schemes!r:.80}")
     for name in ("tasks", *_SETTINGS):
         if name in tables and name != "schemes":
-            raise ConfigError(f"{name}: is a setting of compare, not of {what}")
+            raise ConfigError(f"{name}: is a setting of compare, not of {plan}")
 
 
 def _check_options(path: str, options: Mapping[str, Any]) -> None:

@@ -145,11 +145,11 @@ class Run(Work):
 
     @functools.cached_property
     def sources(self) -> dict[str, str]:
-        objects = [part.split(":") for part in parts_of(self.scheme) if ":" in part]
-        modules = [module for module, _ in objects]
+        names = [part.split(":") for part in parts_of(self.scheme) if ":" in part]
+        modules = [module for module, _ in names]
         # Checked when the plan was made: a worker process does not know what --trust allows.
-        at = ((importlib.import_module(module), name) for module, name in objects)
-        defined = (getattr(getattr(module, name), "__module__", None) for module, name in at)
+        objects = (getattr(importlib.import_module(module), name) for module, name in names)
+        defined = (getattr(each, "__module__", None) for each in objects)
         modules += filter(None, defined)  # Another module may import the object.
         corpus = getattr(self.task, "corpus", None)
         facts = load_data(self.task).facts if corpus not in (None, *SOURCES) else {}

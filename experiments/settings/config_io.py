@@ -52,8 +52,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        where = "; configs are in a clone of the repository" if path.parts[0] == "configs" else ""
-        raise ConfigError(f"{path}: no such file{where}") from None
+        hint = "; configs are in a clone of the repository" if path.parts[0] == "configs" else ""
+        raise ConfigError(f"{path}: no such file{hint}") from None
     except (OSError, ValueError) as error:  # Not TOML, not UTF-8, a path with a NUL.
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     except RecursionError:
@@ -62,7 +62,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     return tables
 
 
-def refuse_extremes(tables: Mapping[str, Any], where: str = "") -> None:
+def refuse_extremes(tables: Mapping[str, Any], prefix: str = "") -> None:
     """Raises ConfigError for numbers beyond int32 or not finite, and for too many levels."""
     level: list[tuple[str, Any]] = list(tables.items())
     for _ in range(20):
@@ -74,12 +74,12 @@ def refuse_extremes(tables: Mapping[str, Any], where: str = "") -> None:
                 inner += [(f"{path}[{i}]", each) for i, each in enumerate(value)]
             elif isinstance(value, int) and abs(value) >= 2**31:
                 words = f"{value}" if value.bit_length() < 64 else f"{value.bit_length()} bits"
-                raise ConfigError(f"{where}{path}: must be below 2**31, got {words}")
+                raise ConfigError(f"{prefix}{path}: must be below 2**31, got {words}")
             elif isinstance(value, float) and not math.isfinite(value):
-                raise ConfigError(f"{where}{path}: must be a finite number, got {value}")
+                raise ConfigError(f"{prefix}{path}: must be a finite number, got {value}")
         level = inner
     if level:
-        raise ConfigError(f"{where}{level[0][0]:.60}: is nested too deeply")
+        raise ConfigError(f"{prefix}{level[0][0]:.60}: is nested too deeply")
 
 
 def to_tables(settings: Any) -> dict[str, Any]:

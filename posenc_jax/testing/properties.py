@@ -208,8 +208,8 @@ def _first_calls(case: Case) -> None:
 def _summary(case: Case, violations: dict[str, Violation]) -> str:
     """Returns the violations, grouped by their usual cause."""
     count = f"{len(violations)} of {len(PROPERTIES)} properties fail"
-    rest = "; the others need it and were not measured" if violations.keys() & _STOP else ""
-    lines = [f"{count}{rest}.", f"{case.scheme!r:.200}", *_hints(case)]
+    note = "; the others need it and were not measured" if violations.keys() & _STOP else ""
+    lines = [f"{count}{note}.", f"{case.scheme!r:.200}", *_hints(case)]
     groups: dict[str | None, list[str]] = {}
     for key, violation in violations.items():
         text = f"- {PROPERTIES[key].name}: {violation}."
@@ -264,9 +264,9 @@ def parameters_are_deterministic_and_float32(case: Case) -> None:
     for path, leaf in jax.tree.leaves_with_path(case.params):
         assert leaf.dtype == jnp.float32, f"params{jax.tree_util.keystr(path)} is {leaf.dtype}"
     # A program holds random numbers from another source than `key` as constants.
-    one, another = case.lowered_init, case.lower_init()
+    first, second = case.lowered_init, case.lower_init()
     text = "`init` of one key is another program when it is traced again"
-    assert one.as_text() == another.as_text(), text
+    assert first.as_text() == second.as_text(), text
 
 
 @_holds("`param_axes` with the word of another size, or not one word per axis.")
